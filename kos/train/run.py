@@ -39,7 +39,7 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.parallel.stopping import Stop
 from kos.train.tools import commands
 from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import run_folder
@@ -80,7 +80,8 @@ class Trainer:
             self._found: checkpoint.Checkpoint | None = None  # on rank 0
             self.source, self.start, self.saved_step = alone(comm, self._find_source)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-            self.engine = make_engine(config, self.model_config, self.data, self.mesh, self._between)
+            self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
+            self.engine.asked = lambda: self.stop.asked
             self._held.callback(self.engine.close)
             self._held.callback(self.console.close)
             self._announce()
@@ -106,11 +107,6 @@ class Trainer:
         finally:
             self.console.close()
         return together(self.comm, lambda: data or load())
-
-    def _between(self, what: str, share: float) -> None:
-        """Between the parts of a step: show how far it is, and leave it where any rank was asked to."""
-        stop_together(self.comm, self.stop)
-        self.console.progress(what, share)
 
     def _facts(self) -> dict[str, object]:
         """What must be the same on all ranks; paths may differ."""
@@ -249,28 +245,17 @@ class Trainer:
             stop_together(self.comm, self.stop)
             started, stopped = step, False
             while step < started or (step < config.steps and not stopped):
-                try:
-                    while not stopped and started < min(step + 1 + self.engine.lag, self._next_pause(step)):
-                        self.engine.start_step(started, self.stop.asked)
-                        started += 1
-                except Stopped:
-                    if step == self.start:
-                        raise
-                    self.console.say(f"step {step + 1} is left unfinished")
-                    stopped = True
-                    break
+                while not stopped and started < min(step + 1 + self.engine.lag, self._next_pause(step)):
+                    self.engine.start_step(started, self.stop.asked)
+                    started += 1
                 row, stop = self._finish_step(step)
                 if step == 0 and untrained is not None:
                     row["val_loss_before"] = untrained
                 step, stopped = step + 1, stopped or stop
                 last = step == config.steps or (stopped and step == started)
                 if config.eval_batches and (_every(config.eval_every, step) or step == config.steps):
-                    try:
-                        row["val_loss"] = self.engine.evaluate()
-                    except Stopped:
-                        self.console.say("the validation is left unfinished")
-                        stopped = last = True
-                    if not math.isfinite(row.get("val_loss", 0.0)):
+                    row["val_loss"] = self.engine.evaluate()
+                    if not math.isfinite(row["val_loss"]):
                         raise self._not_finite(step, "validation loss", row["val_loss"])
                 self.console.step(row, log=step % config.log_every == 0 or last)
                 if self.metrics is not None:
@@ -383,20 +368,24 @@ class Trainer:
             self.console.say(f"about {duration(whole)} in all: {about}")
 
     def _conclude(self, step: int, stopped: bool) -> None:
-        model, weights = self.engine.sampler()
-        if self.comm.rank != 0:
-            return
+        text, config = "", self.config
+        if step == config.steps and config.sample_tokens and not stopped:
+            next_logits, model = self.engine.sampler(), self.mesh.model
+
+            def cut() -> bool:
+                return any(model.comm.all_gather_bytes(b"!" * self.stop.asked)) if model.size > 1 else self.stop.asked
+
+            if next_logits is not None and (model.size > 1 or self.comm.rank == 0):
+                text = sample_text(
+                    next_logits, self.model_config.max_position_embeddings, self.data.tokenizer, config.prompt,
+                    config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k, cut=cut,
+                )  # fmt: skip
         say, out = self.console.say, self.out
         if self.skipped:
             say(f"{self.skipped} of {step - self.start} steps left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
             say(f"stopped on request after step {step}; go on by: {commands.resume(out, self.comm.size)}")
-        elif self.config.sample_tokens and not stopped:
-            config = self.config
-            text = sample_text(
-                model, weights, self.data.tokenizer, config.prompt, config.sample_tokens, seed=config.seed,
-                temperature=config.temperature, top_k=config.top_k, cut=lambda: self.stop.asked,
-            )  # fmt: skip
+        elif text:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")

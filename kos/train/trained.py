@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,10 @@ class TrainedModel:
             if not value >= 0:
                 raise InvalidArgument(f"{name}: expected 0 or more, got {value}")
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
-        return sample_text(self._model, self.weights, self.tokenizer, prompt, tokens, **options)
+        next_logits = partial(self._model.next_logits, self.weights)
+        return sample_text(
+            next_logits, self.config.max_position_embeddings, self.tokenizer, prompt, tokens, **options
+        )
 
     def _ids(self, tokens: str | ArrayLike, more: int = 0) -> NDArray[np.int32]:
         given = np.asarray(self.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens)

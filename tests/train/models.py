@@ -4,9 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from kos.train.model.llama import Llama
 from kos.train.model.llama_config import LlamaConfig, RopeScaling
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "llama3": {"rope_scaling": SCALING, "rope_theta": 100.0, "tie_word_embeddings": True},
+    "multi-query": {"num_key_value_heads": 1},
+    "multi-head": {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+    "wide heads": {"head_dim": 10},
+    "width no multiple of heads": {"hidden_size": 25},
+}
 
 
 def small(**changes: Any) -> LlamaConfig:
@@ -22,6 +37,29 @@ def small(**changes: Any) -> LlamaConfig:
         "max_position_embeddings": 512,
     }
     return LlamaConfig(**shape | changes)
+
+
+def make(variant: str, dtype: Any, seed: int = 0, **changes: Any) -> tuple[LlamaConfig, Llama, Parameters, Parameters]:
+    """The model, random weights (norms too), and gradients that start as NaN."""
+    config = small(**VARIANTS[variant] | changes)
+    weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups())
+    rng = np.random.default_rng(seed)
+    weights.flat[:] = rng.normal(0, 0.2, weights.flat.size)
+    for name, shape in weights.shapes.items():
+        if len(shape) == 1:
+            weights[name][:] += 1
+    gradients = weights.like()
+    gradients.flat[:] = np.nan
+    return config, Llama(config, numpy_ops), weights, gradients
+
+
+def make_batch(
+    config: LlamaConfig, samples: int, length: int, seed: int, ignored: float = 0.0
+) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, config.vocab_size, (2, samples, length), dtype=np.int32)
+    targets[rng.random(targets.shape) < ignored] = -1
+    return tokens, targets
 
 
 def queue(optimizer: Any, gradients: Any, average: float = 1.0, add_up: Any = None) -> None:

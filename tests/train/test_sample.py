@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,19 +30,17 @@ class Fixed:
     """A model whose next token never depends on the context, which it keeps."""
 
     def __init__(self, logits: np.ndarray = LOGITS) -> None:
-        self.config = SimpleNamespace(max_position_embeddings=LONGEST)
         self.logits = logits
         self.contexts: list[list[int]] = []
 
-    def next_logits(self, weights: Any, tokens: np.ndarray) -> np.ndarray:
+    def next_logits(self, tokens: np.ndarray) -> np.ndarray:
         assert tokens.shape[0] == 1
         self.contexts.append(tokens[0].tolist())
         return self.logits.copy()
 
 
 def _draw(count: int, logits: np.ndarray = LOGITS, seed: int = 11, **settings: Any) -> list[int]:
-    model: Any = Fixed(logits)
-    return list(generate(model, {}, [0], count, seed=seed, **settings))
+    return list(generate(Fixed(logits).next_logits, LONGEST, [0], count, seed=seed, **settings))
 
 
 def _odds(temperature: float, among: list[int]) -> np.ndarray:
@@ -108,7 +105,7 @@ def test_a_stop_token_ends_it() -> None:
 def test_the_context_is_the_last_tokens() -> None:
     model: Any = Fixed()
     prompt = [7, 6, 5, 4]
-    drawn = list(generate(model, {}, prompt, 6, seed=0))
+    drawn = list(generate(model.next_logits, LONGEST, prompt, 6, seed=0))
     whole = prompt + drawn
     assert model.contexts == [whole[max(0, end - LONGEST) : end] for end in range(4, 10)]
 

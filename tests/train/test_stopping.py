@@ -24,10 +24,14 @@ from kos.train.checkpoint import checkpoint
 from kos.train.checkpoint.huggingface import tensors_of
 from kos.train.config.options import TrainConfig
 from kos.train.engine import cpu
+from kos.train.engine.memory_plan import MemoryPlan
+from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Llama
-from kos.train.parallel import failures
-from kos.train.parallel.data import DataParallel
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
+from kos.train.parallel import failures, schedules
 from kos.train.parallel.failures import alone, together
+from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.run import Trainer
 from kos.train.tools import console
@@ -40,74 +44,30 @@ from tests.train.test_loop import _config, _train, _weights, text
 __all__ = ["text"]
 
 
-def _stopped(text: Path, out: Path, ranks: int, when: Any, **changes: Any) -> None:
-    """A run in which the last rank is asked to stop where ``when(what, calls before)`` says so."""
-    config = _config(text, out, save_every=0, **changes)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("moment", ["step 3", "validation"])
+def test_a_stop_is_heeded_after_the_step(text: Path, tmp_path: Path, ranks: int, moment: str, capsys: Any) -> None:
+    """The last rank is asked within it; a validation after a step belongs to that."""
+    config = _config(text, tmp_path, save_every=0, eval_every=2)
 
     def run(comm: Communicator) -> None:
-        stop, calls = Stop(), 0
+        stop, seen = Stop(), []
         trainer = Trainer(config, comm, stop)
-        between = trainer.engine.between
+        show = trainer.engine.show
 
-        def counted(what: str, share: float) -> None:
-            nonlocal calls
+        def told(what: str, share: float) -> None:
             assert 0 <= share < 1
-            stop.asked |= comm.rank == comm.size - 1 and when(what, calls)
-            calls += 1
-            between(what, share)
+            seen.append(what)
+            stop.asked |= comm.rank == comm.size - 1 and what == moment and "step 2" in seen
+            show(what, share)
 
-        trainer.engine.between = counted
+        trainer.engine.show = told
         trainer.run()
 
     spawn(run, ranks, timeout=100)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("deterministic", [True, False])
-def test_a_long_step_is_left_unfinished(
-    text: Path, tmp_path: Path, ranks: int, deterministic: bool, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr(cpu, "LONG", 0.0)
-    monkeypatch.setattr(console, "SILENCE", 0.0)
-    monkeypatch.setitem(DataParallel.__init__.__kwdefaults__, "bucket_bytes", 4096)  # some are on their way then
-    seed = random.randrange(1 << 30)
-    print("seed", seed)
-    settings: dict[str, Any] = {"deterministic": deterministic, "micro_batch_size": 2, "schedule": "constant"}
-    _train(text, tmp_path / "whole", ranks, steps=2, **settings)
-    part = random.Random(seed).randrange(4 // ranks * (2 * 2 + 1))  # rounds of two layers each way, and the head
-    step_3: list[int] = []
-
-    def when(what: str, calls: int) -> bool:
-        step_3.extend([calls] * (what == "step 3"))
-        return len(step_3) == part + 1
-
-    _stopped(text, tmp_path / "cut", ranks, when, **settings)
-    said = capsys.readouterr().out
-    assert "step 3 is left unfinished\nstopped on request after step 2; go on" in said and "step 2: " in said
-    assert checkpoint.find(tmp_path / "cut").step == len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 2
-    assert _weights(tmp_path / "cut") == _weights(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_long_validation_is_left_unfinished(
-    text: Path, tmp_path: Path, ranks: int, monkeypatch: Any, capsys: Any
-) -> None:
-    monkeypatch.setattr(cpu, "LONG", 0.0)
-    seen: list[str] = []
-
-    def when(what: str, calls: int) -> bool:
-        seen.append(what)
-        return what == "validation" and "step 2" in seen
-
-    _stopped(text, tmp_path / "cut", ranks, when, eval_every=2)
-    said = capsys.readouterr().out.splitlines()
-    assert "the validation is left unfinished" in said and any("stopped on request after step 2;" in x for x in said)
-    rows = read_metrics(tmp_path / "cut" / "metrics.jsonl")
-    assert len(rows) == 2 and "val_loss" not in rows[1] and checkpoint.find(tmp_path / "cut").step == 2
-    for moment in ("validation", "step 1"):
-        with pytest.raises(Stopped):
-            _stopped(text, tmp_path / moment, ranks, lambda what, calls, moment=moment: what == moment)
-        assert not (tmp_path / moment / "checkpoints").exists()
+    assert "stopped on request after step 3; go on" in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert checkpoint.find(tmp_path).step == len(rows) == 3 and "val_loss" in rows[1]
 
 
 def test_what_one_rank_may_leave_at_once_all_leave(monkeypatch: Any) -> None:
@@ -224,6 +184,11 @@ def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
     assert subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=SECONDS).returncode == -signal.SIGTERM
 
 
+def _plan(config: TrainConfig, model: LlamaConfig, ranks: int) -> MemoryPlan:
+    schedule = schedules.build("1f1b", 1, 1)
+    return cpu.plan_memory(config, model, [model.local()], Mesh.silent(Layout()), schedule, ranks, True)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("recompute", ["none", "norms", "block"])
 def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeypatch: Any) -> None:
@@ -239,27 +204,17 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
     seq_len, micro = rng.choice([(256, 4), (500, 2)])
     config = TrainConfig.from_preset(
         "tiny", seq_len=seq_len, batch_size=4, micro_batch_size=micro, recompute=recompute, model=shape
-    )
+    ).for_world(1)
     model = config.model.resolve(256, seq_len)
-    monkeypatch.setattr(cpu, "eval_shape", lambda config: (0, 0))
-    plan = cpu.plan_memory(config, model, model.local(), 1, True)
-    llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
-    weights = cpu.Parameters(model.parameter_shapes(), groups=model.fused_groups())
+    plan = _plan(config, model, 1)
+    llama = make_model(model, cpu.numpy_ops, recompute=recompute)
+    weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())
     tokens = np.zeros((micro, seq_len), np.int32)
     llama.loss_and_gradients(weights, tokens, tokens, weights.like(), accumulate=False)
     assert plan.uses["activations"] == pytest.approx(llama.arena.peak, rel=0.06, abs=3 << 20)
     assert plan.uses["weights, gradients, both Adam moments"] == 16 * weights.flat.size
     turned = sum(x.nbytes for name, x in tensors_of(weights).items() if x.base is None)
     assert plan.uses.get("matrices as they are saved", 0) == turned and (turned > 0) == (kind == "gpt2")
-    if recompute == "norms":
-        return  # it evaluates as "block" does
-    monkeypatch.undo()
-    config = config.model_copy(update={"micro_batch_size": 1, "batch_size": 64})
-    evaluated = cpu.plan_memory(config, model, model.local(), 1, True)
-    tokens = np.zeros((min(64, 16384 // seq_len), seq_len), np.int32)
-    llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
-    llama.loss(weights, tokens, tokens)
-    assert evaluated.uses["activations"] == pytest.approx(llama.arena.peak, rel=0.06, abs=3 << 20)
 
 
 def test_too_little_memory_is_said_before_any_is_taken(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -279,7 +234,7 @@ def test_too_little_memory_is_said_before_any_is_taken(text: Path, tmp_path: Pat
         monkeypatch.setattr(cpu, "free_memory", lambda gib=gib: gib << 30)
         model = large.model_config_for(256)
         with pytest.raises(ConfigError, match=f"activations .*; less takes {said}$"):
-            cpu.plan_memory(large, model, model.local(), ranks, True).check()
+            _plan(large, model, ranks).check()
 
 
 def test_the_time_of_a_run_is_told_from_a_trial_step(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

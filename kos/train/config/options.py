@@ -142,8 +142,12 @@ class TrainConfig(Section):
     )
     dp: int | None = option("Ranks", "data-parallel ranks; default: those that the other axes leave", None, ge=1)
     tp: int = option("Ranks", "tensor-parallel ranks", 1, ge=1)
-    pp: int = option("Ranks", "pipeline stages", 1, ge=1)
-    cp: int = option("Ranks", "context-parallel ranks", 1, ge=1)
+    pp: int = option("Ranks", "pipeline ranks", 1, ge=1)
+    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] = option(
+        "Ranks", "order of forwards and backwards: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v", "1f1b"
+    )
+    pp_chunks: int | None = option("Ranks", "stages of a rank with the schedule interleaved; default: 2", None, ge=1)
+    cp: int = option("Ranks", "context-parallel ranks, which split each sequence", 1, ge=1)
     timeout: float = option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
 
     model: ModelSection
@@ -203,7 +207,7 @@ class TrainConfig(Section):
             if batch % size:
                 raise ConfigError(f"--batch-size: expected a multiple of the {size} ranks, got {batch}")
             whole = batch if self.deterministic else batch // size
-            parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1
+            parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1 if self.pp == 1 else 2 * self.pp
             micro = _largest_divisor(whole, min(whole // parts, most // self.seq_len))
         if batch % (micro * size):
             raise ConfigError(

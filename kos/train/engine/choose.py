@@ -13,39 +13,38 @@ from kos.errors import ConfigError, KosError, install
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.engine import head_start
-from kos.train.engine.protocol import Between, Engine
+from kos.train.engine.protocol import Engine, Show
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.failures import same_on_all
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
-CARRIED = ("dp",)
-"""The axes of a mesh that the engines carry."""
 
 _log = logging.getLogger(__name__)
 
 
 def make_engine(
     config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh,
-    between: Between = lambda what, share: None,
+    show: Show = lambda what, share: None,
 ) -> Engine:  # fmt: skip
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
         from kos.train.engine.cuda import CudaEngine
 
-        return CudaEngine(config, model, data, mesh)
+        return CudaEngine(config, model, data, mesh, show)
     from kos.train.engine.cpu import CpuEngine
 
-    return CpuEngine(config, model, data, mesh, between)
+    return CpuEngine(config, model, data, mesh, show)
 
 
 def choose_layout(config: TrainConfig, comm: Communicator) -> Layout:
-    """The layout that was asked for.  ConfigError where it does not fit the ranks, or no engine carries it."""
+    """The layout that was asked for.  ConfigError where it does not fit the ranks or the length of sequences."""
     same_on_all(comm, {f"--{axis}": getattr(config, axis) for axis in AXES})
     layout = Layout.of(comm.size, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
-    for axis in AXES:
-        if axis not in CARRIED and (got := getattr(layout, axis)) > 1:
-            raise ConfigError(f"--{axis}: expected 1, all that the engines carry so far, got {got}")
+    parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    if config.seq_len % parts:
+        of = f"--tp {layout.tp} x 2 x --cp {layout.cp}" if layout.cp > 1 else f"--tp {layout.tp}"
+        raise ConfigError(f"--seq-len: expected a multiple of {of} = {parts}, got {config.seq_len}")
     return layout
 
 

@@ -4,59 +4,58 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.machine import free_memory
-from kos.train.engine.memory_plan import GIB, MemoryPlan
-from kos.train.engine.protocol import Between, StepResult
+from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
+from kos.train.engine.protocol import Show, StepResult
 from kos.train.engine.step import StepProgram
-from kos.train.model.gpt2 import TRANSPOSED, make_model
-from kos.train.model.llama import HEAD_ROWS, Llama, Weights
+from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient, root_of_sum, squares
+from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient
+from kos.train.parallel import schedules
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
-
-LONG = 1e10
-"""Flops of a layer, forward and backward, from which on a stop is asked for between layers: some tenths of a second."""
+from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.schedules import Schedule
 
 
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, local: Local, ranks: int, first: bool, shards: int = 1
-) -> MemoryPlan:
-    """What a rank, one of ``ranks`` on this host, will need of its memory; what is small is left out.
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, schedule: Schedule, ranks: int,
+    first: bool, shards: int = 1,
+) -> MemoryPlan:  # fmt: skip
+    """What a rank of ``mesh``, a silent one, will need of its memory, one of ``ranks`` on this host.
 
+    What is small is left out.
     The ``first`` of those that hold the same weights sums gradients in order and saves. With ZeRO-1 the moments are
     in ``shards``, and whole on the first where they are saved.
     """
-    layers, D, up = len(local.layers), model.hidden_size, local.intermediate + local.up
-    attended = (2 * local.heads + 2 * local.kv_heads) * model.head_dim + D + local.up
-    normed = local.intermediate + D
-    kept = {"none": attended + normed + 2 * D, "norms": attended + D, "block": D}[config.recompute]
-    again = {"none": 0, "norms": normed, "block": attended + normed}[config.recompute]
-    assert config.micro_batch_size is not None
-    tokens = config.micro_batch_size * config.seq_len
-    head = 2 * tokens * D + min(tokens, HEAD_ROWS) * len(local.vocabulary)
-    trained = tokens * (layers * kept + 2 * D) + max(tokens * (again + up + D), head)
-    evaluated = math.prod(eval_shape(config)) * (attended + normed + (3 * D if config.recompute == "none" else D))
-    count = model.num_parameters(local)
-    turned = sum(math.prod(x) for name, x in model.parameter_shapes(local).items() if name.endswith(TRANSPOSED))
+    split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
+    scratch, slot = peaks(config, model, parts, _Sizing(), mesh, split)
+    activations = scratch + slot * schedule.slots[mesh.pp.rank]
+    count = model.num_parameters(*parts)
+    shapes = model.parameter_shapes(*parts)
+    turned = sum(math.prod(x) for name, x in shapes.items() if name.endswith(TRANSPOSED))
     uses = {
         "weights, gradients, both Adam moments": 8 * count + 8 * count // shards,
         "weights and both Adam moments, to be saved": 12 * count * (shards > 1 and first),
         "gradients summed in order": 4 * count * (config.deterministic and first),
-        "activations": 4 * max(trained, evaluated),
+        "activations": activations,
         "matrices as they are saved": 4 * turned * first,
     }
     free = free_memory() // ranks
     knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
+    assert config.micro_batch_size is not None
     if config.micro_batch_size > 1:
         knobs[f"a --micro-batch-size below {config.micro_batch_size}"] = 0
     if config.recompute != "block":
@@ -66,54 +65,77 @@ def plan_memory(
     return MemoryPlan(uses, uses["activations"], free, where, knobs)
 
 
+class _Sizing:
+    """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
+
+    dtype = np.dtype
+
+    def make_arena(self) -> Arena:
+        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
+
+    def zeros(self, shape: Any, dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def indices(self, source: np.ndarray, arena: Arena) -> np.ndarray:
+        return source
+
+    def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> np.ndarray:
+        return arena.take((columns, rows), dtype).T
+
+    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> Any:
+        return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
+
+    step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *operands: None
+
+
 class CpuEngine(StepProgram):
     """Weights and moments are fp32 arrays of the host; with ``--zero 1`` a rank holds its share of the moments."""
 
-    lag, place = 0, "the CPU"
+    lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
 
-    def __init__(
-        self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, between: Between
-    ) -> None:
-        self.config, self.data, self.mesh, self.comm, self.between = config, data, mesh, mesh.world, between
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
+        self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
         self.chosen: dict[str, str] = {}
-        local = model.local(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, mesh.pp.size)
+        assert config.micro_batch_size is not None  # for_world has chosen it
+        self.rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
+        self.accumulation_steps, self._micro_batches = len(self.rounds), mesh.dp.size * len(self.rounds)
+        schedule = schedules.build(config.pp_schedule, mesh.pp.size, self.accumulation_steps, config.pp_chunks)
+        self.pipeline = Pipeline(mesh.pp, schedule)
+        parts = self.locals(model)
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
-        plan = plan_memory(config, model, local, self.comm.local_size, group.rank == 0, shards)
+        silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
+        plan = plan_memory(config, model, parts, silent, schedule, of_host, group.rank == 0, shards)
         self.plan = together(self.comm, plan.check)
-        self.model = make_model(model, numpy_ops, recompute=config.recompute, local=local)
-        shapes, groups = model.parameter_shapes(local), model.fused_groups(local)
-        self.weights = Parameters(shapes, groups=groups, multiple=BLOCK * shards if sharded else 1)
+        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
+        self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else 1)
         self.gradients = self.weights.like()
+        self.build_models(model, numpy_ops, self.dtype, recompute=config.recompute)
         self.parallel = DataParallel(group, self.gradients, deterministic=config.deterministic, sharded=sharded)
         self.optimizer = AdamW(
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,
         )  # fmt: skip
         self.schedule = config.make_schedule()
-        assert config.micro_batch_size is not None  # for_world has chosen it
-        self.rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
-        self.accumulation_steps, self._micro_batches = len(self.rounds), mesh.dp.size * len(self.rounds)
-        self.count, self.known = np.zeros(1, np.float32), np.zeros(1 + self.accumulation_steps)
+        self.count, self.known = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
         self.known_of_all = self.known[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.known.size))
-        self._tokens, self._end = config.micro_batch_size * config.seq_len, model.num_parameters(local)
-        self._flops = model.flops_per_token(config.seq_len).causal
-        self._has_long_layers = self._flops * self._tokens / model.num_hidden_layers > LONG
 
     def describe(self) -> str:
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
 
     def trial(self) -> tuple[float, float]:
-        rounds, self.accumulation_steps = self.accumulation_steps, 1
         state = self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat
-        for _ in range(1 if self._has_long_layers else 2):  # the first takes longer
+        for _ in range(2):  # the first takes longer
             for array in state:
                 array[:] = 0
             self.start_step(0, False)
-        self.accumulation_steps, self.optimizer.step_count = rounds, 0
-        evaluated = math.prod(eval_shape(self.config)) * -(-len(self.data.val_batches()) // self.mesh.dp.size)
-        seconds = self._result.seconds
-        return seconds * rounds, seconds * evaluated / self._tokens / 3  # a backward is two forwards
+        self.optimizer.step_count = 0
+        tokens = math.prod(eval_shape(self.config)) * len(self.data.val_batches())
+        seconds, trained = self._result.seconds, self.config.batch_size * self.config.seq_len
+        return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}
@@ -140,22 +162,31 @@ class CpuEngine(StepProgram):
         self.known[0] = stop
         self.count[0] = self.data.targets_per_micro_batch(step, len(self.rounds[0]))
         self.queue_step()
-        losses = self.known_of_all[self.mesh.reporters(), 1:]
-        loss = math.fsum(losses.flat) / losses.size
+        losses = self.known_of_all[self.reporters(), 1:]
+        loss = math.fsum(losses.flat) / self._micro_batches
         stopped = bool(self.known_of_all[:, 0].any())
         self._result = StepResult(loss, self._norm, self._lr, time.perf_counter() - began, stopped)
 
+    def queue_gradients(self) -> None:
+        super().queue_gradients()
+        self.known[0] = self.known[0] or self.asked()  # meanwhile
+
+    def make_array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
     def micro_batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        layers, chunks = len(self.model.local.layers), -(-self._tokens // HEAD_ROWS)
-        self._tell(f"step {self._step + 1}", index, self.accumulation_steps, 2 * layers + chunks)
-        return self.data.rows(self._step, self.rounds[index])
+        self.show(f"step {self._step + 1}", index / self.accumulation_steps)
+        tokens, targets = self.data.rows(self._step, self.rounds[index])
+        return self.context.take(tokens), self.context.take(targets)
 
     def queue_norm(self) -> None:
-        parallel, flat = self.parallel, self.gradients.flat[: self._end]  # what is beyond pads the parts
-        sums = squares(flat, parallel.parts() if parallel.sharded else [slice(0, flat.size)])
-        if parallel.sharded:
-            parallel.axis.comm.all_reduce(sums)
-        self._norm = root_of_sum(sums) / self._micro_batches
+        sums = self.optimizer.squares(self.gradients, self.counted())
+        if self.parallel.sharded:
+            self.parallel.axis.comm.all_reduce(sums)
+        total = math.fsum(sums)
+        if self.mesh.model.size > 1:
+            total = math.fsum(self.mesh.model.comm.all_gather(np.array(total)))
+        self._norm = math.sqrt(total) / self._micro_batches
 
     def queue_update(self) -> None:
         config, norm = self.config, self._norm
@@ -169,44 +200,14 @@ class CpuEngine(StepProgram):
     def finish_step(self, step: int) -> StepResult:
         return self._result
 
-    def _tell(self, what: str, index: int, count: int, parts: int) -> None:
-        """Part ``index`` of ``count`` begins: say so, and where its layers take long at each of its own ``parts``."""
-        passed = 0
-
-        def pause() -> None:
-            nonlocal passed
-            self.between(what, (index + passed / parts) / count)
-            passed += 1
-
-        if self._has_long_layers:
-            self.model.pause = pause
-        elif index:
-            pause()
-
     def not_finite(self, step: int) -> str | None:
         spans, parts = self.gradients.spans, self.optimizer.exp_avg.parts()
         bad = [np.flatnonzero(~np.isfinite(self.gradients.flat[part])) + part.start for part, _ in parts]
-        first = np.array(min((int(where[0]) for where in bad if where.size), default=self._end))
-        at = int(self.comm.all_gather(first).min())
-        return next((name for name, span in spans.items() if span.start <= at < span.stop), None)
+        at = min((int(where[0]) for where in bad if where.size), default=-1)
+        return self.first_of_all(next((name for name, span in spans.items() if span.start <= at < span.stop), None))
 
-    def evaluate(self) -> float:
-        batches, dp, weights = self.data.val_batches(), self.mesh.dp, self.whole_weights()
-        mine = np.full(-(-len(batches) // dp.size), np.nan)
-        layers = len(self.model.local.layers)
-        for slot in range(len(mine)):
-            self._tell("validation", slot, len(mine), layers)
-            if (index := slot * dp.size + dp.rank) < len(batches):
-                mine[slot] = self.model.loss(weights, *batches[index]())
-            else:  # the others ask between layers whether to stop
-                for _ in range(layers):
-                    self.model.pause()
-        everyone = self.comm.all_gather(mine)[self.mesh.reporters()].T.ravel()[: len(batches)]
-        return math.fsum(everyone) / len(batches)
-
-    def sampler(self) -> tuple[Llama, Weights]:
-        self.model.pause = lambda: None
-        return self.model, self.whole_weights()
+    def sampling_ops(self) -> Any:
+        return numpy_ops
 
     def close(self) -> None:
-        pass
+        self.pipeline.close()

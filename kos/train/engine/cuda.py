@@ -36,19 +36,22 @@ from kos.train.engine import head_start
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import MemoryPlan, plan_memory
-from kos.train.engine.protocol import StepResult
+from kos.train.engine.protocol import Show, StepResult
 from kos.train.engine.step import StepProgram
 from kos.train.model.gpt2 import make_model
-from kos.train.model.llama import Llama, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda import cublaslt, cudnn
 from kos.train.ops.cuda.adamw import CHUNK, STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
 from kos.train.ops.optimizer import AdamW
+from kos.train.parallel import schedules
+from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.tensor import TensorParallel
 
 BUCKET_BYTES = 64 << 20  # at least
 BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
@@ -63,10 +66,9 @@ class CudaEngine(StepProgram):
 
     lag = 1
 
-    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh) -> None:
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         comm, group = mesh.world, mesh.gradients
-        self.config, self.data, self.mesh, self.comm, self.group = config, data, mesh, comm, group
-        self.local = local = model.local(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, mesh.pp.size)
+        self.config, self.data, self.mesh, self.comm, self.group, self.show = config, data, mesh, comm, group, show
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
@@ -78,13 +80,17 @@ class CudaEngine(StepProgram):
         ops = CudaOps(device)
         assert config.micro_batch_size is not None  # for_world has chosen it
         rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
+        self.accumulation_steps, self._micro_batches = len(rounds), mesh.dp.size * len(rounds)
+        schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(rounds), config.pp_chunks)
+        self.pipeline = Pipeline(mesh.pp, schedule)
+        parts = self.locals(model)
         self.sharded = config.zero == 1 and group.size > 1
         multiple = group.size * CHUNK if self.sharded else ALIGNED if group.size > 1 else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self.lookups = group.size > 1 and gathers_lookups(config, model, group.size, len(rounds))
+        self.lookups = group.size == comm.size > 1 and gathers_lookups(config, model, group.size, len(rounds))
         bucket_bytes, staging, itemsize = BUCKET_BYTES, 0, DTYPES[config.grad_dtype].itemsize
         if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-            bucket_bytes = max(BUCKET_BYTES, itemsize * model.num_parameters(local) // BUCKETS)
+            bucket_bytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
         self._reaches = group.size > 1 and "peer" in comm.backend_name
         if self._reaches and not config.deterministic:
             staging = bucket_bytes
@@ -94,14 +100,17 @@ class CudaEngine(StepProgram):
                 saved = {"weights and both Adam moments, to be saved": 12 * model.num_parameters()}
                 MemoryPlan(saved, 0, free_memory(), "rank 0's host", {}).check()
             return plan_memory(
-                config, model, local, ops, ranks=group.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
-                sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and group.rank == 0,
-                lookups=self.lookups, staging=staging, bucket=max(bucket_bytes // itemsize, multiple),
+                config, model, parts, ops, mesh=Mesh.silent(mesh.layout, comm.rank), schedule=schedule,
+                head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds), sharing=uuids.count(uuids[comm.rank]),
+                carry=config.deterministic and group.rank == 0, lookups=self.lookups, staging=staging,
+                bucket=max(bucket_bytes // itemsize, multiple),
             ).check()  # fmt: skip
 
-        heads = (local.heads, local.kv_heads, model.head_dim)
+        heads = (parts[0].heads, parts[0].kv_heads, model.head_dim)
         shape = cudnn.Shape(config.micro_batch_size, config.seq_len, *heads, config.dtype)
-        asked = config.attention.replace("auto", "flash") if config.deterministic else config.attention  # not by time
+        asked: str = config.attention
+        if config.deterministic or mesh.cp.size > 1:  # not by time; another rank's keys are for our own kernels
+            asked = config.attention.replace("auto", "flash")
         self.attention = cudnn.choose(asked, shape, ops, comm, plan)
         self.chosen = {"attention": self.attention.partition(" (")[0]}
         pool_of(ops.device).trim()  # what was measured
@@ -109,12 +118,13 @@ class CudaEngine(StepProgram):
         self.ops = ops
         if not config.deterministic:
             ops.algorithms.update(self._search(model, len(rounds)))
-        self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute, local=local)
-        self.model.arena.reserve(self.plan.arena)
-        self.model.arena.fix()
-        shapes, groups = model.parameter_shapes(local), model.fused_groups(local)
+        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         self.gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, multiple)
         self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
+        self.build_models(model, ops, DTYPES[config.dtype], head_rows=HEAD_ROWS, recompute=config.recompute)
+        for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self._free)):
+            arena.reserve(size)
+            arena.fix()
         self.parallel = DataParallel(
             group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
             least_bytes=bucket_bytes // 4, sharded=self.sharded,
@@ -131,14 +141,13 @@ class CudaEngine(StepProgram):
         self.optimizer = CudaAdamW(
             ops, master, copy, config.make_schedule(), betas=(config.beta1, config.beta2), eps=config.eps,
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, skip_outliers=config.skip_outliers,
-            seed=config.seed,
+            seed=config.seed, counted=self.counted() if mesh.model.size > 1 else None,
         )  # fmt: skip
-        self.feed = Feed(data, rounds, ops)
+        self.feed = Feed(data, rounds, self.context, ops)
         self.count = self.feed.count
         # What a rank knows after a step: whether it was asked to stop, and its losses.
         self.known = ops.zeros(1 + len(rounds), np.float64)
         self.known_of_all = self.known if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
-        self.accumulation_steps, self._micro_batches = len(rounds), mesh.dp.size * len(rounds)
         self._graph: Graph | None = None
         self._late = [_Late(self.known_of_all, self.optimizer.state) for _ in range(self.lag + 2)]
         self._newest: _Late | None = None  # of the steps under way
@@ -162,13 +171,17 @@ class CudaEngine(StepProgram):
         """
         ops, config = self.ops, self.config
         model = dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
-        local = model.local(self.mesh.tp.rank, self.mesh.tp.size)
+        silent = Mesh.silent(self.mesh.layout, self.comm.rank)
+        tp, cp = silent.tp, silent.cp
+        local = model.local(tp.rank, tp.size)
 
         def passes() -> dict[str, str]:
-            sizes = {len(piece) for batch in self.data.val_batches()[:1] for piece in self._pieces(batch()[0])}
+            sizes = {rows.stop - rows.start for _, rows, _ in self._validation(self.data.val_batches()[:1])}
             chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
-            about = hashlib.blake2b(repr((model, chosen, self.attention, rounds > 1, sorted(sizes))).encode())
+            about = hashlib.blake2b(
+                repr((model, chosen, tp.size, cp.size, self.attention, rounds > 1, sorted(sizes))).encode()
+            )
             for path in sorted(code):
                 about.update(path.read_bytes())
             stored = cublaslt.stored_algorithms(ops.device)
@@ -177,13 +190,16 @@ class CudaEngine(StepProgram):
                 return found
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
             trying.cudnn = ops.cudnn
-            trial = make_model(model, trying, head_rows=HEAD_ROWS, recompute=config.recompute, local=local)
+            trial = make_model(
+                model, trying, head_rows=HEAD_ROWS, recompute=config.recompute, local=local,
+                tensor=TensorParallel(trying, tp, local.vocabulary.start), context=ContextParallel(trying, cp),
+            )  # fmt: skip
             trial.arena.reserve(self.plan.arena)
             weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), trying.zeros)
             gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(weights, random, trying)
-            shape = config.micro_batch_size or 1, config.seq_len
+            shape = config.micro_batch_size or 1, config.seq_len // cp.size
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
             for accumulate in {False, rounds > 1}:
                 with trying.step(trial.arena):
@@ -199,11 +215,6 @@ class CudaEngine(StepProgram):
         pool_of(ops.device).trim()  # pieces of other sizes than those that follow
         tables = self.comm.all_gather_bytes(json.dumps(found).encode())
         return dict(json.loads(tables[first]))
-
-    def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Cut into micro-batches."""
-        most = self.config.micro_batch_size or 1
-        return [rows[start : start + most] for start in range(0, len(rows), most)]
 
     def describe(self) -> str:
         about = device_info(self.ops.device)
@@ -292,7 +303,9 @@ class CudaEngine(StepProgram):
         return self.feed.batch[index][0], self.feed.batch[index][1]
 
     def queue_norm(self) -> None:
-        self.optimizer.queue_norm(self.gradients, self.group.comm.all_reduce if self.sharded else None)
+        of_parts = self.group.comm.all_reduce if self.sharded else None
+        of_model = self.mesh.model.comm.all_reduce if self.mesh.model.size > 1 else None
+        self.optimizer.queue_norm(self.gradients, of_parts, of_model)
 
     def queue_update(self) -> None:
         self.optimizer.queue_update(self.gradients, 1 / self._micro_batches)
@@ -313,7 +326,7 @@ class CudaEngine(StepProgram):
         if self._newest is late:
             self._newest = None
         answers = late.answers.reshape(self.comm.size, -1)
-        losses = answers[self.mesh.reporters(), 1:]
+        losses = answers[self.reporters(), 1:]
         after = dict(zip(STATE, map(float, late.state), strict=True))
         loss = float(losses.sum()) / self._micro_batches
         if math.isfinite(loss):
@@ -324,27 +337,19 @@ class CudaEngine(StepProgram):
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
         self.queue_gradients()
         self.queue_norm()
-        return self.optimizer.not_finite()
+        return self.first_of_all(self.optimizer.not_finite())
 
     # --- between steps -------------------------------------------------------------------------------
 
-    def evaluate(self) -> float:
-        batches, weights = self.data.val_batches(), self.whole_weights()
-        mine = []
-        for index in range(self.mesh.dp.rank, len(batches), self.mesh.dp.size):
-            tokens, targets = batches[index]()
-            pieces = zip(self._pieces(tokens), self._pieces(targets), strict=True)
-            mine.append(sum(self.model.loss(weights, x, y) * (len(x) / len(tokens)) for x, y in pieces))
-        said = self.comm.all_gather_bytes(np.array(mine, np.float64).tobytes())
-        losses = b"".join(said[rank] for rank in self.mesh.reporters())
-        return math.fsum(np.frombuffer(losses, np.float64)) / len(batches)
+    def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self.ops.zeros(shape, dtype)
 
-    def sampler(self) -> tuple[Llama, Weights]:
-        ops = CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
-        return make_model(self.model.config, ops), self.whole_weights()
+    def sampling_ops(self) -> CudaOps:
+        return CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
 
     def close(self) -> None:
         self._graph = None  # NCCL ends no communicator of which a graph holds calls
+        self.pipeline.close()
 
 
 def gathers_lookups(config: TrainConfig, model: LlamaConfig, ranks: int, rounds: int) -> bool:

@@ -12,6 +12,7 @@ from kos.memory.array import Array
 from kos.memory.pool import pinned_empty
 from kos.train.data.batches import Dataset
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.parallel.context import ContextParallel
 
 
 class _Slot(NamedTuple):
@@ -31,9 +32,9 @@ class Feed:
     ``count`` (1,) is what the sums of a micro-batch are divided by (``Dataset.targets_per_micro_batch``).
     """
 
-    def __init__(self, data: Dataset, rounds: Sequence[range], ops: CudaOps) -> None:
-        self._data, self._rounds, self._ops = data, rounds, ops
-        shape = (len(rounds), 2, len(rounds[0]), data.seq_len)
+    def __init__(self, data: Dataset, rounds: Sequence[range], context: ContextParallel, ops: CudaOps) -> None:
+        self._data, self._rounds, self._context, self._ops = data, rounds, context, ops
+        shape = (len(rounds), 2, len(rounds[0]), data.seq_len // context.size)
         self.batch, self.count = ops.zeros(shape, np.int32), ops.zeros(1, np.float32)
         self._stream = create_stream(ops.device)
         self._slots = [
@@ -56,7 +57,7 @@ class Feed:
         slot = self._slots[step % 2]
         slot.copied.synchronize()  # of the step before the last
         for index, rows in enumerate(self._rounds):
-            slot.host[index, 0], slot.host[index, 1] = self._data.rows(step, rows)
+            slot.host[index] = [self._context.take(tokens) for tokens in self._data.rows(step, rows)]
         slot.host_count[0] = self._data.targets_per_micro_batch(step, len(self._rounds[0]))
         slot.taken.hold(self._stream)
         slot.device.copy_from(slot.host, self._stream)

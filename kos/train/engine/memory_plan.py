@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kos.cuda.driver import call, cu
-from kos.dtypes import DTYPES
+from kos.dtypes import DTYPES, DType
 from kos.errors import ConfigError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
 from kos.train.model.gpt2 import make_model
+from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops.cuda import attention, cublaslt
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.tensor import TensorParallel
 
 RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
 GIB = 1 << 30
@@ -28,13 +34,17 @@ GIB = 1 << 30
 class MemoryPlan(NamedTuple):
     """Bytes by what they are for, and how many are free; ``arena`` of them are for activations.
 
-    ``knobs`` are the options that take less: how many bytes beside the arena, 0 for those that act on the arena."""
+    ``knobs`` are the options that take less: how many bytes beside the arena, 0 for those that act on the arena.
+    ``scratch`` and ``slot`` are the bytes of the arenas: that of what is computed and that of a micro-batch in flight.
+    """
 
     uses: dict[str, int]
     arena: int
     free: int
     device: str
     knobs: dict[str, int]
+    scratch: int = 0
+    slot: int = 0
 
     @property
     def total(self) -> int:
@@ -61,34 +71,41 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, local: Local, ops: CudaOps, *, ranks: int, head_rows: int,
-    multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False, staging: int = 0,
-    bucket: int = 0,
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, *, mesh: Mesh, schedule: Schedule,
+    head_rows: int, multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False,
+    staging: int = 0, bucket: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one of ``ranks`` that hold the same weights.
+    """The plan of one rank of ``mesh``, a silent one, which holds ``parts`` of the model, a stage each.
 
     ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
     ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is loaded or saved."""
     assert config.micro_batch_size is not None
-    count = -(-model.num_parameters(local) // multiple) * multiple
+    ranks = mesh.gradients.size
+    count = -(-model.num_parameters(*parts) // multiple) * multiple
     itemsize = DTYPES[config.dtype].itemsize
     sharded = config.zero == 1 and ranks > 1
     held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
     master = config.master_dtype
     has_copy = sharded or config.dtype != master
-    rows = min(head_rows, config.micro_batch_size * config.seq_len)
-    logits = rows * len(local.vocabulary) * itemsize
-    peak = _peak(config, model, local, ops, head_rows, ranks if lookups else 1)
-    arena = max(peak, 4 * min(bucket, count) + ALIGNMENT)
+    tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
+    rows = min(head_rows, tokens)
+    logits = rows * len(parts[0].vocabulary) * itemsize * any(part.last for part in parts)
+    split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
+    looking = ranks if lookups else 1
+    scratch, slot = peaks(config, model, parts, _Sizing(ops), mesh, split, head_rows=head_rows, looking=looking)
+    scratch = max(scratch, 4 * min(bucket, count) + ALIGNMENT)
+    slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
+    in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
+    arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
     uses = {
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
         f"both Adam moments, float32{share}": 8 * held,
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (2 if carry else 1),
-        f"activations, recompute {config.recompute}": arena - logits,
+        f"activations, recompute {config.recompute}{in_flight}": arena - logits,
         f"logits of {rows} tokens": logits,
-        "tokens, cuBLASLt's workspace": 3 * 8 * rounds * config.micro_batch_size * config.seq_len + cublaslt.WORKSPACE,
+        "tokens, cuBLASLt's workspace": 3 * 8 * rounds * tokens + cublaslt.WORKSPACE,
         "kernels, graph, communication": RESERVE + staging,
     }
     shard, master_size = count // ranks, DTYPES[master].itemsize
@@ -104,31 +121,52 @@ def plan_memory(
     if config.dtype != master:  # after ZeRO-1, of which a copy for the passes is left
         knobs["--master-weights none"] = (master_size - (itemsize if ranks > 1 else 0)) * shard
     free, _ = call(cu.cuMemGetInfo)
-    name = f"cuda:{ops.device}"
-    return MemoryPlan({use: size for use, size in uses.items() if size}, arena, free // sharing, name, knobs)
+    name, uses = f"cuda:{ops.device}", {use: size for use, size in uses.items() if size}
+    return MemoryPlan(uses, arena, free // sharing, name, knobs, scratch, slot)
 
 
-def _peak(
-    config: TrainConfig, model: LlamaConfig, local: Local, ops: CudaOps, head_rows: int, looking: int
-) -> int:
-    """Bytes that a pass, or a validation, takes from the arena at most; ``looking``: ranks whose lookups it gathers."""
-    sizing = _Sizing(ops)
-    llama = make_model(model, sizing, head_rows=head_rows, recompute=config.recompute, local=local)
-    weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
-    gradients = weights.like(config.grad_dtype)
+def peaks(
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], sizing: Any, mesh: Mesh, split: bool, *,
+    head_rows: int | None = None, looking: int = 1,
+) -> tuple[int, int]:  # fmt: skip
+    """Bytes that passes take from the arena of scratch memory, and a micro-batch in flight from its own, at most.
+
+    ``mesh`` is silent, and ``sizing`` are operations that do nothing.  ``split``: gradients of weights are left for
+    later; ``looking``: ranks whose lookups a backward gathers."""
+    dtype, scratch, slots = sizing.dtype(config.dtype), sizing.make_arena(), [0]
     assert config.micro_batch_size is not None
-    tokens = sizing.zeros((config.micro_batch_size, config.seq_len), np.int32)
-    loss = sizing.zeros(1, np.float64)
+    shape = config.micro_batch_size, config.seq_len // mesh.cp.size
+    tokens, loss = sizing.zeros(shape, np.int32), sizing.zeros(1, np.float64)
 
     def lookups(*mine: Array) -> Any:
-        return [llama.arena.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
+        return [scratch.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
 
-    with sizing.step(llama.arena):
-        llama.queue_loss_and_gradients(
-            weights, tokens, tokens, gradients, loss, accumulate=False, lookups=lookups if looking > 1 else None
-        )
-    llama.loss(weights, tokens, tokens)
-    return llama.arena.peak + 4 * tokens.nbytes + ALIGNMENT * 4  # validation brings its tokens from the host
+    for local in parts:
+        tensor = TensorParallel(sizing, mesh.tp, local.vocabulary.start)
+        context = ContextParallel(sizing, mesh.cp)
+        llama = make_model(
+            model, sizing, head_rows=head_rows, recompute=config.recompute, local=local, tensor=tensor,
+            context=context, arena=scratch,
+        )  # fmt: skip
+        weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
+        slot, rows = Slot(sizing.make_arena()), (tensor.rows(math.prod(shape)), model.hidden_size)
+        into = Gradients(
+            weights.like(config.grad_dtype), False, lambda name: None, lookups if looking > 1 else None,
+            slot.deferred if split else None,
+        )  # fmt: skip
+        with sizing.step(scratch):
+            received = None if local.first else slot.arena.take(rows, dtype)
+            llama.queue_forward(weights, slot, tokens, received)
+            dx = slot.arena.take(rows, dtype) if mesh.pp.size > 1 else sizing.zeros(rows, dtype)
+            llama.queue_backward(weights, slot, into, dx, targets=tokens, loss=loss)
+            if split:
+                llama.queue_weight_gradients(into)
+        slots.append(slot.arena.peak)
+        with sizing.step(scratch):
+            x = llama.evaluate_stage(weights, tokens, None if local.first else sizing.zeros(rows, dtype))
+            if local.last:
+                llama.evaluate_loss(weights, x, tokens, loss)
+    return scratch.peak + 4 * tokens.nbytes + ALIGNMENT * 4, max(slots)  # validation brings its tokens from the host
 
 
 class _Sizing(CudaOps):
@@ -140,6 +178,9 @@ class _Sizing(CudaOps):
 
     def matmul(self, *operands: Any, **options: Any) -> None:  # type: ignore[override]
         pass
+
+    def dtype(self, name: str) -> DType:
+        return DTYPES[name]
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from kos.train.model.llama import Llama, Weights
+import numpy as np
+
 from kos.train.ops.optimizer import AdamW
 
 
@@ -30,6 +31,9 @@ class Engine(Protocol):
 
     place: str
     """What it computes on, for errors."""
+
+    asked: Callable[[], bool]
+    """Whether this rank was asked to stop; an engine whose steps take long looks again at their end."""
 
     def describe(self) -> str:
         """Lines for the log: where it computes, and with how much memory."""
@@ -61,8 +65,8 @@ class Engine(Protocol):
     def evaluate(self) -> float:
         """The mean loss over the validation windows, for any number of ranks."""
 
-    def sampler(self) -> tuple[Llama, Weights]:
-        """Model and weights to draw text from."""
+    def sampler(self) -> Callable[[np.ndarray], np.ndarray] | None:
+        """What gives the logits (V,) of the token after (1, T); None on ranks that take no part."""
 
     def close(self) -> None:
         """Let go of what would keep the communicator from ending; waits for nothing."""
@@ -71,5 +75,5 @@ class Engine(Protocol):
         """What else is worth a column: per GPU, model flops utilisation by both conventions, memory in bytes."""
 
 
-Between = Callable[[str, float], None]
-"""Called on all ranks between the parts of what takes long, with what it is and the share that is done; may raise."""
+Show = Callable[[str, float], None]
+"""Called between the parts of what takes long, with what it is and the share that is done."""

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from kos.errors import TrainingError
 from kos.train.data.tokenizers import Tokenizer
-from kos.train.model.llama import Llama
+
+NextLogits = Callable[[np.ndarray], np.ndarray]
+"""The logits (V,) of the token after (1, T)."""
 
 
 def generate(
-    model: Llama, weights: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, *,
-    seed: int, temperature: float = 0.8, top_k: int = 0, stop: int | None = None,
-    cut: Callable[[], bool] = lambda: False,
+    next_logits: NextLogits, context: int, prompt: Sequence[int], count: int, *, seed: int,
+    temperature: float = 0.8, top_k: int = 0, stop: int | None = None, cut: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:  # fmt: skip
     """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
 
-    Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The context is the last
-    ``max_position_embeddings`` tokens. Ends early at token ``stop``, or when ``cut`` says so.
+    Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The model sees the last ``context``
+    tokens. Ends early at token ``stop``, or when ``cut`` says so.
     """
     rng = np.random.default_rng(seed)
     ids = list(prompt)
     for _ in range(count):
-        context = np.asarray([ids[-model.config.max_position_embeddings :]], np.int32)
-        token = _draw(model.next_logits(weights, context), temperature, top_k, rng)
+        seen = np.asarray([ids[-context:]], np.int32)
+        token = _draw(next_logits(seen), temperature, top_k, rng)
         if token == stop or cut():
             return
         ids.append(token)
@@ -47,8 +48,8 @@ def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Gen
 
 
 def sample_text(
-    model: Llama, weights: Mapping[str, np.ndarray], tokenizer: Tokenizer, prompt: str, count: int, **options: Any
+    next_logits: NextLogits, context: int, tokenizer: Tokenizer, prompt: str, count: int, **options: Any
 ) -> str:
     """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
-    return prompt + tokenizer.decode(generate(model, weights, ids, count, stop=tokenizer.eos, **options))
+    return prompt + tokenizer.decode(generate(next_logits, context, ids, count, stop=tokenizer.eos, **options))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
@@ -57,10 +57,10 @@ class GPT2Config(LlamaConfig):
             raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
         return super().local()
 
-    def fused_groups(self, local: Local | None = None) -> dict[str, tuple[str, ...]]:
+    def fused_groups(self, *parts: Local) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def parameter_shapes(self, local: Local | None = None) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, *parts: Local) -> dict[str, tuple[int, ...]]:
         D, F = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
         for layer in reversed(range(self.num_hidden_layers)):
@@ -112,11 +112,14 @@ class GPT2(Llama):
         into.final(name)
         into.final(bias)
 
-    def _linear(self, weights: Weights, name: str, x: Array, out: Array, residual: Array | None = None) -> None:
-        self.ops.linear(x, weights[name], out, residual, weights[bias_of(name)])
+    def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
+        self.ops.linear(x_nD, weights[name], out_NF, None, weights[bias_of(name)])
 
-    def _linear_backward(self, weights: Weights, name: str, d_out: Array, x: Array, dx: Array, into: Gradients) -> None:
-        super()._linear_backward(weights, name, d_out, x, dx, into)
+    def _row_linear(self, weights: Weights, name: str, x_NF: Array, out_nD: Array, residual_nD: Array) -> None:
+        self.ops.linear(x_NF, weights[name], out_nD, residual_nD, weights[bias_of(name)])
+
+    def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
+        super()._weight_gradient(name, d_out, x, into)
         self.ops.sum_rows(d_out, into.of[bias_of(name)], into.accumulate, self.arena)
         into.final(bias_of(name))
 
@@ -130,9 +133,6 @@ class GPT2(Llama):
         self.ops.gelu_backward(d_hidden, gate_up, d_gate_up, self.arena)
 
 
-def make_model(
-    config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none", local: Local | None = None
-) -> Llama:
-    """The model of a configuration: GPT-2 or LLaMA."""
-    kind = GPT2 if isinstance(config, GPT2Config) else Llama
-    return kind(config, ops, head_rows=head_rows, recompute=recompute, local=local)
+def make_model(config: LlamaConfig, ops: Ops, **options: Any) -> Llama:
+    """The model of a configuration, GPT-2 or LLaMA; ``options`` are those of ``Llama``."""
+    return (GPT2 if isinstance(config, GPT2Config) else Llama)(config, ops, **options)

@@ -2,10 +2,12 @@
 
 The model is a row of stages: ``embed``, ``block`` 0 … L-1, ``head``; each has a forward and a backward,
 and what a block's forward keeps for its backward is one named tuple.  Parallelism cuts between the stages
-and inside the blocks.
+(``queue_forward`` and ``queue_backward`` are those of a rank's part) and inside the blocks, where
+``kos.train.parallel.tensor`` and ``kos.train.parallel.context`` have the operations that are split over ranks.
 
-Suffixes name dimensions: N = B T tokens, D hidden, F intermediate, V vocabulary, H query heads, K kv
-heads, d head_dim, A = H d, W = (H + 2K) d.
+Suffixes name dimensions: N = B T tokens, n those of them in this rank's residual stream (all, but for tensor
+parallelism), D hidden, F intermediate, V vocabulary, H query heads, K kv heads, d head_dim, A = H d, W = (H + 2K) d;
+T, H, K, F and V count what this rank computes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from kos.memory.arena import Arena
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
 from kos.train.ops import Array, Ops
+from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.tensor import TensorParallel
 
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 
@@ -32,26 +36,30 @@ class Gradients(NamedTuple):
 
     ``lookups(tokens_N, d_rows_ND)`` gives those of all ranks, where every rank works out for all what the embedding
     gets from its lookups: a few rows, of which the sum over ranks would be the whole table.
+
+    ``deferred`` takes the matrices' gradients that are left for later, by name: the two arrays that each is the product
+    of, in the slot's memory (``Llama.queue_weight_gradients``).
     """
 
     of: Weights
     accumulate: bool
     final: Callable[[str], object]
     lookups: Lookups | None = None
+    deferred: list[tuple[str, Array, Array]] | None = None
 
 
 class BlockActivations(NamedTuple):
     """What a block's forward keeps for its backward; None is computed again there."""
 
-    x_ND: Array
-    rstd_in_N: Array
-    normed_in_ND: Array | None
+    x_nD: Array
+    rstd_in_n: Array
+    normed_in_nD: Array | None
     qkv_NW: Array
     lse_BHT: Array
     heads_NA: Array
-    mid_ND: Array
-    rstd_mid_N: Array
-    normed_mid_ND: Array | None
+    mid_nD: Array
+    rstd_mid_n: Array
+    normed_mid_nD: Array | None
     gate_up_N2F: Array
     hidden_NF: Array | None
 
@@ -65,8 +73,19 @@ class Slot:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.tokens_N: Array | None = None
+        self.seq_len = 0
         self.inputs: list[Array] = []  # of each block
         self.kept: list[BlockActivations] = []  # of each block; none where whole blocks are computed again
+        self.out_nD: Array | None = None
+        self.deferred: list[tuple[str, Array, Array]] = []  # see ``Gradients``
+        self.d_out_nD: Array | None = None  # where another stage of this rank has left it
+        self.sent: Any = None  # the send of ``out_nD``
+
+    def clear(self) -> None:
+        """For another micro-batch; nothing of this one is needed any more."""
+        self.arena.release(0)
+        self.__init__(self.arena)  # type: ignore[misc]
 
 
 class Llama:
@@ -82,15 +101,17 @@ class Llama:
 
     def __init__(
         self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none",
-        local: Local | None = None,
+        local: Local | None = None, tensor: TensorParallel | None = None, context: ContextParallel | None = None,
+        arena: Arena | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.local = local or config.local()
         self.ops = ops
+        self.tensor, self.context = tensor or TensorParallel(ops), context or ContextParallel(ops)
         self.recompute = recompute
         self.head_rows = head_rows or HEAD_ROWS
-        self.arena = ops.make_arena()
-        self.pause: Callable[[], None] = lambda: None  # called between the parts of a pass, which it may end by raising
+        self.arena = arena or ops.make_arena()
+        self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
         self._layers = [config.layer_names(layer) for layer in range(config.num_hidden_layers)]
         self._groups = config.fused_groups(self.local)
         self._tables: dict[tuple[int, Any], tuple[Array, Array]] = {}
@@ -126,135 +147,180 @@ class Llama:
         Waits for nothing, so that a dialect that queues its work may have the pass captured.
         """
         into = Gradients(gradients, accumulate, on_gradient or (lambda name: None), lookups)
+        _check_shapes(tokens, targets)
         with self.arena.scope():
-            slot, seq_len = Slot(self.arena), tokens.shape[1]
-            tokens_N, targets_N = self._flatten(tokens, targets)
-            x_ND = self.forward(weights, slot, self.embed(weights, tokens_N, seq_len, slot.arena), seq_len)
-            losses_N, count = self._loss_arrays(x_ND, targets_N, count)
-            dx_ND = self.arena.take(x_ND.shape, x_ND.dtype)
-            self.head_loss_and_gradients(weights, x_ND, targets_N, count, losses_N, dx_ND, into)
-            self.backward(weights, slot, dx_ND, seq_len, into)
-            self.embed_backward(tokens_N, seq_len, dx_ND, into)
-            self.ops.mean_loss(losses_N, count, loss)
+            slot = Slot(self.arena)
+            out_nD = self.queue_forward(weights, slot, tokens)
+            dx_nD = self.arena.take(out_nD.shape, out_nD.dtype)
+            self.queue_backward(weights, slot, into, dx_nD, targets=targets, loss=loss, count=count)
 
-    def forward(self, weights: Weights, slot: Slot, x_ND: Array, seq_len: int) -> Array:
-        """The output of this rank's blocks; ``slot`` keeps what ``backward`` needs."""
+    # --- the part of a rank: its stage of the pipeline -------------------------------------------------
+
+    def queue_forward(self, weights: Weights, slot: Slot, tokens: Array, x_nD: Array | None = None) -> Array:
+        """The output of this rank's stage for a micro-batch, whose ``tokens`` (B, T) the first stage looks up.
+
+        ``x_nD`` is what the stage before gave, in memory of ``slot``, which keeps what ``queue_backward`` needs.
+        """
+        slot.tokens_N, slot.seq_len = self._flatten(tokens, slot.arena), tokens.shape[1]
+        if x_nD is None:
+            x_nD = self.embed(weights, slot.tokens_N, slot.seq_len, slot.arena)
         for layer in self.local.layers:
-            self.pause()
-            slot.inputs.append(x_ND)
-            out_ND = slot.arena.take(x_ND.shape, x_ND.dtype)
+            slot.inputs.append(x_nD)
+            out_nD = slot.arena.take(x_nD.shape, x_nD.dtype)
             if self.recompute == "block":
                 with self.arena.scope():
-                    self.block(layer, weights, x_ND, seq_len, out_ND, self.arena)
+                    self.block(layer, weights, x_nD, slot.seq_len, out_nD, self.arena)
             else:
-                slot.kept.append(self.block(layer, weights, x_ND, seq_len, out_ND, slot.arena))
-            x_ND = out_ND
-        return x_ND
+                slot.kept.append(self.block(layer, weights, x_nD, slot.seq_len, out_nD, slot.arena))
+            x_nD = out_nD
+        slot.out_nD = x_nD
+        return x_nD
 
-    def backward(self, weights: Weights, slot: Slot, dx_ND: Array, seq_len: int, into: Gradients) -> None:
-        """``dx_ND`` comes as the gradient of ``forward``'s output and goes as that of its input; empties ``slot``."""
-        for layer in reversed(self.local.layers):
-            self.pause()
-            x_ND = slot.inputs.pop()
+    def queue_backward(
+        self, weights: Weights, slot: Slot, into: Gradients, dx_nD: Array, *, targets: Array | None = None,
+        loss: Array | None = None, count: Array | None = None,
+    ) -> None:  # fmt: skip
+        """The gradients of this rank's stage for the micro-batch in ``slot``.
+
+        ``dx_nD`` comes as the gradient of the stage's output and goes as that of its input.  The last stage only writes
+        it, and takes ``targets``, ``loss`` and ``count`` as ``queue_loss_and_gradients`` does.
+        """
+        assert slot.tokens_N is not None and slot.out_nD is not None  # there was a forward
+        if self.local.last:
+            assert targets is not None and loss is not None
             with self.arena.scope():
-                kept = slot.kept.pop() if slot.kept else self._activations(layer, weights, x_ND, seq_len, self.arena)
-                self.block_backward(layer, weights, kept, dx_ND, into)
+                targets_N = self._flatten(targets)
+                losses_N, count = self._loss_arrays(slot.out_nD, targets_N, count)
+                self.head_loss_and_gradients(weights, slot.out_nD, targets_N, count, losses_N, dx_nD, into)
+                self.ops.mean_loss(losses_N, count, loss)
+        for layer in reversed(self.local.layers):
+            x_nD, keep = slot.inputs.pop(), self.arena if into.deferred is None else slot.arena
+            with self.arena.scope():
+                kept = slot.kept.pop() if slot.kept else self._activations(layer, weights, x_nD, slot.seq_len, keep)
+                self.block_backward(layer, weights, kept, dx_nD, into, keep)
+        if self.local.first:
+            self.embed_backward(slot.tokens_N, slot.seq_len, dx_nD, into)
+
+    def queue_weight_gradients(self, into: Gradients) -> None:
+        """Those that a backward has left in ``into.deferred``; empties it."""
+        assert into.deferred is not None
+        for name, d_out, x in into.deferred:
+            self._weight_gradient(name, d_out, x, into._replace(deferred=None))
+        into.deferred.clear()
+
+    # --- whole passes without a backward ---------------------------------------------------------------
 
     def loss(self, weights: Weights, tokens: Array, targets: Array) -> float:
         """The mean loss over the targets; keeps no activations."""
+        _check_shapes(tokens, targets)
         with self.ops.step(self.arena):
             loss = self.arena.take((1,), np.dtype(np.float64))
-            _, targets_N = self._flatten(tokens, targets)
-            normed_ND = self._final_states(weights, tokens)
-            losses_N, count = self._loss_arrays(normed_ND, targets_N)
-            for rows in self._chunks(len(targets_N)):
-                with self.arena.scope():
-                    logits = self._logits(weights, normed_ND[rows])
-                    self.ops.cross_entropy(logits, targets_N[rows], losses_N[rows], self.arena)
-            self.ops.mean_loss(losses_N, count, loss)
+            x_nD = self.evaluate_stage(weights, tokens)
+            self.evaluate_loss(weights, x_nD, targets, loss)
             return float(self.ops.to_host(loss)[0])
 
+    def evaluate_stage(self, weights: Weights, tokens: Array, x_nD: Array | None = None) -> Array:
+        """``queue_forward`` for no backward: each block's memory is given back at its end, ``x_nD`` written over."""
+        if x_nD is None:
+            x_nD = self.embed(weights, self._flatten(tokens), tokens.shape[1], self.arena)
+        for layer in self.local.layers:
+            with self.arena.scope():
+                out_nD = self.arena.take(x_nD.shape, x_nD.dtype)
+                self.block(layer, weights, x_nD, tokens.shape[1], out_nD, self.arena)
+                self.ops.copy(out_nD, x_nD)
+        return x_nD
+
+    def evaluate_loss(
+        self, weights: Weights, x_nD: Array, targets: Array, loss: Array, count: Array | None = None
+    ) -> None:
+        """The mean loss of ``evaluate_stage``'s output, on the last stage, to ``loss`` (1,), float64."""
+        targets_N, normed_ND = self._flatten(targets), self._final_norm(weights, x_nD)
+        losses_N, count = self._loss_arrays(normed_ND, targets_N, count)
+        for rows in self._chunks(len(targets_N)):
+            with self.arena.scope():
+                logits_NV = self._logits(weights, normed_ND[rows])
+                self.tensor.cross_entropy(logits_NV, targets_N[rows], losses_N[rows], self.arena)
+        self.ops.mean_loss(losses_N, count, loss)
+
     def logits(self, weights: Weights, tokens: Array) -> Array:
-        """The logits (B, T, V), on the host."""
+        """The logits (B, T, V), on the host; of the whole model."""
         with self.ops.step(self.arena):
-            normed_ND = self._final_states(weights, tokens)
+            normed_ND = self._final_norm(weights, self.evaluate_stage(weights, tokens))
             return self.ops.to_host(self._logits(weights, normed_ND)).reshape(*tokens.shape, -1)
 
     def next_logits(self, weights: Weights, tokens: Array) -> Array:
-        """The logits (V,) of what follows ``tokens`` (1, T), on the host."""
+        """The logits (V,) of what follows ``tokens`` (1, T), on the host; of the whole model."""
         with self.ops.step(self.arena):
-            normed_ND = self._final_states(weights, tokens)
-            return self.ops.to_host(self._logits(weights, normed_ND[-1:]))[0]
+            return self.logits_of(weights, self.evaluate_stage(weights, tokens), tokens.shape[1] - 1)
 
-    def _final_states(self, weights: Weights, tokens: Array) -> Array:
-        """The normed output of the last block; each block's memory is given back at its end."""
-        tokens_N, _ = self._flatten(tokens, tokens)
-        x_ND = self.embed(weights, tokens_N, tokens.shape[1], self.arena)
-        for layer in self.local.layers:
-            self.pause()
-            with self.arena.scope():
-                out_ND = self.arena.take(x_ND.shape, x_ND.dtype)
-                self.block(layer, weights, x_ND, tokens.shape[1], out_ND, self.arena)
-                self.ops.copy(out_ND, x_ND)
-        return self._norm(weights, self.config.final_norm, x_ND, self._norm_statistics(x_ND, self.arena), self.arena)
+    def logits_of(self, weights: Weights, x_nD: Array, row: int) -> Array:
+        """This rank's part of the logits of one row of ``evaluate_stage``'s output, on the host."""
+        return self.ops.to_host(self._logits(weights, self._final_norm(weights, x_nD)[row : row + 1]))[0]
+
+    def _final_norm(self, weights: Weights, x_nD: Array) -> Array:
+        """The head's input, of all ranks' rows."""
+        normed_nD = self._norm(
+            weights, self.config.final_norm, x_nD, self._norm_statistics(x_nD, self.arena), self.arena
+        )
+        return self.tensor.gather(normed_nD, self.arena)
 
     # --- stages --------------------------------------------------------------------------------------
 
     def embed(self, weights: Weights, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
         table_VD = weights[self.config.embedding]
-        x_ND = keep.take((len(tokens_N), self.config.hidden_size), table_VD.dtype)
-        self.ops.embedding(tokens_N, table_VD, x_ND)
-        return x_ND
+        x_nD = keep.take((self.tensor.rows(len(tokens_N)), self.config.hidden_size), table_VD.dtype)
+        self.tensor.embedding(tokens_N, table_VD, x_nD, self.arena)
+        return x_nD
 
-    def embed_backward(self, tokens_N: Array, seq_len: int, dx_ND: Array, into: Gradients) -> None:
+    def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
         """The last of all; a tied head has already put its share there."""
         name = self.config.embedding
-        accumulate = into.accumulate or (self.config.tie_word_embeddings and self.local.last)
+        accumulate = into.accumulate or (self.config.tie_word_embeddings and self.holds_last)
         with self.arena.scope():
             if into.lookups is not None:
-                tokens_N, dx_ND = into.lookups(tokens_N, dx_ND)
-            self.ops.embedding_backward(dx_ND, tokens_N, into.of[name], accumulate, self.arena)
+                tokens_N, dx_nD = into.lookups(tokens_N, dx_nD)
+            self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], accumulate, self.arena)
         if into.lookups is None:
             into.final(name)
 
     def block(
-        self, layer: int, weights: Weights, x_ND: Array, seq_len: int, out_ND: Array, keep: Arena
+        self, layer: int, weights: Weights, x_nD: Array, seq_len: int, out_nD: Array, keep: Arena
     ) -> BlockActivations:
-        """out_ND = x + attention(norm(x)), then the same with the MLP; what the backward needs lies in ``keep``."""
-        kept = self._activations(layer, weights, x_ND, seq_len, keep)
+        """out_nD = x + attention(norm(x)), then the same with the MLP; what the backward needs lies in ``keep``."""
+        kept = self._activations(layer, weights, x_nD, seq_len, keep)
         with self.arena.scope():
-            self._linear(weights, self._layers[layer].down, self._hidden(kept, self.arena), out_ND, kept.mid_ND)
+            self._row_linear(weights, self._layers[layer].down, self._hidden(kept, self.arena), out_nD, kept.mid_nD)
         return kept
 
-    def _activations(self, layer: int, weights: Weights, x_ND: Array, seq_len: int, keep: Arena) -> BlockActivations:
+    def _activations(self, layer: int, weights: Weights, x_nD: Array, seq_len: int, keep: Arena) -> BlockActivations:
         """A block's forward but for its last matrix product."""
         ops, config, names = self.ops, self.config, self._layers[layer]
-        N, (B, T) = len(x_ND), (len(x_ND) // seq_len, seq_len)
+        N = len(x_nD) * self.tensor.size
         H, K, d = self.local.heads, self.local.kv_heads, config.head_dim
 
         def normed_linear(x: Array, norm: str, weight: str, out: Array) -> tuple[Array | None, Array]:
-            rstd_N = self._norm_statistics(x, keep)
+            rstd_n = self._norm_statistics(x, keep)
             if self.recompute == "none":
-                normed_ND = self._norm(weights, norm, x, rstd_N, keep)
-                self._linear(weights, weight, normed_ND, out)
-                return normed_ND, rstd_N
+                normed_nD = self._norm(weights, norm, x, rstd_n, keep)
+                self._column_linear(weights, weight, normed_nD, out)
+                return normed_nD, rstd_n
             with self.arena.scope():
-                self._linear(weights, weight, self._norm(weights, norm, x, rstd_N, self.arena), out)
-            return None, rstd_N
+                self._column_linear(weights, weight, self._norm(weights, norm, x, rstd_n, self.arena), out)
+            return None, rstd_n
 
-        qkv_NW = ops.empty_columns(keep, N, (H + 2 * K) * d, x_ND.dtype)
-        normed_in_ND, rstd_in_N = normed_linear(x_ND, names.input_norm, names.qkv, qkv_NW)
-        self._apply_rope(ops.rope, qkv_NW, T)
-        heads_NA = ops.empty_columns(keep, N, H * d, x_ND.dtype)
-        lse_BHT = keep.take((B, H, T), ops.statistics_dtype(x_ND.dtype))
-        ops.attention(qkv_NW, H, K, heads_NA, lse_BHT, self.arena)
-        mid_ND = keep.take(x_ND.shape, x_ND.dtype)
-        self._linear(weights, names.o, heads_NA, mid_ND, x_ND)
+        qkv_NW = ops.empty_columns(keep, N, (H + 2 * K) * d, x_nD.dtype)
+        normed_in_nD, rstd_in_n = normed_linear(x_nD, names.input_norm, names.qkv, qkv_NW)
+        self._apply_rope(ops.rope, qkv_NW, seq_len)
+        heads_NA = ops.empty_columns(keep, N, H * d, x_nD.dtype)
+        lse_BHT = keep.take((N // seq_len, H, seq_len), ops.statistics_dtype(x_nD.dtype))
+        self.context.attention(qkv_NW, H, K, heads_NA, lse_BHT, self.arena)
+        mid_nD = keep.take(x_nD.shape, x_nD.dtype)
+        self._row_linear(weights, names.o, heads_NA, mid_nD, x_nD)
 
-        gate_up_N2F = ops.empty_columns(keep, N, self.local.up, x_ND.dtype)
-        normed_mid_ND, rstd_mid_N = normed_linear(mid_ND, names.post_attention_norm, names.gate_up, gate_up_N2F)
+        gate_up_N2F = ops.empty_columns(keep, N, self.local.up, x_nD.dtype)
+        normed_mid_nD, rstd_mid_n = normed_linear(mid_nD, names.post_attention_norm, names.gate_up, gate_up_N2F)
         kept = BlockActivations(
-            x_ND, rstd_in_N, normed_in_ND, qkv_NW, lse_BHT, heads_NA, mid_ND, rstd_mid_N, normed_mid_ND, gate_up_N2F,
+            x_nD, rstd_in_n, normed_in_nD, qkv_NW, lse_BHT, heads_NA, mid_nD, rstd_mid_n, normed_mid_nD, gate_up_N2F,
             None,
         )  # fmt: skip
         return kept._replace(hidden_NF=self._hidden(kept, keep)) if self.recompute == "none" else kept
@@ -268,71 +334,76 @@ class Llama:
         return hidden_NF
 
     def block_backward(
-        self, layer: int, weights: Weights, kept: BlockActivations, dx_ND: Array, into: Gradients
+        self, layer: int, weights: Weights, kept: BlockActivations, dx_nD: Array, into: Gradients, keep: Arena
     ) -> None:
-        """``dx_ND`` comes as the gradient of the block's output and goes as that of its input."""
+        """``dx_nD`` comes as the gradient of the block's output and goes as that of its input.
+
+        What the gradients of weights need lies in ``keep``: ``self.arena``, or where they are deferred the slot's.
+        """
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         H, K, d = self.local.heads, self.local.kv_heads, config.head_dim
-        T, (N, D), F = kept.lse_BHT.shape[-1], dx_ND.shape, self.local.intermediate
+        N, F = len(kept.qkv_NW), self.local.intermediate
 
-        def normed(kept_ND: Array | None, x: Array, name: str) -> Array:
-            if kept_ND is not None:
-                return kept_ND
-            return self._norm(weights, name, x, self._norm_statistics(x, arena), arena)
+        def through_norm(d_out_NF: Array, weight: str, norm: str, x: Array, rstd: Array, normed: Array | None) -> None:
+            if normed is None:
+                normed = self._norm(weights, norm, x, self._norm_statistics(x, arena), keep)
+            with arena.scope():
+                d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
+                self._column_linear_backward(weights, weight, d_out_NF, normed, d_normed_nD, into, keep)
+                self._norm_backward(weights, norm, d_normed_nD, x, rstd, dx_nD, into)
 
         with arena.scope():
-            hidden_NF = self._hidden(kept, arena)
-            d_hidden_NF = ops.empty_columns(arena, N, F, dx_ND.dtype)
-            self._linear_backward(weights, names.down, dx_ND, hidden_NF, d_hidden_NF, into)
-            d_gate_up_N2F = ops.empty_columns(arena, N, self.local.up, dx_ND.dtype)
+            hidden_NF = self._hidden(kept, keep)
+            d_hidden_NF = ops.empty_columns(arena, N, F, dx_nD.dtype)
+            self._row_linear_backward(weights, names.down, dx_nD, hidden_NF, d_hidden_NF, into, keep)
+            d_gate_up_N2F = ops.empty_columns(keep, N, self.local.up, dx_nD.dtype)
             self._activate_backward(d_hidden_NF, kept.gate_up_N2F, hidden_NF, d_gate_up_N2F)
-            normed_mid_ND = normed(kept.normed_mid_ND, kept.mid_ND, names.post_attention_norm)
-            d_normed_ND = arena.take((N, D), dx_ND.dtype)
-            self._linear_backward(weights, names.gate_up, d_gate_up_N2F, normed_mid_ND, d_normed_ND, into)
             norm = names.post_attention_norm
-            self._norm_backward(weights, norm, d_normed_ND, kept.mid_ND, kept.rstd_mid_N, dx_ND, into)
+            through_norm(d_gate_up_N2F, names.gate_up, norm, kept.mid_nD, kept.rstd_mid_n, kept.normed_mid_nD)
 
         with arena.scope():
-            d_heads_NA = ops.empty_columns(arena, N, H * d, dx_ND.dtype)
-            self._linear_backward(weights, names.o, dx_ND, kept.heads_NA, d_heads_NA, into)
-            d_qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, dx_ND.dtype)
-            ops.attention_backward(d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena)
-            self._apply_rope(ops.rope_backward, d_qkv_NW, T)
-            normed_in_ND = normed(kept.normed_in_ND, kept.x_ND, names.input_norm)
-            d_normed_ND = arena.take((N, D), dx_ND.dtype)
-            self._linear_backward(weights, names.qkv, d_qkv_NW, normed_in_ND, d_normed_ND, into)
-            self._norm_backward(weights, names.input_norm, d_normed_ND, kept.x_ND, kept.rstd_in_N, dx_ND, into)
+            d_heads_NA = ops.empty_columns(arena, N, H * d, dx_nD.dtype)
+            self._row_linear_backward(weights, names.o, dx_nD, kept.heads_NA, d_heads_NA, into, keep)
+            d_qkv_NW = ops.empty_columns(keep, N, (H + 2 * K) * d, dx_nD.dtype)
+            self.context.attention_backward(
+                d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena
+            )
+            self._apply_rope(ops.rope_backward, d_qkv_NW, kept.lse_BHT.shape[-1])
+            through_norm(d_qkv_NW, names.qkv, names.input_norm, kept.x_nD, kept.rstd_in_n, kept.normed_in_nD)
 
     def head_loss_and_gradients(
-        self, weights: Weights, x_ND: Array, targets_N: Array, count: Array, losses_N: Array, dx_ND: Array,
+        self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,
         into: Gradients,
     ) -> None:  # fmt: skip
-        """Forward and backward in one, so that only ``head_rows`` rows of logits exist.  Writes ``dx_ND``."""
+        """Forward and backward in one, so that only ``head_rows`` rows of logits exist.  Writes ``dx_nD``."""
         ops, arena, name, norm = self.ops, self.arena, self.config.head, self.config.final_norm
         with arena.scope():
-            rstd_N = self._norm_statistics(x_ND, arena)
-            normed_ND = self._norm(weights, norm, x_ND, rstd_N, arena)
-            d_normed_ND = arena.take(x_ND.shape, x_ND.dtype)
+            rstd_n = self._norm_statistics(x_nD, arena)
+            normed_ND = self.tensor.gather(self._norm(weights, norm, x_nD, rstd_n, arena), arena)
+            d_normed_ND = arena.take(normed_ND.shape, x_nD.dtype)
             chunks, d_weight = self._chunks(len(targets_N)), into.of[name]
-            wide = ops.statistics_dtype(x_ND.dtype)
+            wide = ops.statistics_dtype(x_nD.dtype)
             in_place = len(chunks) == 1 or d_weight.dtype == wide
             sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not once a chunk
             if into.accumulate and not in_place:
                 ops.copy(d_weight, sum_VD)
             for rows in chunks:
-                self.pause()
                 with arena.scope():
                     logits_NV = self._logits(weights, normed_ND[rows])
-                    ops.cross_entropy_with_gradient(logits_NV, targets_N[rows], count, losses_N[rows], arena)
+                    self.tensor.cross_entropy(logits_NV, targets_N[rows], losses_N[rows], arena, count)
                     ops.linear_input_gradient(logits_NV, weights[name], d_normed_ND[rows])
                     add = into.accumulate or rows.start > 0
                     ops.linear_weight_gradient(logits_NV, normed_ND[rows], sum_VD, add, arena)
             if not in_place:
                 ops.copy(sum_VD, d_weight)
-            if into.lookups is not None or not self.config.tie_word_embeddings:
+            if into.lookups is not None or not self.config.tie_word_embeddings or not self.holds_first:
                 into.final(name)
-            ops.zero(dx_ND)
-            self._norm_backward(weights, norm, d_normed_ND, x_ND, rstd_N, dx_ND, into)
+            ops.zero(dx_nD)
+            d_normed_nD = d_normed_ND
+            if self.tensor.size > 1:
+                d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
+                self.tensor.sum_rows(d_normed_ND, d_normed_nD)
+            self._norm_backward(weights, norm, d_normed_nD, x_nD, rstd_n, dx_nD, into)
 
     # --- what makes it a LLaMA: RMSNorm, RoPE, SwiGLU, no biases ---------------------------------------
 
@@ -350,11 +421,31 @@ class Llama:
         self.ops.rms_norm_backward(d_out, x, weights[name], rstd, dx, into.of[name], into.accumulate, self.arena)
         into.final(name)
 
-    def _linear(self, weights: Weights, name: str, x: Array, out: Array, residual: Array | None = None) -> None:
-        self.ops.linear(x, weights[name], out, residual)
+    def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
+        self.tensor.column_linear(x_nD, weights[name], out_NF, self.arena)
 
-    def _linear_backward(self, weights: Weights, name: str, d_out: Array, x: Array, dx: Array, into: Gradients) -> None:
-        self.ops.linear_input_gradient(d_out, weights[name], dx)
+    def _row_linear(self, weights: Weights, name: str, x_NF: Array, out_nD: Array, residual_nD: Array) -> None:
+        self.tensor.row_linear(x_NF, weights[name], out_nD, residual_nD, self.arena)
+
+    def _column_linear_backward(
+        self, weights: Weights, name: str, d_out_NF: Array, x_nD: Array, dx_nD: Array, into: Gradients, keep: Arena
+    ) -> None:
+        x_ND = self.tensor.column_linear_backward(d_out_NF, x_nD, weights[name], dx_nD, keep, self.arena)
+        self._weight_gradient(name, d_out_NF, x_ND, into)
+
+    def _row_linear_backward(
+        self, weights: Weights, name: str, d_out_nD: Array, x_NF: Array, dx_NF: Array, into: Gradients, keep: Arena
+    ) -> None:
+        d_out_ND = self.tensor.row_linear_backward(d_out_nD, weights[name], dx_NF, keep)
+        if into.deferred is not None and d_out_ND is d_out_nD:  # to which the rest of the backward adds
+            d_out_ND = keep.take(d_out_nD.shape, d_out_nD.dtype)
+            self.ops.copy(d_out_nD, d_out_ND)
+        self._weight_gradient(name, d_out_ND, x_NF, into)
+
+    def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
+        if into.deferred is not None:
+            into.deferred.append((name, d_out, x))
+            return
         self.ops.linear_weight_gradient(d_out, x, into.of[name], into.accumulate, self.arena)
         for part in self._groups.get(name, (name,)):
             into.final(part)
@@ -372,12 +463,9 @@ class Llama:
 
     # --- small things --------------------------------------------------------------------------------
 
-    def _flatten(self, tokens: Array, targets: Array) -> tuple[Array, Array]:
-        if len(tokens.shape) != 2 or tokens.shape != targets.shape:
-            raise InvalidArgument(
-                f"expected tokens and targets of one shape (B, T), got {tokens.shape} and {targets.shape}"
-            )
-        return self.ops.indices(tokens.reshape(-1), self.arena), self.ops.indices(targets.reshape(-1), self.arena)
+    def _flatten(self, numbers: Array, arena: Arena | None = None) -> Array:
+        """Tokens or targets (B, T), as (N,) where ``ops`` has its arrays."""
+        return self.ops.indices(numbers.reshape(-1), arena or self.arena)
 
     def _loss_arrays(self, x_ND: Array, targets_N: Array, count: Array | None = None) -> tuple[Array, Array]:
         wide = self.ops.statistics_dtype(x_ND.dtype)
@@ -394,11 +482,18 @@ class Llama:
 
     def _rope_tables(self, seq_len: int, dtype: Any) -> tuple[Array, Array]:
         """Rows of a longer table: sampling asks for every length, a captured pass goes on reading the one it saw."""
-        key = (1 << (seq_len - 1).bit_length(), dtype)
-        if key not in self._tables:
-            self._tables[key] = self.ops.rope_tables(self.config.rope_frequencies(), range(key[0]), dtype)
-        cos, sin = self._tables[key]
+        length = seq_len if self.context.size > 1 else 1 << (seq_len - 1).bit_length()
+        if (length, dtype) not in self._tables:
+            positions = self.context.positions(length)
+            self._tables[length, dtype] = self.ops.rope_tables(self.config.rope_frequencies(), positions, dtype)
+        cos, sin = self._tables[length, dtype]
         return cos[:seq_len], sin[:seq_len]
 
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(start, min(start + self.head_rows, rows)) for start in range(0, rows, self.head_rows)]
+
+
+def _check_shapes(tokens: Array, targets: Array) -> None:
+    if len(tokens.shape) != 2 or tokens.shape != targets.shape:
+        expected = "tokens and targets of one shape (B, T)"
+        raise InvalidArgument(f"expected {expected}, got {tokens.shape} and {targets.shape}")

@@ -145,9 +145,11 @@ class LlamaConfig:
             range(tp_rank * rows, (tp_rank + 1) * rows), pp_rank == 0, pp_rank == pp - 1,
         )  # fmt: skip
 
-    def parameter_shapes(self, local: Local | None = None) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, in the order in which the backward finishes the gradients: of the whole, or of a part."""
-        local = local or self.local()
+    def parameter_shapes(self, *parts: Local) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, in the order in which the backward finishes the gradients: of the whole, or of parts."""
+        if len(parts) > 1:
+            return {name: shape for part in reversed(parts) for name, shape in self.parameter_shapes(part).items()}
+        local = parts[0] if parts else self.local()
         D, F, rows = self.hidden_size, local.intermediate, len(local.vocabulary)
         A, kv = local.heads * self.head_dim, local.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
@@ -167,18 +169,18 @@ class LlamaConfig:
             shapes[self.embedding] = (rows, D)
         return shapes
 
-    def fused_groups(self, local: Local | None = None) -> dict[str, tuple[str, ...]]:
+    def fused_groups(self, *parts: Local) -> dict[str, tuple[str, ...]]:
         """Group name -> neighbours in ``parameter_shapes`` that the model reads as one matrix."""
         groups: dict[str, tuple[str, ...]] = {}
-        for layer in (local or self.local()).layers:
+        for layer in (layer for part in parts or (self.local(),) for layer in part.layers):
             names = self.layer_names(layer)
             groups[names.gate_up] = tuple(names.gate_up.replace("gate_up", part) for part in ("gate", "up"))
             groups[names.qkv] = tuple(names.qkv.replace("qkv", part) for part in "qkv")
         return groups
 
-    def num_parameters(self, local: Local | None = None) -> int:
+    def num_parameters(self, *parts: Local) -> int:
         """A tied embedding counts once."""
-        return sum(math.prod(shape) for shape in self.parameter_shapes(local).values())
+        return sum(math.prod(shape) for shape in self.parameter_shapes(*parts).values())
 
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""

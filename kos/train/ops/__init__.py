@@ -55,14 +55,17 @@ class Ops(Protocol):
     def add(self, a: Array, b: Array, out: Array) -> None:
         """out = a + b; ``out`` may be one of them."""
 
-    def embedding(self, tokens: Array, table: Array, out: Array) -> None:
+    def embedding(self, tokens: Array, table: Array, out: Array, first: int | None = None) -> None:
         """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D).
 
-        A token outside is refused by InvalidArgument, or, where the host cannot look, gives a row of NaN.
+        A token outside is refused by InvalidArgument, or, where the host cannot look, gives a row of NaN.  ``first``
+        says that the table is a part of a vocabulary, from that row on: a token outside of it gives zeros.
         """
 
-    def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
-        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token."""
+    def embedding_backward(
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
+    ) -> None:
+        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token; ``first`` as above."""
 
     def linear(
         self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
@@ -140,6 +143,23 @@ class Ops(Protocol):
         self, logits: Array, targets: Array, count: Array, losses: Array, arena: Arena
     ) -> None:
         """As ``cross_entropy``, and ``logits`` become the gradient of sum(losses) / count."""
+
+    def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
+        """Of ``logits`` (N, v), a part of a vocabulary from row ``first`` on: what a loss needs of it.
+
+        out (3, N), of the statistics' dtype: the maximum, the sum of exp(logit - maximum), and the target's logit, 0
+        where it is not in this part.
+        """
+
+    def cross_entropy_of_parts(
+        self, logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """As ``cross_entropy`` of a vocabulary in parts, of which ``logits`` (N, v) is the one from ``first`` on.
+
+        ``statistics`` (parts, 3, N) are those of all parts.  With ``count`` the logits become the gradient of
+        sum(losses) / count.
+        """
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
         """out (1,), float64, = sum(losses) / count."""

@@ -94,7 +94,12 @@ def _product(a: Array, b: Array, out: Array, accumulate: bool, arena: Arena) -> 
 # --- embedding ---------------------------------------------------------------------------------------
 
 
-def embedding(tokens: Array, table: Array, out: Array) -> None:
+def embedding(tokens: Array, table: Array, out: Array, first: int | None = None) -> None:
+    if first is not None:
+        here = (first <= tokens) & (tokens < first + len(table))
+        np.take(table, np.where(here, tokens - first, 0), axis=0, out=out, mode="clip")
+        out[~here] = 0
+        return
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(table):
         raise InvalidArgument(
             f"embedding: expected tokens from 0 to {len(table) - 1}, got {tokens.min()} to {tokens.max()}"
@@ -102,10 +107,15 @@ def embedding(tokens: Array, table: Array, out: Array) -> None:
     np.take(table, tokens, axis=0, out=out, mode="clip")  # "raise" would go through a copy
 
 
-def embedding_backward(d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
+def embedding_backward(
+    d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
+) -> None:
     """Sorts the rows by token and sums each run: 5 times faster than ``np.add.at``."""
     if not accumulate:
         d_table.fill(0)
+    if first is not None:
+        here = np.flatnonzero((first <= tokens) & (tokens < first + len(d_table)))
+        tokens, d_out = tokens[here] - first, d_out[here]
     if not tokens.size:
         return
     order = np.argsort(tokens, kind="stable")
@@ -515,6 +525,36 @@ def _softmax_rows(z: Array, targets: Array, losses: Array, arena: Arena) -> Arra
     np.subtract(at, losses, out=losses)
     losses[~kept] = 0
     return total
+
+
+def logit_statistics(logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
+    top, total, at_target = out
+    here = (first <= targets) & (targets < first + logits.shape[1])
+    at_target[...] = np.where(here, logits[np.arange(len(targets)), np.where(here, targets - first, 0)], 0)
+    np.max(logits, axis=1, out=top)
+    for rows in _blocks(*logits.shape):
+        with arena.scope():
+            z = arena.take(logits[rows].shape, logits.dtype)
+            np.subtract(logits[rows], top[rows, None], out=z)
+            np.exp(z, out=z)
+            np.sum(z, axis=1, out=total[rows])
+
+
+def cross_entropy_of_parts(
+    logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array, arena: Arena
+) -> None:
+    tops, totals, at_target = statistics.swapaxes(0, 1)
+    kept, top = targets != IGNORE, tops.max(axis=0)
+    total = (totals * np.exp(tops - top)).sum(axis=0)
+    losses[...] = np.where(kept, np.log(total) + (top - at_target.sum(axis=0)), 0)
+    if count is None:
+        return
+    share = (kept / count).astype(logits.dtype)
+    logits -= top[:, None]
+    np.exp(logits, out=logits)
+    logits *= (share / total)[:, None]
+    here = np.flatnonzero((first <= targets) & (targets < first + logits.shape[1]))
+    logits[here, targets[here] - first] -= share[here]
 
 
 def mean_loss(losses: Array, count: Array, out: Array) -> None:

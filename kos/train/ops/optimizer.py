@@ -8,8 +8,9 @@ block lies in the cache: a step reads and writes each array of the state once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,32 +18,6 @@ import numpy as np
 from kos.train.model.parameters import Parameters, Shard
 
 BLOCK = 16_384  # elements: weights, gradients, two moments and one temporary are 320 KiB, within an L2
-
-
-def squares(flat: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
-    """The sum of squares of each ``BLOCK`` of ``flat``, fp32 within a block; 0 for those outside of ``parts``.
-
-    A part begins at a multiple of ``BLOCK``; what it has beyond the end of ``flat`` is not looked at.
-    """
-    sums = np.zeros(-(-flat.size // BLOCK))
-    for part in parts:
-        for start in range(part.start, min(part.stop, flat.size), BLOCK):
-            block = flat[start : min(start + BLOCK, part.stop)]
-            sums[start // BLOCK] = np.dot(block, block)
-    return sums
-
-
-def root_of_sum(sums: np.ndarray) -> float:
-    """In float64, one after another: the bits do not depend on who worked out which."""
-    total = 0.0
-    for each in sums.tolist():
-        total += each
-    return math.sqrt(total)
-
-
-def global_norm(flat: np.ndarray) -> float:
-    """The Euclidean norm of a flat fp32 array: fp32 within a block, float64 across blocks."""
-    return root_of_sum(squares(flat, [slice(0, flat.size)]))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -64,8 +39,17 @@ class AdamW:
         self.weights, self.exp_avg, self.exp_avg_sq = weights, held, held.like()
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.step_count = 0
-        self._blocks = _blocks(weights, held.parts())
+        self._blocks, self._count = _blocks(weights, held.parts())
         self._scratch = np.empty(BLOCK, weights.flat.dtype)
+
+    def squares(self, gradients: Parameters, counted: Container[str]) -> np.ndarray:
+        """The sum of squares of each block of the layout, fp32 within it; 0 for those of others and not ``counted``."""
+        sums = np.zeros(self._count)
+        for index, name, span, _, _ in self._blocks:
+            if name in counted:
+                block = gradients.flat[span]
+                sums[index] = np.dot(block, block)
+        return sums
 
     def step(self, gradients: Parameters, lr: float, scale: float = 1.0) -> None:
         """One update with ``scale * gradients``; the gradients are left scaled.
@@ -76,7 +60,7 @@ class AdamW:
         beta1, beta2 = self.betas
         step_size = lr / (1 - beta1**self.step_count)
         root = 1 / math.sqrt(1 - beta2**self.step_count)
-        for span, local, decayed in self._blocks:
+        for _, _, span, local, decayed in self._blocks:
             w, g = self.weights.flat[span], gradients.flat[span]
             m, v = self.exp_avg.flat[local], self.exp_avg_sq.flat[local]
             t = self._scratch[: w.size]
@@ -98,16 +82,25 @@ class AdamW:
             w -= t
 
 
-def _blocks(weights: Parameters, parts: Sequence[tuple[slice, slice]]) -> list[tuple[slice, slice, bool]]:
-    """Slices that fit in the cache, each of one tensor and part: of the flat array, of what is held; if decayed."""
-    blocks = []
+def _blocks(
+    weights: Parameters, parts: Sequence[tuple[slice, slice]]
+) -> tuple[list[tuple[int, str, slice, slice, bool]], int]:
+    """What fits in the cache, each of one tensor and part, and how many there are of all parts.
+
+    A block's number, its tensor, where it lies in the flat array and in what is held, and whether it is decayed. It
+    begins at a multiple of ``BLOCK`` or where a tensor begins, and so do parts: the blocks of all ranks are the same.
+    """
+    blocks, number = [], 0
     for name, span in weights.spans.items():
-        for part, local in parts:
-            stop = min(span.stop, part.stop)
-            for at in range(max(span.start, part.start), stop, BLOCK):
-                end, shift = min(at + BLOCK, stop), local.start - part.start
-                blocks.append((slice(at, end), slice(at + shift, end + shift), len(weights.shapes[name]) >= 2))
-    return blocks
+        cuts = [span.start, *range((span.start // BLOCK + 1) * BLOCK, span.stop, BLOCK), span.stop]
+        for at, end in pairwise(cuts):
+            for part, local in parts:
+                if part.start <= at < part.stop:
+                    shift = local.start - part.start
+                    decayed = len(weights.shapes[name]) >= 2
+                    blocks.append((number, name, slice(at, end), slice(at + shift, end + shift), decayed))
+            number += 1
+    return blocks, number
 
 
 @dataclass(frozen=True)

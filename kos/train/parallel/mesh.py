@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument
@@ -58,6 +58,18 @@ class Layout:
         return rank
 
 
+class Silent:
+    """In place of a communicator: moves nothing. A rank computes alone, to see how long it takes or what memory."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def _nothing(self, *arrays: object, **options: object) -> Silent:
+        return self
+
+    all_gather = all_reduce = reduce_scatter = send = recv = send_recv = split = wait = _nothing
+
+
 class Axis(NamedTuple):
     """The ranks that differ from this one on one axis, or on several; an axis of one rank has no communicator."""
 
@@ -75,7 +87,8 @@ class Axis(NamedTuple):
 class Mesh:
     """The grid as one rank sees it. Collective.
 
-    ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``gradients`` joins dp and cp, whose ranks hold the same weights.
+    ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``gradients`` joins dp and cp, whose ranks hold the same weights,
+    and ``model`` joins pp and tp, whose ranks hold one model together.
     """
 
     def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
@@ -86,7 +99,7 @@ class Mesh:
         self.coordinates = self.layout.coordinates(world.rank)
         self._groups: dict[tuple[str, ...], Communicator] = {}
         self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in ("pp", "dp", "cp", "tp"))
-        self.gradients = self._axis("dp", "cp")
+        self.gradients, self.model = self._axis("dp", "cp"), self._axis("pp", "tp")
 
     def _axis(self, *names: str) -> Axis:
         """These axes as one. A group of all ranks is the world itself; none is split twice."""
@@ -95,18 +108,31 @@ class Mesh:
             return Axis(0, 1, None)
         elsewhere = {axis: at for axis, at in self.coordinates.items() if axis not in names}
         own = self.layout.rank(self.coordinates) - (first := self.layout.rank(elsewhere))
+        rank, size = 0, 1
+        for name in names:
+            rank = rank * getattr(self.layout, name) + self.coordinates[name]
+            size *= getattr(self.layout, name)
         group = self._groups.get(names)
         if group is None:
             of_all = all(name in names or getattr(self.layout, name) == 1 for name in AXES)
             group = self.world if of_all else self.world.split(first, own)
             assert group is not None  # every rank has a color
             self._groups[names] = group
-        return Axis(group.rank, group.size, group)
+        return Axis(rank, size, group)
 
-    def reporters(self) -> list[int]:
-        """The world ranks that know the losses of dp 0, 1, …: of the last stage, the first of cp and of tp."""
-        last = self.layout.pp - 1
-        return [self.layout.rank({"pp": last, "dp": index}) for index in range(self.layout.dp)]
+    def reporters(self, stage_rank: int | None = None) -> list[int]:
+        """The world ranks of which each knows losses that no other does: of the last stage, the first of tp.
+
+        ``stage_rank`` is the pipeline rank of the last stage: the last, but in a V.
+        """
+        pp = self.layout.pp - 1 if stage_rank is None else stage_rank
+        places = ({"pp": pp, "dp": dp, "cp": cp} for dp in range(self.layout.dp) for cp in range(self.layout.cp))
+        return [self.layout.rank(place) for place in places]
+
+    @classmethod
+    def silent(cls, layout: Layout, rank: int = 0) -> Mesh:
+        """What ``rank`` of a job of this layout sees, without the others."""
+        return cls(cast(Communicator, Silent(rank, layout.ranks)), layout)
 
     def close(self) -> None:
         """Close the communicators that were split; the world stays."""

@@ -6,7 +6,7 @@ device.  A gradient norm that is not finite changes nothing any more, and stands
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class CudaAdamW:
     ``seed``, step and place in the layout alone, the same in any Shard (Gupta et al. 2015, arXiv:1502.02551).
     ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), of parts that
     begin and end at multiples of CHUNK; gradients and copy are whole.  Matrices are decayed, vectors are not.
+    ``counted`` names the tensors that count in this rank's part of the norm; None: all.
     ``skip_outliers`` > 0 leaves out steps of a norm beyond it, or not finite, instead of stopping at the latter.
     ``state`` (10,) float64 holds what ``STATE`` names.
     """
@@ -49,6 +50,7 @@ class CudaAdamW:
         grad_clip: float = 0.0,
         skip_outliers: float = 0.0,
         seed: int = 0,
+        counted: Collection[str] | None = None,
     ) -> None:
         if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
             raise InvalidArgument("CudaAdamW: expected a copy in the layout of the weights, and no wider")
@@ -60,8 +62,13 @@ class CudaAdamW:
         self.seed = seed
         self.state = ops.zeros(len(STATE), np.float64)
         chunks, self._starts = _chunks(weights)
-        self._chunk_count = len(chunks)
-        self._chunks = Array.from_numpy(chunks.view(np.uint8), ops.device, stream=ops.stream, label="AdamW chunks")
+        names = np.array([*weights.spans])[_tensor_of(weights, chunks["start"])]
+        of_norm = chunks if counted is None else chunks[np.isin(names, [*counted])]
+        self._chunk_count, self._norm_count, self._sparse = len(chunks), len(of_norm), counted is not None
+        self._chunks, self._norm_chunks = (
+            Array.from_numpy(rows.view(np.uint8), ops.device, stream=ops.stream, label="AdamW chunks")
+            for rows in (chunks, of_norm)
+        )
         self.partial = ops.zeros(len(self._starts), np.float64)
 
     @property
@@ -80,19 +87,25 @@ class CudaAdamW:
     def _set(self, **state: float) -> None:
         self.state.copy_from(np.array([state.get(name, 0) for name in STATE], np.float64), self.ops.stream)
 
-    def queue_norm(self, gradients: Parameters, add_up: Callable[[Array], object] | None = None) -> None:
+    def queue_norm(
+        self, gradients: Parameters, add_up: Callable[[Array], object] | None = None,
+        add_models: Callable[[Array], object] | None = None,
+    ) -> None:  # fmt: skip
         """The sum of squares of ``gradients`` goes to ``state[8]``.
 
-        ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks.
+        ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks, and
+        ``add_models(total)`` (1,) those that hold one model together.
         """
         flat = gradients.flat
-        if add_up is not None:
+        if add_up is not None or self._sparse:
             self.ops.zero(self.partial)
-        if self._chunk_count:
-            self._launch("squares", flat, self._chunk_count, 256, flat, self._chunks, self.partial)
+        if self._norm_count:
+            self._launch("squares", flat, self._norm_count, 256, flat, self._norm_chunks, self.partial)
         if add_up is not None:
             add_up(self.partial)
         self._launch("finish_norm", flat, 1, 1024, self.partial, self.partial.size, self.state)
+        if add_models is not None:
+            add_models(self.state[STATE.index("sum_of_squares") :][:1])
 
     def queue_update(self, gradients: Parameters, average: float = 1.0) -> None:
         """One update with ``average * gradients``, clipped by ``state[8]``; the gradients are left as they are."""
@@ -137,6 +150,11 @@ class CudaAdamW:
         )  # fmt: skip
 
 
+def _tensor_of(weights: Parameters | Shard, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The number of the tensor that each place in the layout belongs to."""
+    return np.searchsorted([span.start for span in weights.spans.values()], places, side="right") - 1
+
+
 def _chunks(weights: Parameters | Shard) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Slices of the flat array, each within one tensor and one part: those of this rank, and where all begin."""
     spans = list(weights.spans.values())
@@ -147,7 +165,7 @@ def _chunks(weights: Parameters | Shard) -> tuple[np.ndarray[Any, Any], np.ndarr
     rows = np.zeros(len(starts), _CHUNK_DTYPE)
     rows["start"] = starts
     rows["length"] = np.diff(starts, append=end)
-    rows["decayed"] = decayed[np.searchsorted(of_tensors, starts, side="right") - 1]
+    rows["decayed"] = decayed[_tensor_of(weights, starts)]
     rows["index"] = np.arange(len(starts))
     mine = []
     for part, local in weights.parts():

@@ -158,16 +158,20 @@ class CudaOps:
 
     # --- embedding -----------------------------------------------------------------------------------
 
-    def embedding(self, tokens: Array, table: Array, out: Array) -> None:
+    def embedding(self, tokens: Array, table: Array, out: Array, first: int | None = None) -> None:
         vocabulary, columns = table.shape
         width = _width(columns, out, table)
+        otherwise = np.float32(math.nan if first is None else 0)
         if packs := out.size // width:
             self.launch(
-                "embedding.cu", "embedding", -(-packs // BLOCK), BLOCK, tokens, table, out, vocabulary, packs,
+                "embedding.cu", "embedding", -(-packs // BLOCK), BLOCK,
+                tokens, table, out, first or 0, vocabulary, otherwise, packs,
                 DTYPE=out.dtype.name, WIDTH=width, COLUMNS=columns, GRADIENT="float32", ACCUMULATE=0,
             )  # fmt: skip
 
-    def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
+    def embedding_backward(
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
+    ) -> None:
         """Sorts the positions by token on the device; see embedding.cu."""
         if not accumulate:
             self.zero(d_table)
@@ -190,8 +194,11 @@ class CudaOps:
             counts = arena.take((tiles, DIGITS), INT32)
             buffers = arena.take((2, 2, n), INT32)
             edges = arena.take((runs, 2, columns), FLOAT32)
-            keys, positions = tokens, 0
-            for turn, shift in enumerate(range(0, max(1, (vocabulary - 1).bit_length()), DIGIT_BITS)):
+            keys, positions, largest = tokens, 0, vocabulary - 1
+            if first is not None:
+                keys, largest = arena.take((n,), INT32), vocabulary
+                launch("count_from", -(-n // BLOCK), BLOCK, tokens, n, first, vocabulary, keys)
+            for turn, shift in enumerate(range(0, max(1, largest.bit_length()), DIGIT_BITS)):
                 keys_out, positions_out = buffers[turn % 2][0], buffers[turn % 2][1]
                 launch("digit_counts", tiles, TILE, keys, n, shift, counts)
                 launch("scan", 1, DIGITS, counts, tiles)
@@ -393,6 +400,26 @@ class CudaOps:
                 logits, targets, count, losses, rows,
                 DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, VOCABULARY=vocabulary,
                 THREADS=threads, SLOTS=slots, shared=slots * threads * 16,
+            )  # fmt: skip
+
+    def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
+        self._of_parts("logit_statistics", logits, 0, targets, first, out)
+
+    def cross_entropy_of_parts(
+        self, logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        operands = (targets, first, statistics, len(statistics), 0 if count is None else count, losses)
+        self._of_parts("cross_entropy_of_parts", logits, int(count is not None), *operands)
+
+    def _of_parts(self, name: str, logits: Array, backward: int, *operands: Any) -> None:
+        rows, vocabulary = logits.shape
+        width = _width(vocabulary, logits)
+        threads = min(512, _power_of_two(-(-vocabulary // width)))
+        if rows:
+            self._entropy(
+                name, min(rows, self.multiprocessors * (2048 // threads)), threads, logits, *operands, rows,
+                DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, VOCABULARY=vocabulary, THREADS=threads,
             )  # fmt: skip
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:

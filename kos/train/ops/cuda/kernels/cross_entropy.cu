@@ -127,6 +127,60 @@ cross_entropy(T* logits, const int* targets, const float* count, float* losses, 
     }
 }
 
+// Of a part of a vocabulary, from `first` on: out (3, rows) = each row's maximum, its sum of exp(x - maximum) and the
+// target's logit, 0 where that is in another part.
+extern "C" __global__ void __launch_bounds__(THREADS)
+logit_statistics(const T* logits, const int* targets, int first, float* out, long rows) {
+    __shared__ Sum parts[2][32];
+    int turn = 0;
+    for (long at = blockIdx.x; at < rows; at += gridDim.x, turn ^= 1) {
+        const T* row = logits + at * VOCABULARY;
+        Sum sum = {LOWEST, 0};
+        for_rest(row, [&](int, const Pack& pack) { sum.add(pack); });
+        sum = sum.of_warp();
+        if (threadIdx.x % 32 == 0) parts[turn][threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = (threadIdx.x % 32 < THREADS / 32 ? parts[turn][threadIdx.x % 32] : Sum{LOWEST, 0}).of_warp();
+        const int target = targets[at] - first;
+        if (threadIdx.x == 0) {
+            out[at] = sum.top;
+            out[rows + at] = sum.total;
+            out[2 * rows + at] = targets[at] >= 0 && target >= 0 && target < VOCABULARY ? widen(row[target]) : 0;
+        }
+    }
+}
+
+// The losses from the statistics (parts, 3, rows) of all parts of a vocabulary; logits are the part from `first` on.
+extern "C" __global__ void __launch_bounds__(THREADS)
+cross_entropy_of_parts(T* logits, const int* targets, int first, const float* statistics, int parts,
+                       const float* count, float* losses, long rows) {
+    for (long at = blockIdx.x; at < rows; at += gridDim.x) {
+        float top = LOWEST, total = 0, logit = 0;
+        for (int p = 0; p < parts; ++p) top = fmaxf(top, statistics[3 * p * rows + at]);
+        for (int p = 0; p < parts; ++p) {
+            const float* of_part = statistics + 3 * p * rows + at;
+            total += of_part[rows] * expf(of_part[0] - top);
+            logit += of_part[2 * rows];
+        }
+        const bool kept = targets[at] >= 0;
+        if (threadIdx.x == 0) losses[at] = kept ? top - logit + logf(total) : 0;
+        if (!BACKWARD) continue;
+        const float share = kept ? 1 / count[0] : 0, scale = share / total;
+        const int place = kept ? targets[at] - first : -1;
+        T* row = logits + at * VOCABULARY;
+        for_rest(row, [&](int i, const Pack& pack) {
+            float x[W];
+            pack.floats(x);
+#pragma unroll
+            for (int j = 0; j < W; ++j) {
+                x[j] = kept ? exponential(x[j], top) * scale : 0;
+                if (i + j == place) x[j] -= share;
+            }
+            store(row + i, x);
+        });
+    }
+}
+
 // out (1,) = how many targets are not negative, at least 1.  One block.
 extern "C" __global__ void count_targets(const int* targets, float* out, long n) {
     int kept = 0;

@@ -14,16 +14,23 @@ using T = DTYPE;
 constexpr int W = WIDTH, D = COLUMNS;
 constexpr int DIGITS = 512, TILE = 1024, RUN = 32, AHEAD = 8;  // rows whose loads are under way at once
 
-// out (n, D) = rows of table (vocabulary, D); a token outside gives NaN.
-extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, unsigned vocabulary, long packs) {
+// out (n, D) = rows of table (vocabulary, D), which begins at token `first`; a token outside gives `otherwise`.
+extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, int first, unsigned vocabulary,
+                                     float otherwise, long packs) {
     const long item = long(blockIdx.x) * blockDim.x + threadIdx.x;
     if (item >= packs) return;
-    const unsigned token = tokens[item / (D / W)];
+    const unsigned token = tokens[item / (D / W)] - first;
     float x[W];
 #pragma unroll
-    for (int j = 0; j < W; ++j) x[j] = __int_as_float(0x7fffffff);
+    for (int j = 0; j < W; ++j) x[j] = otherwise;
     if (token < vocabulary) load(x, table + long(token) * D + item % (D / W) * W);
     store(out + item * W, x);
+}
+
+// out (n,) = tokens counted from `first`; those beyond a table that begins there become `vocabulary`.
+extern "C" __global__ void count_from(const int* tokens, int n, int first, unsigned vocabulary, int* out) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = min(unsigned(tokens[i] - first), vocabulary);
 }
 
 __device__ __forceinline__ int digit_of(int key, int shift) { return key >> shift & (DIGITS - 1); }

@@ -1,0 +1,75 @@
+"""Pipeline parallelism: the layers in stages on different ranks, and micro-batches on their way through them.
+
+What each rank does and in which order is a schedule (``kos.train.parallel.schedules``); here is what goes between the
+stages: activations one way, their gradients the other. Each way from one rank to another is a communicator of its own,
+so that no message waits behind another's.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from kos.comm.communicator import Communicator
+from kos.comm.work import Work
+from kos.train.ops import Array
+from kos.train.parallel.mesh import Axis
+from kos.train.parallel.schedules import Action, Place, Schedule
+
+
+class Pipeline:
+    """The ranks of ``axis`` with the stages that ``schedule`` gives them. Collective."""
+
+    def __init__(self, axis: Axis, schedule: Schedule) -> None:
+        self.axis, self.schedule, self.actions = axis, schedule, schedule.actions[axis.rank]
+        self._ways: dict[tuple[int, int, bool], Communicator] = {}
+        self._ends: Communicator | None = None
+        if axis.size == 1:
+            return
+        ranks = [schedule.place(stage).rank for stage in range(schedule.stages)]
+        for pair in dict.fromkeys(pairwise(ranks)):
+            for sender, receiver, forward in ((*pair, True), (*pair[::-1], False)):
+                if sender != receiver:
+                    color = 0 if axis.rank in pair else None
+                    way = axis.comm.split(color, int(axis.rank == receiver))
+                    if way is not None:
+                        self._ways[sender, receiver, forward] = way
+        if ranks[0] != ranks[-1]:
+            self._ends = axis.comm.split(0 if axis.rank in (ranks[0], ranks[-1]) else None)
+
+    def stages(self) -> list[int]:
+        """This rank's, a stage a chunk."""
+        return [self.schedule.stage(self.axis.rank, chunk) for chunk in range(self.schedule.chunks)]
+
+    def receives(self, action: Action) -> bool:
+        """Whether the input of ``action`` comes from another rank."""
+        return self._other(self.schedule.source(self.axis.rank, action)) is not None
+
+    def receive(self, action: Action, out: Array) -> Work[Array]:
+        """Begin to receive the input of ``action`` from another rank."""
+        sender = self._other(self.schedule.source(self.axis.rank, action))
+        assert sender is not None
+        return self._ways[sender, self.axis.rank, action.kind == "F"].recv(out, 0, async_op=True)
+
+    def send(self, action: Action, x: Array) -> Work[None] | None:
+        """Begin to send the output of ``action``, where another rank needs it."""
+        receiver = self._other(self.schedule.destination(self.axis.rank, action))
+        if receiver is None:
+            return None
+        return self._ways[self.axis.rank, receiver, action.kind == "F"].send(x, 1, async_op=True)
+
+    def _other(self, place: Place | None) -> int | None:
+        return None if place is None or place.rank == self.axis.rank else place.rank
+
+    def turns(self, action: Action) -> int | None:
+        """This rank's own chunk that takes the output of ``action``, where a V turns."""
+        to = self.schedule.destination(self.axis.rank, action)
+        return to.chunk if to is not None and to.rank == self.axis.rank else None
+
+    def sum_tied(self, gradient: Array) -> None:
+        """The gradient of a matrix that is the first stage's embedding and the last stage's head."""
+        if self._ends is not None:
+            self._ends.all_reduce(gradient)
+
+    def close(self) -> None:
+        for comm in [*self._ways.values(), *filter(None, [self._ends])]:
+            comm.close()

@@ -1,0 +1,344 @@
+"""Pipeline schedules: the order in which each rank of a pipeline runs its forwards and backwards.
+
+The layers of a model are split into stages, in a row. A micro-batch goes forward through all of them, and its gradients
+come back through all. So ranks wait for one another at the start and at the end of a step: the *bubble*. With p ranks,
+m micro-batches, and the times F of a rank's forward, I and W of its backward's two halves, a step takes
+m (F + I + W) and the bubble:
+
+=================  ============================  ======================  =========================================
+schedule           bubble                        activations of rank r   what is new
+=================  ============================  ======================  =========================================
+``gpipe``          (p - 1) (F + I + W)           m                       micro-batches
+``1f1b``           (p - 1) (F + I + W)           p - r                   a backward as soon as its gradient comes
+``interleaved``    (p - 1) (F + I + W) / c       p + (p - 1 - 2 r) / c   c chunks a rank: short stages, short waits
+``zero-bubble``    (p - 1) (F + I - W) *         p                       W runs where a rank would wait
+``zero-bubble-v``  (p - 1) F / 2 if F = I = W    p                       both, with two chunks a rank
+=================  ============================  ======================  =========================================
+(* if W is not longer than F and I)
+
+A schedule is data: a list of actions for each rank. ``verify`` proves it, ``timeline.simulate`` predicts its times, and
+``python -m kos.train.parallel.schedules 1f1b --stages 4 --micro-batches 8`` draws it.
+
+Sources: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503);
+interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2); zero bubble, ZB-H1 and ZB-V (Qi et al. 2023,
+arXiv:2401.10241, sections 2 and 6). The letters of actions are those of torch.distributed.pipelining.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, count, islice, pairwise
+from typing import NamedTuple
+
+from kos.comm.schedules.schedule import plural
+from kos.errors import ConfigError, InvalidArgument
+
+
+class Action(NamedTuple):
+    """A forward (F) or a backward (B) of one micro-batch through one of the rank's chunks of layers.
+
+    A backward may be split: I, the gradient of the input, for which the stage before waits, and W, the gradients of
+    the weights, for which no stage waits.
+    """
+
+    kind: str
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+
+class Place(NamedTuple):
+    """Where a stage of the model lives."""
+
+    rank: int
+    chunk: int
+
+
+class Result(NamedTuple):
+    """What an action computes: an activation (F), the gradient of an input (I; a B's too), gradients of weights (W)."""
+
+    kind: str
+    micro_batch: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of each rank, in order, and the rank of each stage of the model.
+
+    Chunk c of rank r is stage ``c * ranks + r`` of the model: activations go from the last rank back to rank 0. With
+    ``v_shape`` chunk 1 runs from the last rank up to rank 0, which holds both ends of the model.
+    """
+
+    name: str
+    micro_batches: int
+    actions: tuple[tuple[Action, ...], ...]
+    chunks: int = 1
+    v_shape: bool = False
+    training: bool = True
+    """False: forwards alone."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the model: chunks of all ranks."""
+        return self.ranks * self.chunks
+
+    def stage(self, rank: int, chunk: int) -> int:
+        upwards = self.v_shape and chunk % 2
+        return chunk * self.ranks + (self.ranks - 1 - rank if upwards else rank)
+
+    def place(self, stage: int) -> Place:
+        chunk, position = divmod(stage, self.ranks)
+        upwards = self.v_shape and chunk % 2
+        return Place(self.ranks - 1 - position if upwards else position, chunk)
+
+    def source(self, rank: int, action: Action) -> Place | None:
+        """Where ``action``'s input comes from: an activation (F) or the gradient of its output (B, I).
+
+        None: W, and the ends of the model. The same rank: another chunk's result, without a message.
+        """
+        return self._neighbour(rank, action, -1)
+
+    def destination(self, rank: int, action: Action) -> Place | None:
+        """Where ``action``'s output goes: an activation (F) or the gradient of its input (B, I). None: nowhere."""
+        return self._neighbour(rank, action, 1)
+
+    def _neighbour(self, rank: int, action: Action, step: int) -> Place | None:
+        stage = self.stage(rank, action.chunk) + (step if action.kind == "F" else -step)
+        return self.place(stage) if action.kind != "W" and 0 <= stage < self.stages else None
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """The most activations that each rank keeps: of a chunk and micro-batch each, from F to the end of B or W."""
+        change = {"F": 1, "I": 0, "B": -1, "W": -1}
+        return tuple(max(accumulate(change[action.kind] for action in actions)) if self.training else 1
+                     for actions in self.actions)  # fmt: skip
+
+    def run(self) -> Iterator[tuple[int, Action, Result, list[Result]]]:
+        """Rank, action, its result and the results that it needs, in an order in which actions can run.
+
+        Each rank runs its list in order. It waits for messages, but sends without waiting. InvalidArgument: a deadlock.
+        """
+        left = [deque(actions) for actions in self.actions]
+        done: set[Result] = set()
+        moved = True
+        while moved:
+            moved = False
+            for rank, queue in enumerate(left):
+                while queue and done.issuperset(needs := self._needs(rank, queue[0])):
+                    action, moved = queue.popleft(), True
+                    kind = "I" if action.kind == "B" else action.kind
+                    result = Result(kind, action.micro_batch, self.stage(rank, action.chunk))
+                    done.add(result)
+                    yield rank, action, result, needs
+        if any(left):
+            waits = [f"rank {rank} in {queue[0]} for {need.kind}{need.micro_batch} of stage {need.stage}"
+                     for rank, queue in enumerate(left) if queue
+                     for need in self._needs(rank, queue[0]) if need not in done]  # fmt: skip
+            raise InvalidArgument(f"{self}: expected every action to run, got ranks that wait: {', '.join(waits)}")
+
+    def _needs(self, rank: int, action: Action) -> list[Result]:
+        stage = self.stage(rank, action.chunk)
+        needs = {"F": [("F", stage - 1)], "W": [("I", stage)]}.get(action.kind, [("F", stage), ("I", stage + 1)])
+        return [Result(kind, action.micro_batch, at) for kind, at in needs if 0 <= at < self.stages]
+
+    def __str__(self) -> str:
+        chunks = f" of {self.chunks} chunks" if self.chunks > 1 else ""
+        return f"{self.name}, {plural(self.ranks, 'rank')}{chunks}, {self.micro_batches} micro-batches"
+
+
+# --- the schedules: `stages` is the number of ranks ------------------------------------------------------
+
+
+def gpipe(stages: int, micro_batches: int) -> Schedule:
+    """All forwards, then all backwards: the activations of every micro-batch are kept."""
+    every = [0] * micro_batches
+    return _schedule("gpipe", stages, micro_batches, lambda rank: _alternate(every, every, ahead=micro_batches))
+
+
+def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
+    """1F1B: each rank runs ahead until its first gradient can be back, then takes a forward and a backward in turn.
+
+    As idle as GPipe, but what rank r keeps does not grow with the micro-batches: ``stages - r`` activations.
+    """
+    every = [0] * micro_batches
+    return _schedule("1f1b", stages, micro_batches, lambda rank: _alternate(every, every, ahead=stages - 1 - rank))
+
+
+def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
+    """Interleaved 1F1B: ``chunks`` short stages a rank, so that waits are short; ``chunks`` times the messages.
+
+    Micro-batches pass in groups of ``stages``, each group through all chunks.
+    """
+    if chunks < 1:
+        raise ConfigError(f"interleaved: expected at least 1 chunk a rank, got {chunks}")
+    if stages > 0 and micro_batches % stages:
+        raise ConfigError(f"interleaved: expected a multiple of {stages} micro-batches, got {micro_batches}")
+
+    def actions(rank: int) -> Iterator[Action]:
+        forwards = _in_groups(micro_batches, stages, range(chunks))
+        backwards = _in_groups(micro_batches, stages, range(chunks)[::-1])
+        to_last = stages - 1 - rank
+        return _alternate(forwards, backwards, ahead=to_last if chunks == 1 else 2 * to_last + (chunks - 1) * stages)
+
+    return _schedule("interleaved", stages, micro_batches, actions, chunks)
+
+
+def zero_bubble(stages: int, micro_batches: int) -> Schedule:
+    """ZB-H1: 1F1B with split backwards. The stage before waits for I only, and W fills the time of waiting.
+
+    Rank r runs W r micro-batches late and so keeps ``stages`` activations: what rank 0 of 1F1B keeps. From I to W the
+    gradients of each layer's outputs are kept as well.
+    """
+    every = [0] * micro_batches
+    return _schedule("zero-bubble", stages, micro_batches, lambda rank: _split_backwards(
+        _alternate(every, every, ahead=stages - 1 - rank), late=rank))  # fmt: skip
+
+
+def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
+    """ZB-V: chunk 0 goes down the ranks, chunk 1 comes back up, and backwards are split.
+
+    The last rank turns around without a message and rank 0 computes the loss, so gradients start early. Each rank
+    keeps the activations of ``2 * stages`` chunks, as much as rank 0 of 1F1B.
+    """
+
+    def actions(rank: int) -> Iterator[Action]:
+        down, up, steady = 2 * (stages - rank) - 1, stages - rank, max(0, micro_batches - stages)
+        # Down alone until micro-batch 0 comes back up; down and up; up alone for the first gradients; all in turn.
+        forwards = [0] * down + [1, 0] * rank + [1] * up + [0, 1] * steady
+        backwards = [1] * up + [0, 1] * micro_batches
+        ahead = down + 2 * rank
+        order = list(_alternate(forwards, backwards, ahead))
+        tail = 2 * len(forwards) - ahead  # backwards alone: W waits for the time between them
+        yield from _split_backwards(order[:tail], late=0)
+        yield from _split_backwards(order[tail:], late=2 * rank)
+
+    return _schedule("zero-bubble-v", stages, micro_batches, actions, chunks=2, v_shape=True)
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+    "zero-bubble-v": zero_bubble_v,
+}
+
+
+def build(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+    """The schedule of this name. ConfigError for unknown names, and for ``chunks`` where the schedule sets them."""
+    if name not in SCHEDULES:
+        raise ConfigError(f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got {name!r}")
+    if chunks is None:
+        return SCHEDULES[name](stages, micro_batches)
+    if name != "interleaved":
+        raise ConfigError(f"{name}: expected no number of chunks, an option of interleaved alone, got {chunks}")
+    return interleaved(stages, micro_batches, chunks)
+
+
+def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Forwards alone, for validation, with the stages where ``schedule`` has them."""
+    order = _in_groups(micro_batches, schedule.ranks, range(schedule.chunks))
+    actions = _existing(_alternate(order, [], ahead=len(order)), micro_batches)
+    return replace(schedule, name="forward-only", micro_batches=micro_batches, actions=(actions,) * schedule.ranks,
+                   training=False)  # fmt: skip
+
+
+def _schedule(name: str, stages: int, micro_batches: int, actions: Callable[[int], Iterable[Action]],
+              chunks: int = 1, v_shape: bool = False) -> Schedule:  # fmt: skip
+    if stages < 1 or micro_batches < 1:
+        raise ConfigError(f"{name}: expected at least 1 stage and 1 micro-batch, got {stages} and {micro_batches}")
+    if stages == 1:  # nobody to wait for: micro-batch after micro-batch keeps the least
+        every = [0] * micro_batches
+        return Schedule(name, micro_batches, (tuple(_alternate(every, every, ahead=0)),))
+    of_ranks = tuple(_existing(actions(rank), micro_batches) for rank in range(stages))
+    return Schedule(name, micro_batches, of_ranks, chunks, v_shape)
+
+
+def _existing(actions: Iterable[Action], micro_batches: int) -> tuple[Action, ...]:
+    """Without the micro-batches that fill up a group or a phase."""
+    return tuple(action for action in actions if action.micro_batch < micro_batches)
+
+
+def _in_groups(micro_batches: int, group: int, chunks: Sequence[int]) -> list[int]:
+    """The chunk of each pass: every group of micro-batches, the last filled up, goes through all chunks."""
+    return [chunk for chunk in chunks for _ in range(group)] * -(-micro_batches // group)
+
+
+def _alternate(forwards: Iterable[int], backwards: Iterable[int], ahead: int) -> Iterator[Action]:
+    """``ahead`` forwards, then one forward and one backward in turn, then the other backwards.
+
+    The passes are given by their chunks. Each chunk takes its micro-batches in order.
+    """
+    next_of: dict[tuple[str, int], Iterator[int]] = defaultdict(count)
+    forward = (Action("F", next(next_of["F", chunk]), chunk) for chunk in forwards)
+    yield from islice(forward, ahead)
+    for chunk in backwards:
+        yield from islice(forward, 1)
+        yield Action("B", next(next_of["B", chunk]), chunk)
+
+
+def _split_backwards(actions: Iterable[Action], late: int) -> Iterator[Action]:
+    """I in place of each B, and its W after the I's of ``late`` more, or at the end."""
+    weights: deque[Action] = deque()
+    for action in actions:
+        yield action if action.kind == "F" else action._replace(kind="I")
+        if action.kind == "B":
+            weights.append(action._replace(kind="W"))
+            if len(weights) > late:
+                yield weights.popleft()
+    yield from weights
+
+
+def verify(schedule: Schedule) -> None:
+    """Prove that a schedule is right. InvalidArgument names the action that is wrong.
+
+    - A rank runs F and B, or F, I and W, once for each micro-batch and chunk (F alone if it is not ``training``).
+    - The gradients of a weight are added in the order of micro-batches, so all schedules give the same bits.
+    - What one rank sends to another arrives in the order in which it is taken; activations and gradients are apart.
+    - Every action can run: no deadlock.
+    """
+    sent, taken = defaultdict(list), defaultdict(list)
+    for rank, actions in enumerate(schedule.actions):
+        _verify_actions(schedule, rank)
+        for action in actions:
+            what = "activations" if action.kind == "F" else "gradients"
+            if (to := schedule.destination(rank, action)) and to.rank != rank:
+                sent[what, rank, to.rank].append(action._replace(chunk=to.chunk))
+            if (source := schedule.source(rank, action)) and source.rank != rank:
+                taken[what, source.rank, rank].append(action)
+    for channel in sent:
+        for arrived, action in zip(sent[channel], taken[channel], strict=True):
+            if arrived[1:] != action[1:]:
+                what, sender, receiver = channel
+                raise InvalidArgument(f"{schedule}: {what} from rank {sender} to rank {receiver}: "
+                                      f"expected the input of {action} next, got that of {arrived}")  # fmt: skip
+    for _ in schedule.run():
+        pass
+
+
+def _verify_actions(schedule: Schedule, rank: int) -> None:
+    actions = schedule.actions[rank]
+    whole = "FB" if schedule.training else "F"
+    split = {action[1:] for action in actions if action.kind in ("I", "W")}
+    expected = {Action(kind, micro_batch, chunk)
+                for micro_batch in range(schedule.micro_batches) for chunk in range(schedule.chunks)
+                for kind in ("FIW" if schedule.training and (micro_batch, chunk) in split else whole)}  # fmt: skip
+    counts = Counter(actions)
+    for action in sorted(expected | counts.keys()):
+        if counts[action] != (times := int(action in expected)):
+            raise InvalidArgument(f"{schedule}: rank {rank}: expected {action} {times} times, got {counts[action]}")
+    for chunk in range(schedule.chunks):
+        for before, after in pairwise(a for a in actions if a.chunk == chunk and a.kind in ("B", "W")):
+            if before.micro_batch > after.micro_batch:
+                raise InvalidArgument(f"{schedule}: rank {rank}: expected gradients in the order of micro-batches, "
+                                      f"got {after} after {before}")  # fmt: skip

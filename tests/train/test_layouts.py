@@ -1,0 +1,153 @@
+"""Every layout of a job gives the run of one rank: losses, norms of gradients, weights, validation and text."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.testing import spawn
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import Dataset, Tokens
+from kos.train.data.tokenizers import NumberTokenizer
+from kos.train.engine.cpu import CpuEngine
+from kos.train.model.generate import generate
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
+from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.schedules import SCHEDULES
+from tests.train.test_tensor_parallel import part_of
+
+STEPS = 20
+SHAPE: dict[str, Any] = {
+    "hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 24,
+    "vocab_size": 40, "initializer_range": 0.3,
+}  # fmt: skip
+RUN: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 1, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2}
+
+
+class Precise(CpuEngine):
+    """In float64, where what differs between layouts is seen."""
+
+    dtype = np.dtype(np.float64)
+
+
+ENGINES: dict[type[CpuEngine], float] = {Precise: 1e-10, CpuEngine: 1e-5}
+
+
+def make_data(config: TrainConfig) -> Dataset:
+    """Numbers of which the next often follows from the last; some targets of the validation are left over."""
+    rng = np.random.default_rng(1)
+    steps = rng.choice([1, 1, 1, 7, 11], 4000).cumsum() % 40
+    sizes = config.seed, config.batch_size, config.seq_len, 3
+    train, val = (Tokens([part.astype(np.uint16)]) for part in (steps[:3000], steps[3000:]))
+    return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "")
+
+
+def train(
+    layout: Layout, engine: type[CpuEngine], layers: int, tied: bool, steps: int = STEPS, **changes: Any
+) -> list[dict[str, Any]]:
+    """What each rank of a run knows at its end."""
+    asked = TrainConfig.from_preset(
+        "tiny", **{**RUN, "steps": steps, **changes},
+        model={**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied},
+        dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp,
+    )  # fmt: skip
+
+    def run(comm: Any) -> dict[str, Any]:
+        mesh, config = Mesh(comm, layout), asked.for_world(layout.dp)
+        model = config.model_config_for(40)
+        whole = Parameters(model.parameter_shapes(), np.float32)
+        model.init_weights(whole, 3)
+        own = engine(config, model, make_data(config), mesh, lambda what, share: None)
+        own.gradients.flat[:] = np.nan
+        for name in own.weights:
+            own.weights[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
+        rows = []
+        for step in range(steps):
+            own.start_step(step, False)
+            result = own.finish_step(step)
+            rows.append((result.loss, result.norm))
+        loss, next_logits = own.evaluate(), own.sampler()
+        text = None if next_logits is None else [*generate(next_logits, 20, [1, 2, 3], 8, seed=1)]
+        weights = {name: value.copy() for name, value in own.whole_weights().items()}
+        own.close()
+        mesh.close()
+        return {"rows": np.array(rows), "loss": loss, "text": text, "weights": weights, "model": model}
+
+    return spawn(run, layout.ranks, timeout=200)
+
+
+@functools.cache
+def serial(engine: type[CpuEngine], layers: int, tied: bool, steps: int, **changes: Any) -> dict[str, Any]:
+    (alone,) = train(Layout(), engine, layers, tied, steps, **changes)
+    assert alone["rows"][0, 0] > alone["rows"][-1, 0] + 0.02, "it learns"
+    return alone
+
+
+def check(layout: Layout, engine: type[CpuEngine], layers: int, tied: bool, steps: int = STEPS, **changes: Any) -> None:
+    of_layouts = {"pp_schedule", "zero", "recompute"}
+    alone = {name: value for name, value in changes.items() if name not in of_layouts}
+    expected, tolerance = serial(engine, layers, tied, steps, **alone), ENGINES[engine]
+    ranks, held = train(layout, engine, layers, tied, steps, **changes), set()
+    model: LlamaConfig = expected["model"]
+    for rank, got in enumerate(ranks):
+        np.testing.assert_allclose(got["rows"], expected["rows"], rtol=tolerance, err_msg=f"rank {rank}")
+        assert got["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert got["text"] in (None, expected["text"])
+        for name, value in got["weights"].items():
+            wanted = part_of(name, expected["weights"][name], model, layout.tp, layout.coordinates(rank)["tp"])
+            np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=tolerance, err_msg=f"{name} of rank {rank}")
+            held.add(name)
+    assert held == set(expected["weights"]) and ranks[0]["text"] == expected["text"]
+
+
+def layouts(ranks: int) -> list[Layout]:
+    axes = itertools.product(range(1, ranks + 1), repeat=4)
+    return [Layout(*sizes) for sizes in axes if math.prod(sizes) == ranks and 8 % sizes[3] == 0 and 8 % sizes[1] == 0
+            and 16 % sizes[2] == 0]  # fmt: skip
+
+
+def named(layout: Layout) -> str:
+    return "-".join(f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1)
+
+
+EVERY = [layout for ranks in (2, 4, 8) for layout in layouts(ranks)] + [Layout(pp=3, tp=2), Layout(pp=6), Layout(pp=3)]
+QUICK = [*layouts(2), Layout(tp=4), Layout(dp=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3), Layout(pp=2, dp=2, tp=2)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow, id=named(each)) for each in EVERY],
+)
+def test_layout(layout: Layout) -> None:
+    """With uneven stages, heads tied in every other."""
+    check(layout, Precise, max(2, layout.pp + layout.pp // 2), layout.dp % 2 == 0 or layout.pp % 3 == 0)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2, tp=2), Layout(dp=2, tp=4)], ids=named)
+def test_float32(layout: Layout) -> None:
+    """At a learning rate at which rounding does not grow from step to step."""
+    check(layout, CpuEngine, 3, True, lr=1e-3)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedule(schedule: str, tied: bool) -> None:
+    """Two ranks of 2 chunks, of which the last has fewer layers."""
+    check(Layout(pp=2), Precise, 5, tied, pp_schedule=schedule)
+
+
+@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
+@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v"])
+def test_split_backward(schedule: str, recompute: str) -> None:
+    check(Layout(pp=2, tp=2), Precise, 4, True, 5, pp_schedule=schedule, recompute=recompute)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2, tp=2), Layout(pp=2, dp=2), Layout(dp=4, tp=2)], ids=named)
+def test_zero(layout: Layout) -> None:
+    check(layout, Precise, 3, True, 5, zero=1)

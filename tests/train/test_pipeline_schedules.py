@@ -1,0 +1,360 @@
+"""Pipeline schedules: right, no idler than their papers say, and drawn."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kos.errors import ConfigError, InvalidArgument
+from kos.train.parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Place,
+    Schedule,
+    build,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    verify,
+    zero_bubble,
+    zero_bubble_v,
+)
+from kos.train.parallel.schedules.__main__ import main
+from kos.train.parallel.schedules.timeline import draw, simulate
+
+NAMED = [*((name, None) for name in SCHEDULES), *(("interleaved", chunks) for chunks in (1, 3, 4))]
+COSTS = [{"F": 1, "I": 1, "W": 1}, {"F": 1.25, "I": 1.5, "W": 1}, {"F": 3, "I": 4, "W": 2}]
+
+
+def sizes(name: str) -> Iterator[tuple[int, int]]:
+    """Ranks and micro-batches that a schedule takes."""
+    for ranks in range(1, 9):
+        for micro_batches in range(1, 17):
+            if name != "interleaved" or micro_batches % ranks == 0:
+                yield ranks, micro_batches
+
+
+def changed(schedule: Schedule, rank: int, actions: list[Action]) -> Schedule:
+    of_ranks = list(schedule.actions)
+    of_ranks[rank] = tuple(actions)
+    return replace(schedule, actions=tuple(of_ranks))
+
+
+def letters(actions: tuple[Action, ...]) -> str:
+    return " ".join(f"{kind}{micro_batch}{('', 'b', 'c', 'd')[chunk]}" for kind, micro_batch, chunk in actions)
+
+
+# --- an executor: plain queues between ranks, which know nothing of what a message holds -----------------
+
+
+def factor(stage: int) -> float:
+    return 1 + 1 / (3 + stage)
+
+
+def serial(stages: int, micro_batches: int) -> list[float]:
+    """The gradient of each stage's only weight: stages multiply, the loss is the square of the last one's output."""
+    gradients = [0.0] * stages
+    for micro_batch in range(micro_batches):
+        inputs = [0.1 + micro_batch]
+        for stage in range(stages):
+            inputs.append(inputs[-1] * factor(stage))
+        gradient = 2 * inputs.pop()
+        for stage in reversed(range(stages)):
+            gradients[stage] += gradient * inputs.pop()
+            gradient *= factor(stage)
+    return gradients
+
+
+def execute(schedule: Schedule) -> list[float]:
+    """The same by the schedule's lists. AssertionError where a rank takes what is not there."""
+    gradients = [0.0] * schedule.stages
+    channels: dict[tuple[bool, int, int], deque[float]] = defaultdict(deque)
+    inputs: dict[tuple[int, int, int], float] = {}
+    outputs: dict[tuple[int, int, int], float] = {}  # gradients of outputs, for W
+    local: dict[tuple[bool, int, int, int], float] = {}  # from chunk to chunk on one rank
+    left = [deque(actions) for actions in schedule.actions]
+
+    def take(rank: int, action: Action) -> float | None:
+        source, forward = schedule.source(rank, action), action.kind == "F"
+        if source is None:
+            return 0.1 + action.micro_batch
+        if source.rank == rank:
+            return local.pop((forward, rank, action.chunk, action.micro_batch), None)
+        channel = channels[forward, source.rank, rank]
+        return channel.popleft() if channel else None
+
+    def give(rank: int, action: Action, value: float) -> None:
+        forward = action.kind == "F"
+        if (to := schedule.destination(rank, action)) is None:
+            return
+        if to.rank == rank:
+            local[forward, rank, to.chunk, action.micro_batch] = value
+        else:
+            channels[forward, rank, to.rank].append(value)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, queue in enumerate(left):
+            while queue:
+                action = queue[0]
+                stage, key = schedule.stage(rank, action.chunk), (rank, action.chunk, action.micro_batch)
+                if action.kind == "W":
+                    assert key in outputs
+                    gradients[stage] += outputs.pop(key) * inputs.pop(key)
+                elif (value := take(rank, action)) is None:
+                    break
+                elif action.kind == "F":
+                    inputs[key] = value
+                    give(rank, action, value * factor(stage))
+                else:
+                    assert key in inputs
+                    if stage == schedule.stages - 1:
+                        value = 2 * inputs[key] * factor(stage)
+                    give(rank, action, value * factor(stage))
+                    if action.kind == "B":
+                        gradients[stage] += value * inputs.pop(key)
+                    else:
+                        outputs[key] = value
+                queue.popleft()
+                moved = True
+    assert not any(left) and not any(channels.values()) and not inputs and not local
+    return gradients
+
+
+# --- every schedule --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMED)
+def test_every_schedule_is_right_and_gives_the_serial_bits(name: str, chunks: int | None) -> None:
+    for ranks, micro_batches in sizes(name):
+        schedule = build(name, ranks, micro_batches, chunks)
+        verify(schedule)
+        assert execute(schedule) == serial(schedule.stages, micro_batches), schedule
+        validation = forward_only(schedule, micro_batches + 1)
+        verify(validation)
+        assert validation.slots == (1,) * ranks
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMED)
+def test_stages_have_one_place_each_and_neighbours_agree(name: str, chunks: int | None) -> None:
+    for ranks in range(1, 9):
+        schedule = build(name, ranks, 2 * ranks, chunks)
+        places = [schedule.place(stage) for stage in range(schedule.stages)]
+        assert sorted(places) == [(rank, chunk) for rank in range(ranks) for chunk in range(schedule.chunks)]
+        for stage, place in enumerate(places):
+            assert schedule.stage(*place) == stage
+            before = places[stage - 1] if stage else None
+            after = places[stage + 1] if stage + 1 < schedule.stages else None
+            for kind, source, destination in (("F", before, after), ("B", after, before), ("I", after, before)):
+                assert schedule.source(place.rank, Action(kind, 0, place.chunk)) == source
+                assert schedule.destination(place.rank, Action(kind, 0, place.chunk)) == destination
+            assert schedule.source(place.rank, Action("W", 0, place.chunk)) is None
+            assert schedule.destination(place.rank, Action("W", 0, place.chunk)) is None
+
+
+def test_chunks_wrap_around_or_turn_back() -> None:
+    assert [interleaved(2, 2, 3).place(stage) for stage in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert [zero_bubble_v(3, 1).place(stage) for stage in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert zero_bubble_v(3, 1).destination(2, Action("F", 0)) == Place(2, 1)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_one_stage_takes_micro_batch_after_micro_batch(name: str) -> None:
+    schedule = build(name, 1, 3)
+    assert [letters(actions) for actions in schedule.actions] == ["F0 B0 F1 B1 F2 B2"]
+    assert schedule.slots == (1,) and schedule.stages == 1
+
+
+def test_the_orders_of_the_papers() -> None:
+    assert list(map(letters, gpipe(2, 3).actions)) == ["F0 F1 F2 B0 B1 B2"] * 2
+    assert list(map(letters, one_f_one_b(2, 3).actions)) == ["F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    assert list(map(letters, interleaved(2, 2).actions)) == [
+        "F0 F1 F0b F1b B0b B1b B0 B1",
+        "F0 F1 F0b B0b F1b B1b B0 B1",
+    ]
+    assert list(map(letters, zero_bubble(3, 4).actions)) == [
+        "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3",
+        "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+        "F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3",
+    ]
+    assert list(map(letters, zero_bubble_v(2, 3).actions)) == [
+        "F0 F1 F2 F0b I0b W0b F1b I1b W1b I0 W0 F2b I2b W2b I1 W1 I2 W2",
+        "F0 F0b F1 F1b I0b W0b F2 I0 W0 F2b I1b W1b I1 I2b I2 W1 W2b W2",
+    ]
+
+
+def test_activations_kept() -> None:
+    for ranks, m in sizes("gpipe"):
+        if ranks == 1:
+            continue
+        assert gpipe(ranks, m).slots == (m,) * ranks
+        assert one_f_one_b(ranks, m).slots == tuple(min(m, ranks - rank) for rank in range(ranks))
+        assert zero_bubble(ranks, m).slots == (min(m, ranks),) * ranks
+        assert max(zero_bubble_v(ranks, m).slots) <= 2 * min(m, ranks)
+        for chunks in (2, 3, 4):
+            if m % ranks == 0:
+                bounds = ((chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1 for rank in range(ranks))
+                assert interleaved(ranks, m, chunks).slots == tuple(min(m * chunks, bound) for bound in bounds)
+
+
+# --- time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+def test_idle_time_is_that_of_the_papers(costs: dict[str, float]) -> None:
+    f, i, w = costs.values()
+    for ranks, m in sizes("gpipe"):
+        for schedule in (gpipe(ranks, m), one_f_one_b(ranks, m)):
+            timeline = simulate(schedule, costs)
+            assert timeline.makespan == pytest.approx((m + ranks - 1) * (f + i + w))
+            assert timeline.idle == pytest.approx([(ranks - 1) / (m + ranks - 1)] * ranks)
+        for chunks in (2, 3, 4):
+            if m % ranks == 0 and ranks > 1:
+                makespan = simulate(interleaved(ranks, m, chunks), costs).makespan
+                assert makespan == pytest.approx((m * chunks + ranks - 1) * (f + i + w))
+        if m >= ranks:
+            makespan = simulate(zero_bubble(ranks, m), costs).makespan
+            assert makespan == pytest.approx(m * (f + i + w) + (ranks - 1) * (f + i - w))
+
+
+def test_zero_bubble_v_waits_for_the_first_forward_alone() -> None:
+    for ranks, m in sizes("zero-bubble-v"):
+        makespan = simulate(zero_bubble_v(ranks, m)).makespan
+        assert makespan <= 2 * simulate(zero_bubble(ranks, m)).makespan
+        if ranks > 1 and m >= 2 * ranks - 1:
+            assert makespan == 6 * m + ranks - 1
+
+
+@pytest.mark.parametrize(("costs", "of_1f1b", "of_zb", "of_v"), [
+    ({"F": 1, "I": 1, "W": 1}, 3 / 35, 0.0304, 0.0155),
+    ({"F": 1.13, "I": 1.34, "W": 1}, 3 / 35, 0.0382, 0.0178),  # with causal attention over 8,192 tokens of an 8B
+])  # fmt: skip
+def test_four_stages_and_32_micro_batches(costs: dict[str, float], of_1f1b: float, of_zb: float, of_v: float) -> None:
+    assert simulate(one_f_one_b(4, 32), costs).idle_of_all == pytest.approx(of_1f1b)
+    assert simulate(zero_bubble(4, 32), costs).idle_of_all <= of_zb
+    assert simulate(zero_bubble_v(4, 32), costs).idle_of_all <= of_v
+
+
+def test_stages_may_differ_and_messages_take_time() -> None:
+    timeline = simulate(one_f_one_b(2, 2), {"F": (1, 2), "I": (1, 2), "W": (1, 3)}, message=0.5)
+    assert [[times for _, *times in actions] for actions in timeline.passes] == [
+        [[0, 1], [1, 2], [9, 11], [16, 18]],
+        [[1.5, 3.5], [3.5, 8.5], [8.5, 10.5], [10.5, 15.5]],
+    ]
+    assert timeline.idle == pytest.approx((12 / 18, 4 / 18)) and timeline.idle_of_all == pytest.approx(8 / 18)
+    split = simulate(zero_bubble(2, 1), {"F": 1, "I": 1, "W": 2}, message=0.5)
+    assert split.passes[0][1] == (Action("I", 0), 4, 5)  # it does not wait for W of the last stage
+    assert split.makespan == 7
+
+
+# --- verify finds what is wrong --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_lost_or_repeated_or_foreign_action_is_named(name: str) -> None:
+    schedule = build(name, 3, 6)
+    for rank, actions in enumerate(map(list, schedule.actions)):
+        for at, action in enumerate(actions):
+            for wrong, message in (
+                (actions[:at] + actions[at + 1 :], rf"rank {rank}: expected \w{action.micro_batch}.* 1 times, got 0"),
+                ([*actions, action], f"rank {rank}: expected {action} 1 times, got 2"),
+                ([*actions, Action("F", 6)], f"rank {rank}: expected F6 0 times, got 1"),
+                ([*actions, Action("F", 0, 2)], f"rank {rank}: expected F0 of chunk 2 0 times, got 1"),
+                ([*actions, Action("X", 0)], f"rank {rank}: expected X0 0 times, got 1"),
+            ):
+                with pytest.raises(InvalidArgument, match=message):
+                    verify(changed(schedule, rank, wrong))
+
+
+@pytest.mark.parametrize(("schedule", "rank", "first", "second", "message"), [
+    (gpipe(2, 3), 0, "F0", "F1", "activations from rank 0 to rank 1: expected the input of F0 next, got that of F1"),
+    (one_f_one_b(2, 3), 1, "F1", "F2", "from rank 0 to rank 1: expected the input of F2 next, got that of F1"),
+    (zero_bubble(2, 3), 1, "I0", "I1", "gradients from rank 1 to rank 0: expected the input of I0 next"),
+    (interleaved(2, 2), 0, "F1", "F0b", "expected the input of F1 next, got that of F0 of chunk 1"),
+    (gpipe(2, 3), 1, "B0", "B1", "rank 1: expected gradients in the order of micro-batches, got B0 after B1"),
+    (zero_bubble(2, 3), 1, "W1", "W2", "rank 1: expected gradients in the order of micro-batches, got W1 after W2"),
+    (zero_bubble(2, 3), 0, "I1", "W1", "got ranks that wait: rank 0 in W1 for I1 of stage 0"),
+    (one_f_one_b(2, 3), 1, "F0", "B0", "rank 1 in B0 for F0 of stage 1"),
+    (gpipe(2, 3), 0, "F2", "B0", "rank 0 in B0 for I0 of stage 1, rank 1 in F2 for F2 of stage 0"),
+    (zero_bubble_v(2, 3), 1, "F0", "F0b", "rank 1 in F0 of chunk 1 for F0 of stage 1"),
+])  # fmt: skip
+def test_two_actions_in_the_wrong_order_are_named(
+    schedule: Schedule, rank: int, first: str, second: str, message: str
+) -> None:
+    names = letters(schedule.actions[rank]).split()
+    a, b = names.index(first), names.index(second)
+    actions = list(schedule.actions[rank])
+    actions[a], actions[b] = actions[b], actions[a]
+    with pytest.raises(InvalidArgument) as caught:
+        verify(changed(schedule, rank, actions))
+    assert message in str(caught.value)
+
+
+@settings(deadline=None, max_examples=300)
+@given(name=st.sampled_from(list(SCHEDULES)), ranks=st.integers(2, 4), groups=st.integers(1, 2), seed=st.integers(0))
+def test_what_verify_accepts_an_executor_can_run(name: str, ranks: int, groups: int, seed: int) -> None:
+    """Two actions of one rank change places: verify refuses, or queues that mix nothing up give the serial bits."""
+    schedule, draws = build(name, ranks, groups * ranks), random.Random(seed)
+    rank = draws.randrange(ranks)
+    actions = list(schedule.actions[rank])
+    a = draws.randrange(len(actions) - 1)
+    b = min(len(actions) - 1, a + draws.choice((1, 1, 1, 2, 3, 8)))
+    actions[a], actions[b] = actions[b], actions[a]
+    mutant = changed(schedule, rank, actions)
+    try:
+        verify(mutant)
+    except InvalidArgument:
+        return
+    assert execute(mutant) == serial(mutant.stages, mutant.micro_batches)
+
+
+# --- bad input, and the command --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (("1f1", 4, 8), f"expected one of the pipeline schedules {', '.join(SCHEDULES)}, got '1f1'"),
+    (("1f1b", 0, 8), "1f1b: expected at least 1 stage and 1 micro-batch, got 0 and 8"),
+    (("gpipe", 4, 0), "gpipe: expected at least 1 stage and 1 micro-batch, got 4 and 0"),
+    (("interleaved", 0, 3), "interleaved: expected at least 1 stage and 1 micro-batch, got 0 and 3"),
+    (("interleaved", 4, 6), "interleaved: expected a multiple of 4 micro-batches, got 6"),
+    (("interleaved", 4, 8, 0), "interleaved: expected at least 1 chunk a rank, got 0"),
+    (("zero-bubble", 4, 8, 2), "zero-bubble: expected no number of chunks, an option of interleaved alone, got 2"),
+])  # fmt: skip
+def test_bad_input_is_refused(arguments: tuple[str, int, int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(*arguments)
+    assert str(caught.value) == message
+
+
+def test_a_drawing_shows_who_waits_when() -> None:
+    assert draw(one_f_one_b(2, 3)).splitlines()[0] == "1f1b, 2 ranks, 3 micro-batches: 25.0% idle"
+    assert draw(one_f_one_b(2, 3)).splitlines()[2:] == [
+        "rank 0  25.0% |F0 F1       B0--- F2 B1---    B2---",
+        "rank 1  25.0% |   F0 B0--- F1 B1--- F2 B2---",
+    ]
+    assert draw(zero_bubble_v(2, 1)).splitlines()[2:] == [
+        "rank 0  40.0% |F0a         F0b I0b W0b         I0a W0a",
+        "rank 1  40.0% |    F0a F0b         I0b W0b I0a W0a",
+    ]
+    uneven = draw(one_f_one_b(2, 1), simulate(one_f_one_b(2, 1), {"F": 1, "I": 1.5, "W": 0.5}, message=0.25))
+    assert uneven.splitlines()[2:] == ["rank 0  53.8% |F0            B0---", "rank 1  53.8% |    F0 B0---"]
+
+
+def test_the_command_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["interleaved", "--stages", "2", "--micro-batches", "4", "--chunks", "3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(draw(interleaved(2, 4, 3)))
+    assert out.endswith("most activations kept by each rank: 7, 5 micro-batches of a chunk, 1/3 of a rank's layers\n")
+    assert main(["zero-bubble", "--stages", "2", "--costs", "1.25", "1.5", "1", "--message", "0.5"]) == 0
+    timeline = simulate(zero_bubble(2, 8), {"F": 1.25, "I": 1.5, "W": 1}, 0.5)
+    assert capsys.readouterr().out.startswith(draw(zero_bubble(2, 8), timeline))
+    assert main(["interleaved", "--stages", "4", "--micro-batches", "6"]) == 2
+    assert capsys.readouterr().err == "kos: error: interleaved: expected a multiple of 4 micro-batches, got 6\n"

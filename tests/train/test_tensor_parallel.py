@@ -1,0 +1,62 @@
+"""A layer split over ranks gives what one rank gives: loss, every gradient and the logits, in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kos.testing import spawn
+from kos.train.model.llama import Llama
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.tensor import TensorParallel
+from tests.train.models import make, make_batch
+
+
+def part_of(name, value, config, tp, rank):
+    """What a rank of ``tp`` holds of a tensor."""
+    if value.ndim == 1:
+        return value
+    if name.endswith(config.residual):
+        return np.split(value, tp, axis=1)[rank]
+    return np.split(value, tp)[rank]
+
+
+@pytest.mark.parametrize("head_rows", [None, 7])
+@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama3"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gradients(kind, tp, recompute, head_rows):
+    config, whole, weights, expected = make(
+        kind, np.float64, num_key_value_heads=4, num_attention_heads=8, vocab_size=40, intermediate_size=28,
+    )
+    tokens, targets = make_batch(config, 2, 12, seed=3)
+    targets[0, :5] = -1
+    loss = whole.loss_and_gradients(weights, tokens, targets, expected, accumulate=False)
+    logits = whole.logits(weights, tokens)
+
+    def run(comm):
+        mesh = Mesh(comm, Layout(tp=tp))
+        local = config.local(mesh.tp.rank, tp)
+        own = Parameters(config.parameter_shapes(local), np.float64, config.fused_groups(local))
+        for name in own:
+            own[name][...] = part_of(name, weights[name], config, tp, comm.rank)
+        gradients = own.like()
+        gradients.flat[:] = np.nan
+        tensor = TensorParallel(numpy_ops, mesh.tp, local.vocabulary.start)
+        model = Llama(config, numpy_ops, local=local, tensor=tensor, recompute=recompute, head_rows=head_rows)
+        for accumulate in (False, True):
+            got = model.loss_and_gradients(own, tokens, targets, gradients, accumulate=accumulate)
+            assert got == pytest.approx(loss, rel=1e-12)
+        assert model.loss(own, tokens, targets) == pytest.approx(loss, rel=1e-12)
+        np.testing.assert_allclose(
+            model.logits(own, tokens), logits[..., local.vocabulary.start : local.vocabulary.stop], atol=1e-10
+        )
+        for name, value in gradients.items():
+            if value.ndim == 1:
+                tensor.sum_replicated(value)
+            wanted = 2 * part_of(name, expected[name], config, tp, comm.rank)
+            np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-12, err_msg=name)
+
+    spawn(run, tp)
