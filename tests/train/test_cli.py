@@ -242,11 +242,11 @@ def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
 
 
 def test_learns_the_text(text: Path, tmp_path: Path) -> None:
-    done = _run("--data", text, "--out", tmp_path, "--steps", "150", "--lr", "0.01", "--eval-every", "150", fresh=True)
+    done = _run("--data", text, "--out", tmp_path, "--steps", "60", "--lr", "0.01", "--eval-every", "60", fresh=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert all(said in done.stdout for said in ("2 ranks", "step 150/150", "a sample"))
+    assert all(said in done.stdout for said in ("2 ranks", "step 60/60", "a sample"))
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert len(rows) == checkpoint.find(tmp_path).step == 150
+    assert len(rows) == checkpoint.find(tmp_path).step == 60
     assert rows[-1]["val_loss"] < 0.25 * np.log(256)
     sampled = subprocess.run(
         [sys.executable, "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],
