@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -92,10 +93,14 @@ class ForkServer:
         return Forked(connection)
 
 
-@cache
+_only_server = cache(ForkServer)
+_starting = threading.Lock()
+
+
 def fork_server() -> ForkServer:
-    """That of this process."""
-    return ForkServer()
+    """That of this process, the same for all threads."""
+    with _starting:
+        return _only_server()
 
 
 def python() -> list[str]:
