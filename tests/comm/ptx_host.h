@@ -15,10 +15,6 @@
 #define __noinline__ __attribute__((noinline))
 using u64 = unsigned long long;
 
-struct uint4 {
-    unsigned x, y, z, w;
-};
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 template <class V> static V max(V a, V b) { return a < b ? b : a; }
 static unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
 template <class V> static V __ldg(const V* p) { return *p; }

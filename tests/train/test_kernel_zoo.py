@@ -68,6 +68,7 @@ def zoo(monkeypatch):
 @pytest.mark.parametrize("name", ["attention_to", "attention_to_backward"])
 @pytest.mark.parametrize("dtype", UNITS)
 def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
+    torch = pytest.importorskip("torch")
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
