@@ -15,6 +15,7 @@ from importlib import import_module
 
 import kos
 from kos.errors import ConfigError, KosError, RankLost, debugging, in_words, install
+from kos.files import printing
 from kos.train.engine import head_start
 from kos.train.parallel.stopping import Stop, Stopped
 
@@ -51,6 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             head_start.thread_pools()
         except ImportError as error:
             raise ConfigError(f"expected the trainer's packages ({install('train')}), got: {error}") from error
+        if "--plan" in arguments:
+            from kos.train.tools.plan import report
+
+            with printing():
+                print(report(arguments))
+            return 0
         config = parse(arguments)
         vocab_size = config.model.vocab_size  # else the tokenizer says it
         model = config.model_config_for(vocab_size) if vocab_size else None

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -54,6 +54,17 @@ def _default(key: str, field: FieldInfo) -> str:
     return "" if value in (None, "") else f" [{value}]"
 
 
+def _plan_parser() -> argparse.ArgumentParser:
+    """What ``--plan`` takes beside the settings of a run."""
+    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    group = parser.add_argument_group("Plan")
+    about = "train nothing: list the layouts of --ranks N, with memory, bytes sent and predicted time of a step"
+    group.add_argument("--plan", action="store_true", help=about)
+    group.add_argument("--ranks", type=int, metavar="N", help="how many ranks to plan for")
+    group.add_argument("--gpu", metavar="NAME", help="H200, H100 or A100; default: the one that is here, else H200")
+    return parser
+
+
 def make_parser() -> argparse.ArgumentParser:
     """One flag a field, grouped; nothing has a default here, so that only what was given is known."""
     parser = _Parser(
@@ -64,6 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+        parents=[_plan_parser()],
     )
     groups: dict[str, Any] = {}
     for key, field in KEYS.items():
@@ -111,6 +123,26 @@ def parse(argv: Sequence[str] | None = None) -> TrainConfig:
     return build([(f"preset {preset}", preset_values(preset)), *layers])
 
 
+class PlanRequest(NamedTuple):
+    """A command line with ``--plan``. ``given``: the settings that it names; ``words``: the words that name them."""
+
+    config: TrainConfig
+    given: set[str]
+    ranks: int
+    gpu: str | None
+    words: list[str]
+
+
+def parse_plan(argv: Sequence[str]) -> PlanRequest:
+    """As ``parse``, of a command line with ``--plan``."""
+    arguments, words = _plan_parser().parse_known_args(argv)
+    given = {key for _, values in read_command_line(words) for key, value in values.items() if value is not None}
+    config, ranks = parse(words), getattr(arguments, "ranks", 0)
+    if ranks < 1:
+        raise ConfigError(f"--plan: expected --ranks N of at least 1, got {ranks or 'none'}")
+    return PlanRequest(config, given, ranks, getattr(arguments, "gpu", None), words)
+
+
 def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
     """The layers of a command line: the values of ``--config``'s file, the flags, the model of ``--init-from``."""
     parser = make_parser()
@@ -120,6 +152,8 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
         near = closest(word, [*map(flag_of, KEYS), "--config"])
         raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
     given = vars(arguments)
+    if lost := {"plan", "ranks", "gpu"} & given.keys():
+        raise ConfigError(f"--{min(lost)}: expected beside --plan alone, got it in a run")
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))

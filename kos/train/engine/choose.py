@@ -29,6 +29,10 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
+        of_model = {axis: getattr(mesh.layout, axis) for axis in ("tp", "pp", "cp")}
+        if config.deterministic and max(of_model.values()) > 1:
+            got = " ".join(f"--{axis} {size}" for axis, size in of_model.items() if size > 1)
+            raise ConfigError(f"--deterministic: expected ranks along --dp alone on GPUs, got {got}")
         from kos.train.engine.cuda import CudaEngine
 
         return CudaEngine(config, model, data, mesh, show)
@@ -40,7 +44,12 @@ def make_engine(
 def choose_layout(config: TrainConfig, comm: Communicator) -> Layout:
     """The layout that was asked for.  ConfigError where it does not fit the ranks or the length of sequences."""
     same_on_all(comm, {f"--{axis}": getattr(config, axis) for axis in AXES})
-    layout = Layout.of(comm.size, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
+    return layout_of(config, comm.size)
+
+
+def layout_of(config: TrainConfig, ranks: int) -> Layout:
+    """As ``choose_layout``, of a job that need not be there."""
+    layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
     if layout.cp > 1 and config.model.model_type == "gpt2":
         raise ConfigError(f"--cp {layout.cp}: expected 1 with a GPT-2, which is data parallel only, got {layout.cp}")
     parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)

@@ -15,8 +15,9 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,15 +43,17 @@ from kos.train.engine.step import StepProgram
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
+from kos.train.model.shapes import Local
 from kos.train.ops.cuda import cublaslt, cudnn
 from kos.train.ops.cuda.adamw import CHUNK, STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
 from kos.train.parallel import schedules
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel, deal
+from kos.train.parallel.data import DataParallel, deal, waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.schedules import Schedule
 from kos.train.parallel.tensor import TensorParallel
 
 BUCKET_BYTES = 64 << 20  # at least
@@ -59,6 +62,41 @@ ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
 HEAD_ROWS = 8192  # tokens whose logits are in memory at once
 DRAWN = 250_000  # elements of the weights drawn for the search; no power of two, or rows were each other's copies
 _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
+
+
+class Buckets(NamedTuple):
+    """How the gradients of a rank lie in memory, and how they are summed over ranks."""
+
+    multiple: int  # elements
+    nbytes: int  # of a bucket
+    staging: int  # bytes to which copy engines bring what is added
+    lookups: bool  # whether the embedding's lookups are gathered instead of its gradient
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, rounds: int, reaches: bool
+    ) -> Buckets:
+        """Of a rank of ``mesh``; ``reaches``: the ranks of a machine reach into one another's memory."""
+        ranks, nbytes = mesh.gradients.size, BUCKET_BYTES
+        if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
+            itemsize = DTYPES[config.grad_dtype].itemsize
+            nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
+        multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
+        staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
+        lookups = ranks == mesh.layout.ranks > 1 and gathers_lookups(config, model, ranks, rounds)
+        return cls(multiple, nbytes, staging, lookups)
+
+    def plan(
+        self, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, mesh: Mesh,
+        schedule: Schedule, sharing: int = 1, free: int | None = None,
+    ) -> MemoryPlan:  # fmt: skip
+        """The memory of a rank of ``mesh``, a silent one, one of ``sharing`` on its GPU."""
+        bucket = max(self.nbytes // DTYPES[config.grad_dtype].itemsize, self.multiple)
+        return plan_memory(
+            config, model, parts, ops, mesh=mesh, schedule=schedule, head_rows=HEAD_ROWS, multiple=self.multiple,
+            rounds=(rounds := schedule.micro_batches), sharing=sharing, lookups=self.lookups, staging=self.staging,
+            waiting=waiting_subtrees(mesh.dp.rank, rounds) if config.deterministic else 0, bucket=bucket, free=free,
+        )  # fmt: skip
 
 
 class CudaEngine(StepProgram):
@@ -82,27 +120,19 @@ class CudaEngine(StepProgram):
         if config.resume is None and config.init_from is None:  # beside what follows, if not begun already
             head_start.weights(model, config.seed, mesh.layout, comm.rank, self.stages())
         self.sharded = config.zero == 1 and group.size > 1
-        multiple = group.size * CHUNK if self.sharded else ALIGNED if group.size > 1 else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self.lookups = group.size == comm.size > 1 and gathers_lookups(config, model, group.size, len(rounds))
-        bucket_bytes, staging, itemsize = BUCKET_BYTES, 0, DTYPES[config.grad_dtype].itemsize
-        if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-            bucket_bytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
         self._reaches = group.size > 1 and "peer" in group.comm.backend_name
-        if self._reaches and not config.deterministic:
-            staging = bucket_bytes
+        silent = Mesh.silent(mesh.layout, comm.rank)
+        buckets = Buckets.of(config, model, parts, silent, len(rounds), self._reaches)
+        multiple, self.lookups = buckets.multiple, buckets.lookups
 
         shards = Shards(model, mesh.layout, self.stages())
 
         def plan() -> MemoryPlan:
             saved = {"tensors to be saved": shards.host_bytes(comm.rank, config.save_async)}
             MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}", {}).check()
-            return plan_memory(
-                config, model, parts, ops, mesh=Mesh.silent(mesh.layout, comm.rank), schedule=schedule,
-                head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds), sharing=uuids.count(uuids[comm.rank]),
-                carry=config.deterministic and group.rank == 0, lookups=self.lookups, staging=staging,
-                bucket=max(bucket_bytes // itemsize, multiple),
-            ).check()  # fmt: skip
+            sharing = uuids.count(uuids[comm.rank])
+            return buckets.plan(config, model, parts, ops, silent, schedule, sharing).check()
 
         heads = (parts[0].heads, parts[0].kv_heads, model.head_dim)
         shape = cudnn.Shape(config.micro_batch_size, config.seq_len // mesh.cp.size, *heads, config.dtype)
@@ -130,8 +160,8 @@ class CudaEngine(StepProgram):
                 own = self.tensor.rows(rows * config.seq_len // mesh.cp.size)
                 self.pipeline.connect(self._rooms[True][0].array[:own])
         self.parallel = DataParallel(
-            group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
-            least_bytes=bucket_bytes // 4, sharded=self.sharded,
+            group, self.gradients, ops, in_order=(mesh.dp, len(rounds)) if config.deterministic else None,
+            bucket_bytes=buckets.nbytes, least_bytes=buckets.nbytes // 4, sharded=self.sharded,
             lookups=model.embedding if self.lookups else None, tied=model.tie_word_embeddings,
         )  # fmt: skip
         dtype = config.master_dtype
@@ -246,8 +276,13 @@ class CudaEngine(StepProgram):
         super().read(weights, moments, step)
         self.optimizer.refresh_copy()
 
+    def draw_weights(self) -> None:
+        model, mesh = self.model.config, self.mesh
+        self.drawn = head_start.weights(model, self.config.seed, mesh.layout, mesh.world.rank, self.stages()).result()
+
     def share_weights(self) -> None:
         super().share_weights()
+        head_start.weights.cache_clear()
         self.optimizer.refresh_copy()
 
     def spare_memory(self) -> Array:

@@ -46,8 +46,9 @@ def thread_pools() -> ThreadpoolController:
 
 
 def begin_cuda(arguments: Sequence[str]) -> None:
-    """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs or for help."""
-    other = any(word in ("-h", "--help") or "cpu" in word or word.startswith("--config") for word in arguments)
+    """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs, help or a plan."""
+    alone = ("-h", "--help", "--plan")
+    other = any(word in alone or "cpu" in word or word.startswith("--config") for word in arguments)
     if other or not DRIVER.exists():
         return
     with suppress(OSError):  # by ctypes: the CUDA packages take as long to import
@@ -118,10 +119,17 @@ def _load(loading: threading.Event) -> None:
 def weights(
     model: LlamaConfig, seed: int, layout: Layout, rank: int, stages: Stages = ((0,),)
 ) -> Future[np.ndarray]:
-    """The rank's share of the initial weights of its stages, drawn from the first call on; ``cache_clear`` frees it."""
+    """What ``draw_weights`` gives, drawn beside from the first call on; ``cache_clear`` frees it."""
     unwanted.clear()
+    return ThreadPoolExecutor(1).submit(draw_weights, model, seed, layout, rank, stages, unwanted)
+
+
+def draw_weights(
+    model: LlamaConfig, seed: int, layout: Layout, rank: int, stages: Stages, unwanted: threading.Event | None = None
+) -> np.ndarray:
+    """The rank's share of the initial weights of its stages; not all of it once it is ``unwanted``."""
     at, ranks = layout.coordinates(rank), layout.ranks // layout.pp
     parts = model.parts(at["tp"], layout.tp, at["pp"], stages)
     threads = max(1, len(os.sched_getaffinity(0)) // layout.ranks - 1)
     share = model.shares(ranks, *parts)[rank % ranks]  # pp is the outermost axis
-    return ThreadPoolExecutor(1).submit(model.draw_share, share, seed, threads, unwanted, parts)
+    return model.draw_share(share, seed, threads, unwanted, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,17 +16,16 @@ from kos.errors import ConfigError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
-from kos.train.model.gpt2 import make_model
+from kos.train.engine.stage import make_stage
+from kos.train.model.fixed import LOOKUPS
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops.cuda import attention, cublaslt
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
-from kos.train.parallel.tensor import TensorParallel
 
 RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
 GIB = 1 << 30
@@ -72,14 +72,15 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, *, mesh: Mesh, schedule: Schedule,
-    head_rows: int, multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False,
-    staging: int = 0, bucket: int = 0,
+    head_rows: int, multiple: int, rounds: int, sharing: int = 1, waiting: int = 0, lookups: bool = False,
+    staging: int = 0, bucket: int = 0, free: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank of ``mesh``, a silent one, which holds ``parts`` of the model, a stage each.
 
-    ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
+    ``sharing``: ranks on this GPU.  ``waiting``: copies of the gradients that are summed in order.
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
-    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice."""
+    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice.
+    ``free``: bytes of a GPU that is not there."""
     assert config.micro_batch_size is not None
     ranks = mesh.gradients.size
     count = -(-model.num_parameters(*parts) // multiple) * multiple
@@ -93,7 +94,8 @@ def plan_memory(
     logits = rows * len(parts[0].vocabulary) * itemsize * any(part.last for part in parts)
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
     looking = ranks if lookups else 1
-    scratch, slot = peaks(config, model, parts, _Sizing(ops), mesh, split, head_rows=head_rows, looking=looking)
+    sizing = ops if isinstance(ops, Sizing) else Sizing(ops)
+    scratch, slot = peaks(config, model, parts, sizing, mesh, split, head_rows=head_rows, looking=looking)
     scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
@@ -102,7 +104,7 @@ def plan_memory(
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
         f"both Adam moments, float32{share}": 8 * held,
-        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (2 if carry else 1),
+        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (1 + waiting),
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": 3 * 8 * rounds * tokens + cublaslt.WORKSPACE,
@@ -120,7 +122,8 @@ def plan_memory(
         knobs["--grad-dtype bfloat16"] = (DTYPES[config.grad_dtype].itemsize - itemsize) * count
     if config.dtype != master:  # after ZeRO-1, of which a copy for the passes is left
         knobs["--master-weights none"] = (master_size - (itemsize if ranks > 1 else 0)) * shard
-    free, _ = call(cu.cuMemGetInfo)
+    if free is None:
+        free, _ = call(cu.cuMemGetInfo)
     name, uses = f"cuda:{ops.device}", {use: size for use, size in uses.items() if size}
     return MemoryPlan(uses, arena, free // sharing, name, knobs, scratch, slot)
 
@@ -135,25 +138,24 @@ def peaks(
     later; ``looking``: ranks whose lookups a backward gathers."""
     dtype, scratch, slots = sizing.dtype(config.dtype), sizing.make_arena(), [0]
     assert config.micro_batch_size is not None
-    shape = config.micro_batch_size, config.seq_len // mesh.cp.size
-    tokens, loss = sizing.zeros(shape, np.int32), sizing.zeros(1, np.float64)
+    loss = sizing.zeros(1, np.float64)
 
     def lookups(*mine: Array) -> Any:
         return [scratch.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
 
     for local in parts:
-        tensor = TensorParallel(sizing, mesh.tp, local.vocabulary.start)
-        context = ContextParallel(sizing, mesh.cp)
-        llama = make_model(
-            model, sizing, head_rows=head_rows, recompute=config.recompute, local=local, tensor=tensor,
-            context=context, arena=scratch,
-        )  # fmt: skip
+        llama = make_stage(
+            config, model, sizing, local, mesh, head_rows=head_rows, recompute=config.recompute, arena=scratch
+        )
+        pieces = llama.context.pieces
+        shape = config.micro_batch_size * pieces, config.seq_len // (mesh.cp.size * pieces)
+        tokens = sizing.zeros(shape, np.int32)
         weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
-        slot, rows = Slot(sizing.make_arena()), (tensor.rows(math.prod(shape)), model.hidden_size)
-        into = Gradients(
-            weights.like(config.grad_dtype), False, lambda name: None, lookups if looking > 1 else None,
-            slot.deferred if split else None,
-        )  # fmt: skip
+        gradients = weights.like(config.grad_dtype)
+        slot, rows = Slot(sizing.make_arena()), (llama.tensor.rows(math.prod(shape)), model.hidden_size)
+        of = ChainMap[str, Any]({LOOKUPS: gradients.flat}, gradients)  # type: ignore[arg-type]
+        gathered, deferred = lookups if looking > 1 else None, slot.deferred if split else None
+        into = Gradients(of, False, lambda name: None, gathered, deferred)
         with sizing.step(scratch):
             received = None if local.first else slot.arena.take(rows, dtype)
             llama.queue_forward(weights, slot, tokens, received)
@@ -171,12 +173,15 @@ def peaks(
     return scratch.peak + 4 * tokens.nbytes + ALIGNMENT * 4, max(slots)  # validation brings its tokens from the host
 
 
-class _Sizing(CudaOps):
+class Sizing(CudaOps):
     """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
 
     def __init__(self, ops: CudaOps) -> None:
         self.device, self.stream, self.cudnn = ops.device, ops.stream, ops.cudnn
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
+
+    def family(self, dtype: str, head_dim: int) -> str:
+        return attention.family_for(self.device, dtype, head_dim)
 
     def matmul(self, *operands: Any, **options: Any) -> None:  # type: ignore[override]
         pass
@@ -223,7 +228,7 @@ class _Sizing(CudaOps):
     def _attention_scratch(self, qkv: Array, lse: Array, heads: int, kv_heads: int, arena: Arena) -> None:
         head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         with arena.scope():
-            family = attention.family_for(self.device, qkv.dtype.name, head_dim)
+            family = self.family(qkv.dtype.name, head_dim)
             if family != "simple":
                 attention.take_scratch(lse, kv_heads, head_dim, family, arena)
 

@@ -67,7 +67,7 @@ class Silent:
     def _nothing(self, *arrays: object, **options: object) -> Silent:
         return self
 
-    all_gather = all_reduce = reduce_scatter = send = recv = send_recv = split = wait = _nothing
+    all_gather = all_reduce = all_to_all = reduce_scatter = send = recv = send_recv = split = wait = _nothing
 
 
 class Axis(NamedTuple):

@@ -264,7 +264,7 @@ class DeviceComm:
 
     def __getattr__(self, name):
         call = getattr(self._comm, name)
-        if name not in ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "send_recv"):
+        if name not in ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send_recv"):
             if callable(call):
                 not_captured(name)
             return call

@@ -96,6 +96,11 @@ class Schedule:
         upwards = self.v_shape and chunk % 2
         return chunk * self.ranks + (self.ranks - 1 - rank if upwards else rank)
 
+    @property
+    def stages_of_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Each rank's stages, one a chunk."""
+        return tuple(tuple(self.stage(rank, chunk) for chunk in range(self.chunks)) for rank in range(self.ranks))
+
     def place(self, stage: int) -> Place:
         chunk, position = divmod(stage, self.ranks)
         upwards = self.v_shape and chunk % 2

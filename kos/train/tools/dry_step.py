@@ -1,0 +1,223 @@
+"""A step in which nothing is computed and nothing sent: how long it takes, and what a rank sends on each axis.
+
+The step program (``kos.train.engine.step``) runs with operations and communicators that only advance a clock:
+
+- An operation takes the longer of its flops and its bytes (``kos.train.tools.profile.cost``), at the hardware's rates;
+  attention takes their sum.
+- A collective takes a latency and the time of the bytes that a ring sends: 2 (n - 1) / n of an all-reduce, half of that
+  of an all-gather or a reduce-scatter. What is asynchronous goes on beside the operations on a GPU, not on a CPU.
+- Messages between stages take no time here: ``timeline.simulate`` has it, and the waiting for other ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from kos.comm.communicator import Communicator
+from kos.train.checkpoint.shards import Shards
+from kos.train.config.options import TrainConfig
+from kos.train.engine import cpu, cuda
+from kos.train.engine.memory_plan import MemoryPlan, Sizing
+from kos.train.engine.step import StepProgram
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
+from kos.train.ops import Array, Ops
+from kos.train.ops.optimizer import BLOCK
+from kos.train.parallel.data import DataParallel
+from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.schedules import Action, Schedule
+from kos.train.tools.profile import TIMED, cost
+from kos.train.tools.rates import ATTENTION, GPUS, Rates
+
+AXES = ("gradients", "tp", "pp", "cp")
+"""Of what a rank sends; ``gradients`` joins dp and cp, as in ``Mesh``."""
+
+
+class Job(NamedTuple):
+    """What is planned: settings as all ranks have them, with everything chosen."""
+
+    config: TrainConfig
+    model: LlamaConfig
+    layout: Layout
+    schedule: Schedule
+    rates: Rates
+
+    def parts(self, stage_rank: int) -> Sequence[Local]:
+        """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
+        return self.model.parts(0, self.layout.tp, stage_rank, self.schedule.stages_of_ranks)
+
+    def buckets(self, parts: Sequence[Local], mesh: Mesh) -> cuda.Buckets:
+        return cuda.Buckets.of(self.config, self.model, parts, mesh, self.schedule.micro_batches, reaches=True)
+
+    def memory(self, stage_rank: int) -> MemoryPlan:
+        """The engine's plan for a rank of the pipeline."""
+        config, model, schedule = self.config, self.model, self.schedule
+        mesh = Mesh.silent(self.layout, rank := self.layout.rank({"pp": stage_rank}))
+        parts, group = self.parts(stage_rank), mesh.gradients
+        if config.device == "cuda":
+            ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
+            return self.buckets(parts, mesh).plan(config, model, parts, ops, mesh, schedule, free=free)
+        saved = Shards(model, self.layout, schedule.stages_of_ranks).host_bytes(rank, config.save_async)
+        shards = group.size if config.zero else 1
+        return cpu.plan_memory(config, model, parts, mesh, schedule, self.layout.ranks, group.rank == 0, shards, saved)
+
+
+class Clock:
+    """``spent``: the seconds of one rank, and by axis the bytes that it has sent."""
+
+    def __init__(self, rates: Rates) -> None:
+        self.rates, self.spent = rates, defaultdict[str, float](float)
+        self.message = 0.0  # seconds of the longest between two stages
+
+    def operate(self, name: str, nbytes: int, flops: float) -> None:
+        rates, moving = self.rates, nbytes / self.rates.memory
+        if name.startswith("attention"):
+            seconds = moving + flops / rates.attention["backward" in name]
+        else:
+            seconds = max(moving, flops / rates.linear)
+        self.spent["seconds"] += rates.operation + seconds
+
+    def wait(self, until: float) -> None:
+        self.spent["seconds"] = max(self.spent["seconds"], until)
+
+
+class Arrival(NamedTuple):
+    """A Work that ends at a time of the clock."""
+
+    clock: Clock
+    end: float
+
+    def wait(self) -> None:
+        self.clock.wait(self.end)
+
+
+class Link:
+    """In place of the communicator of an axis: counts what its rank sends, and how long that takes."""
+
+    def __init__(self, clock: Clock, axis: str, rank: int, size: int) -> None:
+        self.clock, self.axis, self.rank, self.size, self._free = clock, axis, rank, size, 0.0
+
+    def split(self, color: int | None, key: int | None = None) -> Link:
+        return self
+
+    def all_reduce(self, x: Array, *, deterministic: bool = False, async_op: bool = False) -> Arrival:
+        return self._collective(2 * x.nbytes * (self.size - 1) / self.size, async_op)
+
+    def reduce_scatter(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
+        return self._collective(x.nbytes * (self.size - 1) / self.size, async_op)
+
+    def all_gather(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
+        return self._collective(x.nbytes * (self.size - 1), async_op)
+
+    def send_recv(self, x: Array, out: Array, to: int, source: int, *, async_op: bool = False) -> Arrival:
+        return self._collective(x.nbytes, async_op)
+
+    def send(self, x: Array, to: int, *, async_op: bool = False) -> Arrival:
+        clock, rates = self.clock, self.clock.rates
+        clock.spent[self.axis] += x.nbytes
+        clock.message = max(clock.message, rates.latency + x.nbytes / rates.wire)
+        return Arrival(clock, 0.0)
+
+    def recv(self, x: Array, source: int, *, async_op: bool = False) -> Arrival:
+        return Arrival(self.clock, 0.0)
+
+    def _collective(self, nbytes: float, async_op: bool) -> Arrival:
+        clock, rates = self.clock, self.clock.rates
+        clock.spent[self.axis] += nbytes
+        self._free = max(self._free, clock.spent["seconds"]) + rates.latency + nbytes / rates.wire
+        arrival = Arrival(clock, self._free)
+        if not async_op or not rates.overlap:
+            arrival.wait()
+        return arrival
+
+
+class _Clocked:
+    """Operations that take time, over ``ops`` that do nothing."""
+
+    def __init__(self, ops: Any, clock: Clock) -> None:
+        self._ops, self._clock = ops, clock
+
+    def __getattr__(self, name: str) -> Any:
+        quiet = getattr(self._ops, name)
+
+        def timed(*arguments: Any) -> Any:
+            self._clock.operate(name, *cost(name, arguments))
+            return quiet(*arguments)
+
+        setattr(self, name, timed if name in TIMED else quiet)  # not asked for again
+        return getattr(self, name)
+
+
+class _AbsentGpu(Sizing):
+    """As ``Sizing``, of a GPU that need not be there."""
+
+    def __init__(self, name: str) -> None:
+        self.device, self.stream, self.cudnn, self._family = 0, None, None, GPUS[name].attention
+        self.multiprocessors, self.shared_memory = 132, 227 << 10  # of a Hopper
+
+    def family(self, dtype: str, head_dim: int) -> str:
+        return self._family if head_dim in ATTENTION else "simple"
+
+
+class DryStep(StepProgram):
+    """What a rank does in one step of a job: ``clock`` at its end, and what each of its ``actions`` has spent."""
+
+    def __init__(self, job: Job, stage_rank: int) -> None:
+        config, model, layout = job.config, job.model, job.layout
+        self.config, self.clock, self.actions = config, Clock(job.rates), dict[Action, dict[str, float]]()
+        world = Link(self.clock, "world", layout.rank({"pp": stage_rank}), layout.ranks)
+        self.mesh = mesh = Mesh(cast(Communicator, world), layout)
+        for name in AXES:
+            axis = getattr(mesh, name)
+            setattr(mesh, name, axis._replace(group=axis.group and Link(self.clock, name, axis.rank, axis.size)))
+        self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, job.schedule), job.schedule.micro_batches
+        parts, group = self.locals(model), mesh.gradients
+        sharded, options = config.zero == 1 and group.size > 1, dict[str, Any]()
+        sums: dict[str, Any] = {"sharded": sharded, "deterministic": config.deterministic}
+        if config.device == "cuda":
+            self.sizing: Any = _AbsentGpu(job.rates.name)
+            multiple, bucket_bytes, _, self.lookups = job.buckets(parts, mesh)
+            sums |= {"bucket_bytes": bucket_bytes, "least_bytes": bucket_bytes // 4}
+            sums |= {"lookups": model.embedding if self.lookups else None, "tied": model.tie_word_embeddings}
+            options["head_rows"] = cuda.HEAD_ROWS
+        else:
+            self.sizing, multiple = cpu.Sizing(), BLOCK * group.size if sharded else 1
+        ops, zeros = cast(Ops, _Clocked(self.sizing, self.clock)), self.sizing.zeros
+        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
+        self.gradients = Parameters(shapes, config.grad_dtype, groups, zeros, multiple)
+        self.weights = self.gradients.like(config.dtype)
+        self.build_models(model, ops, self.sizing.dtype(config.dtype), recompute=config.recompute, **options)
+        self.parallel = DataParallel(group, self.gradients, ops, **sums)
+        self._tokens = zeros((config.micro_batch_size, config.seq_len // layout.cp), np.int32)
+        self.count, self.known = zeros((1,), np.float32), zeros((1 + self.accumulation_steps,), np.float64)
+        self.known_of_all = self.known
+        self.queue_step()
+
+    def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self.sizing.zeros(shape, dtype)
+
+    def micro_batch(self, index: int) -> tuple[Array, Array]:
+        return self._tokens, self._tokens
+
+    def _with_inputs(self, actions: Sequence[Action]) -> Iterator[Any]:
+        for action, received in super()._with_inputs(actions):
+            before = self.clock.spent.copy()
+            yield action, received
+            self.actions[action] = {key: spent - before[key] for key, spent in self.clock.spent.items()}
+
+    def queue_norm(self) -> None:
+        self.clock.operate("squares", self.gradients.flat.nbytes, 0.0)
+
+    def queue_update(self) -> None:
+        config, zeros, whole = self.config, self.sizing.zeros, self.gradients.flat
+        held = sum(part.stop - part.start for part in self.parallel.parts()) if self.parallel.sharded else whole.size
+        master, moment = zeros((held,), config.master_dtype), zeros((held,), "float32")
+        same = config.dtype == config.master_dtype and not self.parallel.sharded
+        copy = master if same else zeros((held,), config.dtype)
+        self.clock.operate("adamw", *cost("adamw", (master, whole, moment, moment, copy)))

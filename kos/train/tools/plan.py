@@ -1,0 +1,195 @@
+"""``--plan --ranks N``: the layouts that N ranks can train in, with memory, bytes sent and predicted step time.
+
+Nothing here knows a model or a parallelism. Memory is that of the engine's own plan. Time and bytes are those of a step
+of each pipeline rank in which nothing is computed (``kos.train.tools.dry_step``). A pipeline takes the time of its
+schedule with each stage's passes, and what a rank does besides: ZeRO-1's gathers and the sums of gradients as far as
+nothing hides them, norm and update. Of many micro-batches a few run, and one in the middle stands for the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kos.errors import ConfigError
+from kos.train.config.flags import parse_plan
+from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
+from kos.train.data.tokenizers import ByteTokenizer
+from kos.train.engine.choose import layout_of
+from kos.train.engine.memory_plan import GIB, MemoryPlan
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.parallel.mesh import Layout
+from kos.train.parallel.schedules import build
+from kos.train.parallel.schedules.timeline import simulate
+from kos.train.tools.dry_step import AXES, DryStep, Job
+from kos.train.tools.rates import Rates, cpu_rates, gpu_here, gpu_rates
+
+
+class Prediction(NamedTuple):
+    """A step of a job: of the rank that takes most of each, the memory and the bytes sent by axis; seconds."""
+
+    job: Job
+    memory: MemoryPlan
+    sent: dict[str, float]
+    seconds: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.memory.free
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.job.config.batch_size * self.job.config.seq_len / self.seconds
+
+
+def predict(job: Job, memory: MemoryPlan) -> Prediction:
+    """From a dry step of every rank of the pipeline."""
+    pp, whole = job.layout.pp, job.schedule
+    few = min(whole.micro_batches, -(-3 // pp) * pp if whole.name == "interleaved" else 3)
+    job_of_few = job._replace(schedule=build(whole.name, pp, few, job.config.pp_chunks))
+    typical = max(0, min(1, few - 2))  # neither the first micro-batch, which adds to nothing, nor the last
+    dry: dict[Any, DryStep] = {}
+    costs = {kind: [0.0] * whole.stages for kind in "FIW"}
+    besides, message, sent = 0.0, 0.0, dict.fromkeys(AXES, 0.0)
+    for rank in range(pp):
+        alike = tuple((len(part.layers), part.first, part.last) for part in job.parts(rank))
+        step = dry[alike] = dry.get(alike) or DryStep(job_of_few, rank)
+        each = {action: spent for action, spent in step.actions.items() if action.micro_batch == typical}
+        for action, spent in each.items():
+            costs["I" if action.kind == "B" else action.kind][whole.stage(rank, action.chunk)] += spent["seconds"]
+        total = {key: sum(spent.get(key, 0.0) for spent in each.values()) for key in (*AXES, "seconds")}
+        besides = max(besides, step.clock.spent["seconds"] - few * total["seconds"])
+        message = max(message, step.clock.message)
+        more = whole.micro_batches - few
+        sent = {axis: max(most, step.clock.spent[axis] + more * total[axis]) for axis, most in sent.items()}
+    return Prediction(job, memory, sent, simulate(whole, costs, message).makespan + besides)
+
+
+def make_job(config: TrainConfig, model: LlamaConfig, layout: Layout, rates: Rates, **settings: Any) -> Job:
+    """ConfigError where a run would refuse it."""
+    config = config.model_copy(update={"pp": layout.pp, **settings}).for_world(layout.dp, config.device)
+    assert config.micro_batch_size is not None
+    rounds = config.batch_size // (config.micro_batch_size * layout.dp)
+    job = Job(config, model, layout, build(config.pp_schedule, layout.pp, rounds, config.pp_chunks), rates)
+    for rank in range(layout.pp):
+        job.parts(rank)
+    return job
+
+
+def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layout, rates: Rates) -> Prediction:
+    """The fastest job of a layout that fits; if none does, the one that takes least memory. ConfigError: none is legal.
+
+    What was ``given`` stays. What is recomputed only costs time, so that the first of these that fits is the fastest.
+    """
+    each = max(1, config.batch_size // layout.dp)
+    most = MICRO_BATCH_TOKENS if config.device == "cpu" else CUDA_MICRO_BATCH_TOKENS
+    sizes = [n for n in range(1, each + 1) if each % n == 0 and n * config.seq_len <= max(most, config.seq_len)]
+    options: dict[str, list[Any]] = {
+        "micro_batch_size": [None] if config.deterministic else sizes,
+        "pp_schedule": ["1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] if layout.pp > 1 else ["1f1b"],
+        "zero": [1] if layout.dp * layout.cp > 1 else [0],
+        "recompute": ["none", "norms", "block"],
+    }
+    options |= {name: [getattr(config, name)] for name in options if name in given}
+    recompute, reasons = options.pop("recompute"), list[ConfigError]()
+    fitting, over = list[Prediction](), list[tuple[MemoryPlan, Job]]()
+
+    def take(**settings: Any) -> None:
+        for how in recompute:
+            job = make_job(config, model, layout, rates, recompute=how, **settings)
+            memory = max(map(job.memory, range(layout.pp)), key=lambda plan: plan.total - plan.free)
+            if memory.total <= memory.free:
+                return fitting.append(predict(job, memory))
+            over.append((memory, job))
+
+    for chosen in itertools.product(*options.values()):
+        try:
+            take(**dict(zip(options, chosen, strict=True)))
+        except ConfigError as error:
+            reasons.append(error)
+    if not fitting and not over:
+        raise reasons[0]
+    if not fitting:
+        memory, job = min(over, key=lambda each: each[0].total)
+        return predict(job, memory)
+    fastest = min(fitting, key=lambda each: each.seconds)
+    if fastest.job.config.zero and "zero" not in given:
+        take(**{**{name: getattr(fastest.job.config, name) for name in options}, "zero": 0})
+    return min(fitting, key=lambda each: each.seconds)
+
+
+def layouts(ranks: int) -> Iterator[dict[str, int]]:
+    """Every dp, tp, pp and cp whose product is ``ranks``."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for tp, pp, cp in itertools.product(divisors, repeat=3):
+        if ranks % (tp * pp * cp) == 0:
+            yield {"dp": ranks // (tp * pp * cp), "tp": tp, "pp": pp, "cp": cp}
+
+
+def plan(
+    config: TrainConfig, given: set[str], ranks: int, rates: Rates, model: LlamaConfig
+) -> tuple[list[Prediction], list[tuple[dict[str, int], str]]]:
+    """The legal layouts, the fastest that fits first, and the others with the reason."""
+    legal, refused = [], []
+    for sizes in layouts(ranks):
+        if any(sizes[axis] != getattr(config, axis) for axis in given & sizes.keys()):
+            continue
+        try:
+            layout = layout_of(config.model_copy(update=sizes), ranks)
+            legal.append(best(config, given, model, layout, rates))
+        except ConfigError as error:
+            refused.append((sizes, str(error)))
+    return sorted(legal, key=lambda each: (not each.fits, each.seconds)), refused
+
+
+def table(predictions: Sequence[Prediction]) -> str:
+    rows = [["dp", "tp", "pp", "cp", "zero", "recompute", "micro-batch", "schedule", "GiB", *AXES, "ms", "tokens/s"]]
+    for each in predictions:
+        config, layout = each.job.config, each.job.layout
+        settings = [getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")]
+        settings += [config.zero, config.recompute, config.micro_batch_size]
+        settings += [config.pp_schedule if layout.pp > 1 else "-"]
+        settings += [f"{each.memory.total / GIB:.2f}{'!' * (not each.fits)}"]
+        settings += [f"{each.sent[axis] / 1e9:.3g}" if each.sent[axis] else "-" for axis in AXES]
+        rows.append([*map(str, settings), f"{1e3 * each.seconds:.4g}", f"{each.tokens_per_second:,.0f}"])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def report(argv: Sequence[str]) -> str:
+    """What ``--plan`` prints. ConfigError where no layout is legal."""
+    config, given, ranks, gpu, words = parse_plan(argv)
+    if config.model.vocab_size is None and config.tokenizer not in ("auto", "bytes"):
+        raise ConfigError(f"--plan: expected --vocab-size, got a tokenizer to be read, {config.tokenizer}")
+    model = config.model_config_for(config.model.vocab_size or ByteTokenizer.vocab_size)
+    if config.device == "cpu":
+        rates = cpu_rates(ranks)
+    elif config.dtype == "float32":
+        raise ConfigError("--dtype: expected bfloat16 with --plan for GPUs, whose rates are known, got float32")
+    else:
+        config = config.model_copy(update={"device": "cuda"})
+        rates = gpu_rates(gpu or gpu_here() or "H200", model.head_dim)
+    legal, refused = plan(config, given, ranks, rates, model)
+    if not legal:
+        why = refused[0][1] if refused else "their number is not a multiple of what was given"
+        raise ConfigError(f"--plan: expected a layout of {ranks} ranks, got none: {why}")
+    return "\n".join([
+        f"{ranks} rank{'s' * (ranks > 1)} on {rates.name}, {model.num_parameters():,} parameters, "
+        f"{config.batch_size} x {config.seq_len} tokens a step; of the rank with most: GiB of memory, GB sent by axis",
+        table(legal),
+        *["!: more than is free on a rank"] * (not legal[-1].fits),
+        f"proposal: {command(legal[0], words)}" if legal[0].fits else "no layout fits",
+        *(f"refused: {' '.join(f'{axis} {n}' for axis, n in sizes.items())}: {reason}" for sizes, reason in refused),
+    ])  # fmt: skip
+
+
+def command(proposal: Prediction, words: Sequence[str]) -> str:
+    """The run that was proposed, with the settings that ``words`` name."""
+    layout, config = proposal.job.layout, proposal.job.config
+    chosen = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1}
+    chosen |= {"micro_batch_size": config.micro_batch_size, "zero": config.zero, "recompute": config.recompute}
+    chosen |= {"pp_schedule": config.pp_schedule} if layout.pp > 1 else {}
+    flags = [word for name, value in chosen.items() for word in (flag_of(name), str(value))]
+    return shlex.join(["mpirun", "-n", str(layout.ranks), "python", "-m", "kos.train", *words, *flags])

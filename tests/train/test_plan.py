@@ -1,0 +1,281 @@
+"""--plan: bytes counted by axis, memory as the engine plans it, what is refused, times beside those measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError
+from kos.testing import spawn
+from kos.train import run as loop
+from kos.train.config.flags import make_parser, parse, parse_plan
+from kos.train.engine import choose, head_start
+from kos.train.parallel.mesh import Layout
+from kos.train.run import Trainer
+from kos.train.tools import plan as planning
+from kos.train.tools import rates
+from kos.train.tools.dry_step import Clock, Link
+from kos.train.tools.plan import make_job, predict
+from kos.train.tools.rates import Rates, gpu_rates
+from tests.train.host_kernels.engine import DeviceComm, host_engine
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SLOW = Rates("the CPU", 1e9, (1e9, 1e9), 1e9, 1e-6, 1e9, 1e-5, False)
+D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 2  # of the flags below; W: q, k and v together
+SHAPE = [
+    "--device=cpu", "--hidden-size=32", "--intermediate-size=48", "--num-attention-heads=4", "--num-key-value-heads=2",
+    "--num-hidden-layers=4", "--seq-len=16", "--batch-size=8", "--micro-batch-size=2", "--no-tie-word-embeddings",
+]  # fmt: skip
+MATRICES = LAYERS * (W * D + D * A + 3 * F * D)
+PARAMETERS = 2 * V * D + MATRICES + (2 * LAYERS + 1) * D
+
+
+def predicted(*flags, axes=None, speed=SLOW):
+    job = make_job(config := parse([*SHAPE, *flags]), config.model_config_for(V), Layout(**(axes or {})), speed)
+    return predict(job, job.memory(0))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_are_summed_once_a_step(zero):
+    """An all-reduce, or a reduce-scatter of the gradients and an all-gather of the weights, in whole blocks."""
+    sent = predicted("--zero", str(zero), axes={"dp": 4}).sent
+    whole = -(-PARAMETERS // (4 * 16_384)) * 4 * 16_384 if zero else PARAMETERS
+    assert sent == {"gradients": 2 * 3 / 4 * 4 * whole, "tp": 0, "pp": 0, "cp": 0}
+
+
+@pytest.mark.parametrize("batch", [8, 16])
+def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
+    """A gather or a sum before and behind both pairs of matrices, forward and backward; two more for weights.
+
+    The embedding and the head: a sum and a gather, and in the backward the same; what a loss needs; gradients of norms.
+    """
+    tp = 2
+    sent = predicted("--batch-size", str(batch), axes={"tp": tp}).sent
+    one = B * T * D * 4 * (tp - 1) / tp  # of a micro-batch's residual stream
+    statistics = 3 * B * T * 4 * (tp - 1)
+    norms = 2 * (tp - 1) / tp * (2 * LAYERS + 1) * D * 4
+    forward, backward = 4 * LAYERS + 1, 6 * LAYERS + 1
+    head = 2
+    assert sent["tp"] == batch // B * ((forward + backward + head) * one + statistics) + norms
+    assert sent["gradients"] == sent["pp"] == sent["cp"] == 0
+
+
+@pytest.mark.parametrize(("schedule", "borders"), [("1f1b", 1), ("interleaved", 3), ("zero-bubble-v", 2)])
+def test_a_pipeline_sends_an_activation_and_a_gradient_a_border(schedule, borders):
+    """Each rank of two; of an interleaved one rank 0 sends two activations and one gradient, rank 1 the reverse."""
+    sent = predicted("--pp-schedule", schedule, axes={"pp": 2}).sent
+    assert sent["pp"] == 4 * borders * B * T * D * 4 and sent["tp"] == sent["gradients"] == 0
+
+
+def test_context_parallel_passes_keys_and_values_round_and_their_gradients_too():
+    cp = 4
+    sent = predicted(axes={"cp": cp}).sent
+    assert sent["cp"] == 4 * LAYERS * 3 * (cp - 1) * B * T // cp * (W - A) * 4
+    assert sent["gradients"] == 2 * (cp - 1) / cp * 4 * PARAMETERS and sent["tp"] == sent["pp"] == 0
+
+
+def test_many_micro_batches_count_as_each_of_a_few():
+    two, three, many = (predicted("--batch-size", str(2 * n), axes={"tp": 2}) for n in (2, 3, 40))
+    for of in (lambda each: each.sent["tp"], lambda each: each.seconds):
+        assert of(many) - of(three) == pytest.approx(37 * (of(three) - of(two)), rel=1e-4) != 0
+
+
+def test_a_pipeline_has_the_times_of_each_stage_and_pass(monkeypatch):
+    """A backward takes about twice its forward, and its two halves together as long as the whole."""
+    given, simulate = {}, planning.simulate
+
+    def watched(schedule, costs, message):
+        given[schedule.name] = costs
+        return simulate(schedule, costs, message)
+
+    monkeypatch.setattr(planning, "simulate", watched)
+    exact = SLOW._replace(memory=1e15, operation=0.0)
+    for name in ("1f1b", "zero-bubble"):
+        predicted("--pp-schedule", name, axes={"pp": 2}, speed=exact)
+    whole, split = given["1f1b"], given["zero-bubble"]
+    assert whole["W"] == [0.0, 0.0] and min(split["W"]) > 0.5 * min(split["F"])
+    np.testing.assert_allclose(whole["F"], split["F"], rtol=1e-4)
+    np.testing.assert_allclose(whole["I"], np.add(split["I"], split["W"]), rtol=1e-4)
+    head = 2.0 * B * T * V * D / exact.linear  # which the backward makes, forward and all
+    np.testing.assert_allclose(whole["I"], np.add(np.multiply(whole["F"], 2), [0, 3 * head]), rtol=0.1)
+
+
+def test_what_is_asynchronous_hides_behind_operations():
+    """Two at once follow one another; a wait ends with the last; on a CPU they hide behind nothing."""
+    x = np.zeros(1000, np.uint8)
+    for overlap, expected in ((True, 4.5), (False, 7.5)):
+        clock = Clock(SLOW._replace(memory=1.0, operation=0.0, wire=1000.0, latency=1.25, overlap=overlap))
+        link = Link(clock, "dp", 0, 2)
+        works = [link.all_reduce(x, async_op=True) for _ in range(2)]
+        clock.operate("copy", 3, 0.0)
+        for work in works:
+            work.wait()
+        assert clock.spent == {"dp": 2000.0, "seconds": expected}
+
+
+# --- which layouts ---------------------------------------------------------------------------------------
+
+
+def planned(ranks, *flags, speed=SLOW):
+    config, given, ranks, _, _ = parse_plan(["--plan", "--ranks", str(ranks), *SHAPE, *flags])
+    return planning.plan(config, given, ranks, speed, config.model_config_for(V))
+
+
+def factorisations(ranks):
+    return sum(
+        ranks % (a * b * c) == 0 for a in range(1, ranks + 1) for b in range(1, ranks + 1) for c in range(1, ranks + 1)
+    )
+
+
+def as_run(prediction, ranks):
+    """What the trainer makes of the proposal: its layout and settings, or the error with which it refuses."""
+    flags = planning.command(prediction, SHAPE).split()[6:]
+    config = parse(flags)
+    layout = choose.layout_of(config, ranks)
+    return config.for_world(layout.dp, "cpu"), layout
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 6, 8])
+def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
+    legal, refused = planned(ranks)
+    assert len(legal) + len(refused) == factorisations(ranks)
+    assert all("expected" in reason and "got" in reason for _, reason in refused)
+    for each in legal:
+        config, layout = as_run(each, ranks)
+        asked = {axis: getattr(config, axis) for axis in ("dp", "tp", "pp", "cp")}
+        assert (config, layout) == (each.job.config.model_copy(update=asked), each.job.layout)
+        model = config.model_config_for(V)
+        for stage in range(each.job.schedule.stages):
+            model.local(0, layout.tp, stage, each.job.schedule.stages)
+    speeds = [each.seconds for each in legal if each.fits]
+    assert speeds == sorted(speeds) and (ranks == 1 or len(speeds) > 1)
+
+
+def test_what_does_not_divide_is_refused():
+    refused = {tuple(sizes.values()): reason for sizes, reason in planned(8)[1]}
+    assert "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2" in refused[2, 4, 1, 1]
+    assert "--pp 8: expected at most a stage a layer, 4, got 8" in refused[1, 1, 8, 1]
+    assert "--batch-size: expected a multiple of micro-batch size" in refused[8, 1, 1, 1]
+    refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, "--seq-len", "18")[1]}
+    assert "--seq-len: expected a multiple of" in refused[1, 1, 1, 4]
+
+
+def test_what_is_given_stays():
+    legal, refused = planned(8, "--tp", "2", "--zero", "0", "--recompute", "block", "--pp-schedule", "gpipe")
+    assert {each.job.layout.tp for each in legal} == {2} and {sizes["tp"] for sizes, _ in refused} <= {2}
+    settings = {(x.zero, x.recompute, x.pp_schedule, x.micro_batch_size) for x in (each.job.config for each in legal)}
+    assert settings == {(0, "block", "gpipe", 2)}
+
+
+def test_of_what_does_not_fit_the_least_is_shown():
+    config, given, ranks, _, _ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
+    config = config.model_copy(update={"device": "cuda"})
+    legal, _ = planning.plan(config, given, ranks, gpu_rates("A100", 128), config.model_config_for(256))
+    assert legal and not any(each.fits for each in legal)
+    assert {each.job.config.recompute for each in legal} == {"block"}
+    assert {each.job.config.micro_batch_size for each in legal} == {1}
+
+
+# --- memory and time -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}])
+def test_memory_is_the_plan_of_the_engine(sizes, tmp_path):
+    (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
+    flags = [*SHAPE, "--data", str(tmp_path / "text"), "--steps", "1", "--eval-batches", "0", "--sample-tokens", "0"]
+    flags += ["--zero", "1", "--out", str(tmp_path / "run")]
+    config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
+    plans = spawn(lambda comm: Trainer(config, comm).engine.plan, 2, timeout=100)
+    job = make_job(config, config.model_config_for(V), Layout(**sizes), SLOW)
+    for rank in range(sizes.get("pp", 1)):
+        assert job.memory(rank).uses == plans[rank].uses and job.memory(rank).knobs.keys() == plans[rank].knobs.keys()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}])
+def test_memory_is_the_plan_of_the_engine_of_gpus(sizes, tmp_path, monkeypatch):
+    """On the emulated device, of three multiprocessors: what blocks of theirs add up is not the same."""
+    host_engine(monkeypatch)
+    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
+    (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
+    flags = [*SHAPE[1:], "--device=cuda", "--eval-batches=0", f"--data={tmp_path / 'text'}", f"--out={tmp_path}/run"]
+    config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
+    plans = spawn(lambda comm: Trainer(config, DeviceComm(comm)).engine.plan, 2, timeout=100)
+    job = make_job(config, config.model_config_for(V), Layout(**sizes), gpu_rates("H200", 8))
+    for rank in range(sizes.get("pp", 1)):
+        ours, theirs = job.memory(rank), plans[rank]
+        assert ours.slot == theirs.slot and ours.uses.keys() == theirs.uses.keys()
+        differ = {use for use, size in ours.uses.items() if size != theirs.uses[use]}
+        assert len(differ) <= 1 and 0 <= ours.total - theirs.total == ours.scratch - theirs.scratch < 132 * 4 * D
+
+
+def results(name):
+    rows = json.loads((RESULTS / name).read_text())["rows"]
+    return [pytest.param(row, id=f"{row['ranks']}-{row['preset']}-{row['batch_size']}")
+            for row in rows if row["implementation"] == "kos"]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", [*results("train-h200-1.json"), *results("train-h200-4.json")])
+def test_predicted_times_are_near_those_measured_on_h200(row):
+    preset, ranks = row["preset"], row["ranks"]
+    flags = ["--preset", preset.partition("-4")[0], "--seq-len", str(row["seq_len"]), "--grad-dtype", "bfloat16"]
+    flags += ["--batch-size", str(row["batch_size"] * ranks), "--micro-batch-size", str(row["batch_size"])]
+    if preset == "8b-4-layers":
+        flags += ["--num-hidden-layers", "4", "--vocab-size", "32000", "--tie-word-embeddings"]
+    config = parse([*flags, "--zero", str(int("zero1" in row["layout"]))]).model_copy(update={"device": "cuda"})
+    model = config.model_config_for(256)
+    job = make_job(config, model, Layout(dp=ranks), gpu_rates("NVIDIA H200", model.head_dim))
+    memory = job.memory(0)
+    assert 1e3 * predict(job, memory).seconds == pytest.approx(row["step_ms"], rel=0.2)
+    assert memory.total == pytest.approx(row["peak_memory_bytes"], abs=1.5 * 2**30)
+
+
+# --- the command -----------------------------------------------------------------------------------------
+
+
+def test_the_command_starts_neither_mpi_nor_cuda():
+    program = (
+        "import sys; from kos.train.__main__ import main; code = main(sys.argv[1:]); "
+        "assert not {'mpi4py.MPI', 'cuda.bindings.driver', 'cuda.core'} & sys.modules.keys(); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", program, "--plan", "--ranks", "2", "--preset", "tiny", "--gpu", "H200"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("2 ranks on H200, 820,352 parameters, 16 x 128 tokens a step")
+    assert lines[1].split()[:4] == ["dp", "tp", "pp", "cp"]
+    assert any(line.startswith("proposal: mpirun -n 2 python -m kos.train --preset tiny --") for line in lines)
+
+
+def test_the_command_initialises_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(head_start, "DRIVER", tmp_path)
+    monkeypatch.setattr(head_start.ctypes, "CDLL", lambda name: pytest.fail(f"{name} is loaded"))
+    head_start.begin_cuda(["--plan", "--ranks", "2"])
+
+
+def test_bad_requests_are_refused():
+    for flags, said in (
+        ([], "expected --ranks N of at least 1, got none"),
+        (["--ranks", "0"], "of at least 1, got none"),
+        (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
+        (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 with --plan"),
+        (["--ranks", "3", "--tp", "2"], "expected a layout of 3 ranks, got none"),
+        (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            planning.report(["--plan", *flags])
+    with pytest.raises(ConfigError, match="--ranks: expected beside --plan alone"):
+        parse(["--ranks", "2"])
+    assert "--plan" in make_parser().format_help()
+
+
+def test_the_gpu_that_is_here(tmp_path, monkeypatch):
+    monkeypatch.setattr(rates, "DRIVER", tmp_path)
+    assert rates.gpu_here() is None
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    (tmp_path / "gpus" / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
+    assert rates.gpu_here() == "NVIDIA H100 80GB HBM3" and gpu_rates(rates.gpu_here(), 128).name == "H100"
