@@ -52,6 +52,10 @@ class Job(NamedTuple):
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
         return self.model.parts(0, self.layout.tp, stage_rank, self.schedule.stages_of_ranks)
 
+    def kind(self, stage_rank: int) -> Any:
+        """Equal for ranks of the pipeline that take the same time, and the same memory for as many micro-batches."""
+        return tuple((len(part.layers), part.first, part.last) for part in self.parts(stage_rank))
+
     def buckets(self, parts: Sequence[Local], mesh: Mesh) -> cuda.Buckets:
         return cuda.Buckets.of(self.config, self.model, parts, mesh, self.schedule.micro_batches, reaches=True)
 

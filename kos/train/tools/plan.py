@@ -54,8 +54,8 @@ def predict(job: Job, memory: MemoryPlan) -> Prediction:
     costs = {kind: [0.0] * whole.stages for kind in "FIW"}
     besides, message, sent = 0.0, 0.0, dict.fromkeys(AXES, 0.0)
     for rank in range(pp):
-        alike = tuple((len(part.layers), part.first, part.last) for part in job.parts(rank))
-        step = dry[alike] = dry.get(alike) or DryStep(job_of_few, rank)
+        kind = job.kind(rank)
+        step = dry[kind] = dry.get(kind) or DryStep(job_of_few, rank)
         each = {action: spent for action, spent in step.actions.items() if action.micro_batch == typical}
         for action, spent in each.items():
             costs["I" if action.kind == "B" else action.kind][whole.stage(rank, action.chunk)] += spent["seconds"]
@@ -99,7 +99,9 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
     def take(**settings: Any) -> None:
         for how in recompute:
             job = make_job(config, model, layout, rates, recompute=how, **settings)
-            memory = max(map(job.memory, range(layout.pp)), key=lambda plan: plan.total - plan.free)
+            by_slots = sorted(range(layout.pp), key=job.schedule.slots.__getitem__)
+            most_of_kind = {job.kind(rank): rank for rank in by_slots}.values()
+            memory = max(map(job.memory, most_of_kind), key=lambda plan: plan.total - plan.free)
             if memory.total <= memory.free:
                 return fitting.append(predict(job, memory))
             over.append((memory, job))
