@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -15,8 +16,21 @@ os.environ.setdefault("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe")
 os.environ.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
 
 
+def mentions_torch(item: pytest.Item) -> bool:
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    names = (*code.co_names, *code.co_varnames, *code.co_consts) if code else ()
+    return any("torch" in name for name in names if isinstance(name, str))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     known = {ROOT / file for file in WITH_MPI + WITH_GPUS}
     elsewhere = {i.path for i in items if i.get_closest_marker("mpi")} - known
     if elsewhere:
         raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")
+    items.sort(key=lambda item: not mentions_torch(item))  # first: one worker takes them all, and imports it
+
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # thousands of tests and what they import: a collection that a test asks for passes them over

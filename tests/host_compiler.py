@@ -6,6 +6,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ KEPT = KernelCache(FOLDER)  # of those that NVRTC compiles
 # Hidden: else g++ gives static variables of inline functions and templates, __shared__ memory too, one place in the
 # process (STB_GNU_UNIQUE), as large as the first library wants it, and others write behind it.
 OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared", "-fvisibility=hidden"]
+if platform.machine() == "x86_64" and "g++" in (COMPILER or ""):
+    OPTIONS += ["-mtls-dialect=gnu2"]  # what a thread has of its own is reached without a call
 OPTIONS += ["-D_GLIBCXX_INCLUDE_NEXT_C_HEADERS"]  # C's math.h: C++'s takes longer to compile than a kernel
 QUOTED = re.compile(r'#include "(/[^"]+)"')  # of a file that is not among those given
 

@@ -65,7 +65,7 @@ MUTATIONS = [
     Mutation("kos/comm/reduction.py", "self.op is ReduceOp.PREMUL_SUM:", "False:", CONFORMANCE + " -k PREMUL", 2),
     Mutation("kos/comm/reduction.py", "BXOR: _combine(np.bitwise_xor)", "BXOR: _combine(np.bitwise_or)",
              CONFORMANCE + " -k BXOR", 3),
-    Mutation(SCHEDULES + "reducing.py", "to_space=to_space or space)]", "to_space=space)]",
+    Mutation(SCHEDULES + "basic.py", "to_space=to_space or space)]", "to_space=space)]",
              CONFORMANCE + " -k by_algorithm", 3),
     Mutation(PEER_KERNELS + "channel.cuh", "store_release(context->slab[threadIdx.x] + line() + flag",
              "store_relaxed(context->slab[threadIdx.x] + line() + flag", PEER),

@@ -232,7 +232,8 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     rows = [row for row in result["rows"] if row["op"] == "all_reduce" and row["ranks"] == 3]
     line = series(rows, "eager")["mock"]
     assert [(row["bytes"], row["in_place"], row["call"]) for row in line] == [(4096, True, "function")]
-    plot(result, tmp_path / "rows.png")
+    two = [row for row in result["rows"] if row["op"] in ("all_reduce", "all_gather")]  # drawing takes long
+    plot({**result, "rows": two}, tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -18,6 +18,7 @@ from kos.doctor.__main__ import Doctor
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.doctor.report import Report
 from kos.errors import install
+from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,11 +28,11 @@ PATIENT = "import kos.doctor.__main__ as d\nd.GRACE = 1e3"  # for a slow machine
 
 
 def run(*arguments: str, launcher: tuple[str, ...] = (), code: str = "", **environment: str) -> tuple[int, str]:
-    """Exit code and output of the doctor in processes of its own; ``code`` runs before it."""
+    """Exit code and output of the doctor in processes of its own; ``code`` runs before it, in forked ones."""
     code = f"{code}\nimport sys, kos.doctor.__main__ as d\nsys.exit(d.main())" if code else ""
-    start = ("-c", code) if code else ("-m", "kos.doctor")
+    start = (*python(), "-c", code) if code else (sys.executable, "-m", "kos.doctor")
     pipes = {"capture_output": False, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = run_program(*launcher, sys.executable, *start, *arguments, env={**OUTSIDE, **environment}, **pipes)
+    done = run_program(*launcher, *start, *arguments, env={**OUTSIDE, **environment}, **pipes)
     return done.returncode, done.stdout
 
 

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -67,9 +68,16 @@ def room(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
+@cache
+def parsed(file: Path) -> list[ast.stmt]:
+    """The import statements of a file."""
+    nodes = ast.walk(ast.parse(file.read_text(), filename=str(file)))
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports(file: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import statement, those inside functions too."""
-    for node in ast.walk(ast.parse(file.read_text(), filename=str(file))):
+    for node in parsed(file):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -148,7 +156,7 @@ def test_no_import_circle() -> None:
     arrows: dict[str, set[str]] = {}
     for name, file in modules.items():
         own = arrows.setdefault(name, set())
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in parsed(file):
             if isinstance(node, ast.Import):
                 own |= {alias.name for alias in node.names} & modules.keys()
             elif isinstance(node, ast.ImportFrom) and node.module in modules:

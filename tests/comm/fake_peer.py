@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,9 +95,8 @@ class HostMemory:
 
     def __init__(self, rendezvous: Rendezvous, nbytes: int, device: int) -> None:
         self._rendezvous, self.nbytes = rendezvous, nbytes
-        self._own = Memory(nbytes)
-        ctypes.memset(self._own.pointer, 0, nbytes)
-        self.pointer = self._own.pointer
+        self._own = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # zeros, of which none is there before it is used
+        self.pointer = self._own.ctypes.data
         self.pointers = tuple(int(data) for data in rendezvous.allgather(str(self.pointer).encode()))
         self.peer_pointers = Array.from_numpy(np.array(self.pointers, np.uint64), device)
 

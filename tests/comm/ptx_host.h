@@ -75,13 +75,15 @@ static void let_one_out() {
 static bool seen_here(const Store& s) {
     return s.fiber == current || s.barriers < fibers[current].block_waits;
 }
+static thread_local int in_vain;  // times that this block gave way since it last stored
 static void give_way() {
     if (draw() % 4 == 0) let_one_out();
     if (draw() % 8 == 0) sched_yield();
-    if (draw() % 256 == 0) usleep(100);
+    if (draw() % 256 == 0 || ++in_vain % 256 == 0) usleep(in_vain < 2000 ? 100 : 1000);
     give_turn();
 }
 static void put(u64 address, const void* data, int bytes) {
+    in_vain = 0;
     if (stores == MOST || draw() % 8 == 0) let_one_out();
     Store& s = on_their_way[stores++];
     s.address = address, s.bytes = bytes, s.fiber = current, s.barriers = fibers[current].block_waits;

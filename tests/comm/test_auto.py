@@ -529,7 +529,9 @@ def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.Mon
     monkeypatch.setattr(tune, "PeerBackend", Peer)
     monkeypatch.setattr(Peer, "use", lambda self, launches: launched.append(launches), raising=False)
     monkeypatch.setattr(Peer, "allocate", lambda self, shape, dtype: zeros(shape, dtype))
-    monkeypatch.setattr(tune.Tuner, "_in_graph", tune.Tuner._eager)
+    eager = tune.Tuner._eager
+    for name in ("_in_graph", "_eager"):
+        monkeypatch.setattr(tune.Tuner, name, lambda self, start, depth, repeats: eager(self, start, 2, 3))
     monkeypatch.setattr(tune, "create_stream", lambda device: 7)
     monkeypatch.setattr(tune, "set_device", lambda device: None)
     monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)

@@ -39,6 +39,7 @@ from tests.comm.tcp_ranks import (
     run_threads,
     start,
 )
+from tests.forked import python
 
 # What it does.
 
@@ -80,7 +81,7 @@ def test_the_last_answers_arrive_though_nobody_closed() -> None:
     """The process of rank 0 ends only when the hub has sent the answer to the others."""
     code = "from kos.comm.rendezvous.env import EnvRendezvous\nEnvRendezvous(60).allgather(b'x' * 30_000_000)"
     port = free_port()
-    rank0 = start([sys.executable, "-c", code], 0, 2, port)
+    rank0 = start([*python(), "-c", code], 0, 2, port)
     try:
         first, _ = EnvRendezvous(60, environment(1, 2, port)).allgather(b"")
         assert first == b"x" * 30_000_000
@@ -280,7 +281,7 @@ def test_jobs_side_by_side() -> None:
 def test_the_trainer(tmp_path: Path) -> None:
     text = tmp_path / "corpus.txt"
     text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "kos" / "comm").glob("*.py"))))
-    port, command = free_port(), [sys.executable, "-m", "kos.train", *TINY, "--data", str(text), "--out"]
+    port, command = free_port(), [*python(), "-m", "kos.train", *TINY, "--data", str(text), "--out"]
     one = start([*command, str(tmp_path / "one")], 0, 1, port)
     two = [start([*command, str(tmp_path / "two")], rank, 2, port) for rank in range(2)]
     for code, output in finish([one, *two]):

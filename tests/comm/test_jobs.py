@@ -11,6 +11,7 @@ import pytest
 
 from kos.comm.rendezvous import mpi_job
 from kos.errors import install
+from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,9 @@ def start(*command: str) -> subprocess.CompletedProcess[str]:
     return run_program(*command, env=environment(), cwd="/")
 
 
-def mpirun(ranks: int, path: str, *options: str) -> subprocess.CompletedProcess[str]:
-    return start(MPIRUN, *options, "-n", str(ranks), sys.executable, path)
+def mpirun(ranks: int, path: str, *options: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """``fresh``: each rank is a Python of its own, not forked from one that has imported kos."""
+    return start(MPIRUN, *options, "-n", str(ranks), *([sys.executable] if fresh else python()), path)
 
 
 @needs_mpirun
@@ -45,7 +47,7 @@ with kos.init() as comm:
     assert (comm.local_rank, comm.local_size) == (comm.rank, 3)
     print(comm.explain().splitlines()[1], flush=True)
 """
-    done = mpirun(3, program(tmp_path, text))
+    done = mpirun(3, program(tmp_path, text), fresh=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(re.findall("^mpi +in use ", done.stdout, re.MULTILINE)) == 3
 
@@ -262,7 +264,7 @@ atexit.register(lambda: print("active", not MPI.Is_finalized(), flush=True))
 MPI.COMM_WORLD.Barrier()
 comm.all_reduce(np.ones(3), async_op=True)
 """
-    done = mpirun(2, program(tmp_path, text))
+    done = mpirun(2, program(tmp_path, text), fresh=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "active True\n" * 2, "")
 
 

@@ -43,6 +43,7 @@ from kos.errors import (
 )
 from kos.memory import as_buffer
 from kos.memory.array import Array
+from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import captures
@@ -132,7 +133,8 @@ def test_blocks_of_one_role_each(ranks: Any, seed: int, dtype: np.dtype, op: Red
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    conformance.test_reduce_scatter(ranks, seed, dtype, op)
+    for deterministic in (False, True):
+        ranks.run(lambda comm, d=deterministic: results.reduces(comm, seed, "reduce_scatter", dtype, op, 0, d))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.int64)], ids=str)

@@ -115,7 +115,7 @@ def execute(comm: kos.Communicator, program: Program) -> None:
             part.close()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(program=programs())
 def test_on_threads(program: Program) -> None:
     spawn(lambda comm: execute(comm, program), program.size, timeout=10)

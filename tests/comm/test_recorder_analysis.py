@@ -19,6 +19,7 @@ from kos.comm.recorder.__main__ import main
 from kos.errors import CollectiveMismatch, KosError
 from kos.testing import spawn
 from tests.comm.test_recorder import ONES, line_of
+from tests.forked import python
 
 
 def run_and_dump(folder: Path, size: int, fn: Callable[[kos.Communicator], Any]) -> None:
@@ -318,7 +319,7 @@ def test_readers_that_have_seen_enough(tmp_path: Path, command: str) -> None:
     os.close(reader)
     dumps = [str(tmp_path)] if command == "comm.recorder" else []
     with open(writer, "wb") as gone:
-        done = subprocess.run([sys.executable, "-m", f"kos.{command}", *dumps], stdout=gone, stderr=subprocess.PIPE)
+        done = subprocess.run([*python(), "-m", f"kos.{command}", *dumps], stdout=gone, stderr=subprocess.PIPE)
     assert done.stderr == b"" and done.returncode in ([0, 1] if command == "doctor" else [0])
     again = [sys.executable, "-m", f"kos.{command}", *dumps]
     code = f"import os; os.close(1); os.execv({sys.executable!r}, {again})"

@@ -21,19 +21,13 @@ from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
+from kos.testing.conformance.values import ALL_DTYPES
 from tests.comm import test_conformance as conformance
 from tests.comm.ranks import time_out_beside_others
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
-    test_all_gather_v,
-    test_all_to_all,
-    test_all_to_all_v,
     test_barrier_waits_for_all_ranks,
-    test_broadcast,
-    test_gather_and_scatter,
     test_large,
-    test_messages,
-    test_reduce,
     test_shapes_and_scalars,
 )
 from tests.comm.test_message_failures import COUNTS, disagree_about_counts, give_up_a_send
@@ -66,6 +60,26 @@ def _sockets_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
 def test_all_reduce_by_algorithm(ranks: TCPRanks, seed: int, algorithm: str, dtype: Any) -> None:
     conformance.test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype)
+
+
+MOVING = ("all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather_and_scatter", "messages")
+PAIRS = [  # each operation with each dtype, each of both on sockets and in shared memory
+    pytest.param(("sockets", "shared")[(i + j) % 2], name, dtype, id=f"{name}-{dtype}")
+    for i, name in enumerate(MOVING)
+    for j, dtype in enumerate(ALL_DTYPES)
+]
+
+
+@pytest.mark.parametrize(("memory", "name", "dtype"), PAIRS, indirect=["memory"])
+def test_moving(ranks: TCPRanks, seed: int, name: str, dtype: Any) -> None:
+    getattr(conformance, f"test_{name}")(ranks, seed, dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+def test_reduce(ranks: TCPRanks, seed: int, memory: str, dtype: Any) -> None:
+    """Each dtype in both orders of addition, each on one of both memories."""
+    fixed = ALL_DTYPES.index(dtype) % 2 == (memory == "shared")
+    conformance.test_reduce(ranks, seed, dtype, fixed)
 
 
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
@@ -286,7 +300,7 @@ def test_counts_that_are_not_the_same_on_all_ranks(ranks: TCPRanks, name: str, c
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "CREDIT_BYTES", 1 << 20)
+    monkeypatch.setattr(backend, "CREDIT_BYTES", 1 << 20 if count == backend.EAGER_BYTES else 1 << 17)
     number = 3 * backend.CREDIT_BYTES // (count + backend.OVERHEAD_BYTES)
 
     def body(comm: kos.Communicator) -> None:

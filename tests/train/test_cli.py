@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from kos.train.checkpoint import checkpoint
 from kos.train.tools.metrics import read_metrics
+from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program
 from tests.run import NEVER_STARTED
 
@@ -23,15 +25,16 @@ ENVIRONMENT = {**OUTSIDE, "PYTHONUNBUFFERED": ""}  # as users have it
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
 
 
-def _command(*flags: str | Path, ranks: int = 2) -> list[str]:
+def _command(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> list[str]:
+    """``fresh``: each rank is a Python of its own, not forked from one that has imported kos."""
     if ranks > 1 and not MPIRUN:
         pytest.skip("needs mpirun")
     launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
-    return [*launcher, sys.executable, "-m", "kos.train", *SHAPE, *map(str, flags)]
+    return [*launcher, *([sys.executable] if fresh else python()), "-m", "kos.train", *SHAPE, *map(str, flags)]
 
 
-def _run(*flags: str | Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    return run_program(*_command(*flags, ranks=ranks), env=ENVIRONMENT)
+def _run(*flags: str | Path, ranks: int = 2, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    return run_program(*_command(*flags, ranks=ranks, fresh=fresh), env=ENVIRONMENT)
 
 
 def _errors(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -108,9 +111,10 @@ def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
     assert len(rows) == 10 and rows[:5] == rows[5:]
 
 
-def _start(*flags: str | Path, ranks: int = 2) -> subprocess.Popen[str]:
+def _start(*flags: str | Path, ranks: int = 2, fresh: bool = True) -> subprocess.Popen[str]:
     """A long run, once it has made a few steps."""
-    command = _command(*flags, "--steps", "1000000", "--save-every", "5", "--eval-every", "0", ranks=ranks)
+    flags = (*flags, "--steps", "1000000", "--save-every", "5", "--eval-every", "0")
+    command = _command(*flags, ranks=ranks, fresh=fresh)
     for _ in range(3):
         process = subprocess.Popen(
             command, env=ENVIRONMENT, text=True, start_new_session=True,
@@ -135,7 +139,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: signal.Signals) -> None:
-    process = _start("--data", text, "--out", tmp_path, ranks=ranks)
+    process = _start("--data", text, "--out", tmp_path, ranks=ranks, fresh=False)
     process.send_signal(number)
     said = _end(process)
     assert process.returncode == 0, said
@@ -144,6 +148,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert found.step == rows[-1]["step"]
     (command,) = re.findall(f"after step {found.step}; go on by: (.*)", said)
+    command = command.replace(sys.executable, shlex.join(python()))
     more = run_program("sh", "-c", f"{command} --steps {found.step + 2}", env=ENVIRONMENT)
     assert (more.returncode, more.stderr) == (0, ""), more.stderr
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == found.step + 2
@@ -152,7 +157,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
 @pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
 def test_output_that_nobody_takes_does_not_end_a_run(text: Path, tmp_path: Path, where: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--steps", "8", "--sample-tokens", "5", "--prompt", "Ä"]
-    command = " ".join(_command(*flags, ranks=1))
+    command = " ".join(_command(*flags, ranks=1, fresh=where in ("closed", "ascii")))
     command += {"head": " | head -n 2", "full": " >/dev/full", "closed": " >&-", "ascii": ""}[where]
     environment = {**ENVIRONMENT, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=SECONDS)
@@ -237,11 +242,11 @@ def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
 
 
 def test_learns_the_text(text: Path, tmp_path: Path) -> None:
-    done = _run("--data", text, "--out", tmp_path, "--steps", "150", "--lr", "0.01", "--eval-every", "150")
+    done = _run("--data", text, "--out", tmp_path, "--steps", "60", "--lr", "0.01", "--eval-every", "60", fresh=True)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert all(said in done.stdout for said in ("2 ranks", "step 150/150", "a sample"))
+    assert all(said in done.stdout for said in ("2 ranks", "step 60/60", "a sample"))
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert len(rows) == checkpoint.find(tmp_path).step == 150
+    assert len(rows) == checkpoint.find(tmp_path).step == 60
     assert rows[-1]["val_loss"] < 0.25 * np.log(256)
     sampled = subprocess.run(
         [sys.executable, "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],

@@ -231,6 +231,14 @@ def test_the_default_micro_batch_is_bounded_and_divides() -> None:
         assert micro == max(fits, default=1)
 
 
+def test_a_pipeline_has_two_micro_batches_a_stage_and_an_interleaved_one_whole_groups() -> None:
+    for batch, pp, micro in ((36, 4, 4), (24, 4, 3), (8, 4, 1), (6, 4, 1)):
+        flags = ["--batch-size", str(batch), "--pp", str(pp), "--seq-len", "16"]
+        assert parse(flags).for_world(1).micro_batch_size == micro
+        interleaved = parse([*flags, "--pp-schedule", "interleaved"]).for_world(1).micro_batch_size
+        assert interleaved == (3 if batch == 36 else micro)
+
+
 def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:
     for batch in (8, 12, 24, 32, 40, 64):
         config = parse(["--deterministic", "--batch-size", str(batch)])
@@ -246,6 +254,7 @@ def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:
         (["--batch-size", "32", "--micro-batch-size", "8"], 3, ["8 × 3 = 24", "got 32"]),
         (["--batch-size", "4"], 8, ["8 ranks", "got 4"]),
         (["--batch-size", "4", "--deterministic"], 8, ["8 ranks", "got 4"]),
+        (["--batch-size", "7", "--tp", "2"], 2, ["multiple of the 2 data-parallel ranks", "got 7"]),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(argv: list[str], size: int, parts: list[str]) -> None:

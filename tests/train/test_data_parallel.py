@@ -13,36 +13,41 @@ from kos.train.model.gpt2 import make_model
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as ops
-from kos.train.parallel.data import DataParallel, cut, deal
+from kos.train.parallel.data import DataParallel, cut, deal, subtrees, waiting_subtrees
 from kos.train.parallel.mesh import Mesh
 
 SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
 MICRO_BATCHES = 8
 
 
-def _micro_gradients() -> np.ndarray:
+def _micro_gradients(count: int = MICRO_BATCHES) -> np.ndarray:
     size = Parameters(SHAPES).flat.size
-    scales = 10.0 ** np.arange(MICRO_BATCHES)[:, None] / 1e3  # so that the order of additions shows
-    return (np.random.default_rng(5).standard_normal((MICRO_BATCHES, size)) * scales).astype(np.float32)
+    scales = 10.0 ** (np.arange(count)[:, None] % 8) / 1e3  # so that the order of additions shows
+    return (np.random.default_rng(5).standard_normal((count, size)) * scales).astype(np.float32)
 
 
-def _sum_over_ranks(comm: Communicator, deterministic: bool, bucket_bytes: int) -> np.ndarray:
+def _sum_over_ranks(
+    comm: Communicator, deterministic: bool, bucket_bytes: int, micro_batches: int = MICRO_BATCHES
+) -> np.ndarray:
     """A backward stands in that writes (or adds) the micro-batch's gradients, tensor by tensor."""
-    micro = _micro_gradients()
-    gradients = Parameters(SHAPES)
+    micro = _micro_gradients(micro_batches)
+    gradients = Parameters(SHAPES, multiple=comm.size)
     gradients.flat[:] = np.nan
-    parallel = DataParallel(Mesh(comm).gradients, gradients, deterministic=deterministic, bucket_bytes=bucket_bytes)
-    mine = deal(MICRO_BATCHES, 1, comm.rank, comm.size)
+    mine, mesh = deal(micro_batches, 1, comm.rank, comm.size), Mesh(comm)
+    in_order = (mesh.dp, len(mine)) if deterministic else None
+    parallel = DataParallel(mesh.gradients, gradients, in_order=in_order, bucket_bytes=bucket_bytes)
     for index, rows in enumerate(mine):
         for name, span in gradients.spans.items():
             if parallel.accumulates(index):
                 gradients.flat[span] += micro[rows.start, span]
             else:
                 gradients.flat[span] = micro[rows.start, span]
-            if index + 1 == len(mine):
+            if parallel.tree is not None:
+                parallel.tree.add(name, index)
+            elif index + 1 == len(mine):
                 parallel.gradient_ready(name)
         parallel.finish_round(index, len(mine))
-    return gradients.flat
+    return gradients.flat[: sum(x.size for x in gradients.values())]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 1 << 20])
@@ -52,13 +57,31 @@ def test_sum(size: int, deterministic: bool, bucket_bytes: int) -> None:
     micro = _micro_gradients()
     results = spawn(lambda comm: _sum_over_ranks(comm, deterministic, bucket_bytes), size)
     exact = micro.astype(np.float64).sum(axis=0)
-    in_order, backwards = (np.add.accumulate(order)[-1] for order in (micro, micro[::-1]))
-    assert in_order.tobytes() != backwards.tobytes(), "the order of additions shows in this data"
+    assert _tree(micro).tobytes() != np.add.accumulate(micro)[-1].tobytes(), "the order of additions shows in this data"
     for result in results:
         assert result.tobytes() == results[0].tobytes()
         np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5 * np.abs(micro).max())
         if deterministic:
-            assert result.tobytes() == in_order.tobytes()
+            assert result.tobytes() == _tree(micro).tobytes()
+
+
+def _tree(terms: np.ndarray) -> np.ndarray:
+    """A binary tree whose left half is the largest power of two."""
+    if len(terms) == 1:
+        return terms[0]
+    half = 1 << (len(terms) - 1).bit_length() - 1
+    return _tree(terms[:half]) + _tree(terms[half:])
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 6), (2, 6), (3, 6), (6, 6), (2, 10), (5, 10), (7, 21), (6, 24)])
+def test_a_tree_over_any_number_of_micro_batches(size: int, count: int) -> None:
+    for result in spawn(lambda comm: _sum_over_ranks(comm, True, 300, count), size):
+        assert result.tobytes() == _tree(_micro_gradients(count)).tobytes()
+
+
+def test_a_rank_keeps_few_subtrees() -> None:
+    assert [waiting_subtrees(0, count) for count in (1, 2, 4, 8, 64)] == [0, 1, 2, 3, 6]
+    assert subtrees(3, 5) == ([0, 0, 1, 0, 2], [(3, 1), (4, 4)])
 
 
 def _gradients_of_a_model(comm: Communicator, tied: bool, gathered: bool, rounds: int) -> np.ndarray:
@@ -117,5 +140,5 @@ def test_every_row_is_dealt_once(batch: int, micro: int, size: int) -> None:
     hands = [deal(batch, micro, rank, size) for rank in range(size)]
     assert len({len(hand) for hand in hands}) == 1
     assert sorted(row for hand in hands for rows in hand for row in rows) == list(range(batch))
-    order = [hands[rank][turn].start for turn in range(len(hands[0])) for rank in range(size)]
+    order = [rows.start for hand in hands for rows in hand]
     assert order == sorted(order)

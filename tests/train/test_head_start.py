@@ -26,6 +26,7 @@ from kos.train.engine import head_start
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.ops.cuda import cublaslt
 from kos.train.parallel.mesh import Layout
+from tests.forked import python
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -227,17 +228,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_weights(tmp_path: Path) -> 
     atexit.register(lambda: print(0 < len(drawn) <= os.cpu_count()))
     sys.exit(main.main())
     """
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "--data",
-        tmp_path / "text",
-        "--out",
-        tmp_path / "run",
-        "--vocab-size",
-        "300",
-    ]
+    command = [*python(), "-c", code, "--data", tmp_path / "text", "--out", tmp_path / "run", "--vocab-size", "300"]
     environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["True"]), done.stderr
@@ -252,7 +243,7 @@ def test_a_driver_that_is_of_no_use(tmp_path: Path) -> None:
     flags += ["--vocab-size", "300", "--seq-len", "16", "--batch-size", "2", "--hidden-size", "32"]
     environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
     for device, status, errors in (("auto", 0, 0), ("cuda", 2, 1)):
-        command = [sys.executable, "-c", code, *map(str, flags), "--device", device]
+        command = [*python(), "-c", code, *map(str, flags), "--device", device]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
         assert done.returncode == status, done.stderr
         assert done.stderr.count("kos: error: --device cuda: expected a GPU") == done.stderr.count("\n") == errors

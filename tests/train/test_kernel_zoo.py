@@ -18,7 +18,6 @@ from tests.host_compiler import COMPILER, compiled
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import on_host
 
-torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
 TINY = ModelSection(**PRESETS["tiny"].values["model"], vocab_size=301)
@@ -32,6 +31,7 @@ UNITS = {"bfloat16": 8, "float32": 24}  # of rounding: sums of up to 768 product
 @pytest.fixture
 def zoo(monkeypatch):
     """The module, on the CPU."""
+    torch = pytest.importorskip("torch")
     zoo = importlib.import_module("benchmarks.kernels.zoo")
     source, types = emulator.to_host_source(zoo.NAIVE)
     added = "template <class V> static void atomicAdd(V* p, V x) { *p += x; }"
@@ -71,6 +71,7 @@ def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
+    torch = pytest.importorskip("torch")
     torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
     assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name)["fast"] < UNITS[dtype]
 
@@ -79,6 +80,7 @@ def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
 @pytest.mark.parametrize("dtype", UNITS)
 def test_both_versions_of_every_operation(zoo, monkeypatch, dtype, shape, seq_len, tokens):
     """As ``benchmarks.kernels`` checks them on a GPU."""
+    torch = pytest.importorskip("torch")
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", tokens)
     seed = int(np.random.default_rng().integers(1 << 31))

@@ -50,8 +50,10 @@ def test_embedding(ops, side, rng, arena):
     "check", [on_ops.test_embedding, on_ops.test_rms_norm, on_ops.test_layer_norm, on_ops.test_swiglu, on_ops.test_gelu]
 )
 def test_random_shapes(ops, side, rng, arena, check):
-    sizes = 3 if check is on_ops.test_embedding else 2
-    on_ops.test_random_shapes(ops, side, rng, arena, check, lambda draw: [draw(20, 90) for _ in range(sizes)])
+    """Rows of any number; of few widths, for kernels are compiled for each."""
+    widths, rows = (21, 32, 46, 60, 77, 88), 2 if check is on_ops.test_embedding else 1
+    shape = lambda draw: [*(draw(20, 90) for _ in range(rows)), widths[draw(0, 6)]]  # noqa: E731
+    on_ops.test_random_shapes(ops, side, rng, arena, check, shape)
 
 
 def test_embedding_of_one_token_only(ops, side, arena):

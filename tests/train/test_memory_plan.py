@@ -11,17 +11,23 @@ from kos.train.config.flags import parse
 from kos.train.engine import memory_plan
 from kos.train.engine.memory_plan import GIB, plan_memory
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.schedules import build
 
 
-def plan(*flags, ranks=1):
-    """The plan of a preset on GPUs of 138.9 GiB."""
-    config = parse(list(flags)).for_world(ranks, "cuda")
+def plan(*flags, ranks=1, rank=0, **axes):
+    """The plan of a preset on GPUs of 138.9 GiB; ``ranks`` are those of dp."""
+    mesh = Mesh.silent(layout := Layout(dp=ranks, **axes), rank)
+    config = parse([*flags, *(f"--{axis}={size}" for axis, size in axes.items())]).for_world(ranks, "cuda")
     ops = CudaOps.__new__(CudaOps)
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
     rounds = config.batch_size // config.micro_batch_size // ranks
     model = config.model_config_for(256)
+    schedule = build(config.pp_schedule, layout.pp, rounds, config.pp_chunks)
+    stages = [schedule.stage(mesh.pp.rank, chunk) for chunk in range(schedule.chunks)]
+    parts = [model.local(mesh.tp.rank, layout.tp, stage, schedule.stages) for stage in stages]
     return plan_memory(
-        config, model, model.local(), ops, ranks=ranks, head_rows=8192, multiple=1, rounds=rounds
+        config, model, parts, ops, mesh=mesh, schedule=schedule, head_rows=8192, multiple=1, rounds=rounds
     )
 
 
@@ -42,7 +48,8 @@ def test_the_plan_of_published_models(monkeypatch):
     assert 7.4 * 8.03e9 < sharded.total - sharded.arena < 7.7 * 8.03e9
     short = plan("--preset", "8b", "--zero", "1", "--grad-dtype", "bfloat16", ranks=8).check()
     assert sharded.uses["gradients, float32"] - short.uses["gradients, bfloat16"] == 2 * 8_030_261_248
-    assert short.arena - sharded.arena == 4 * 128_256 * 4096  # a head's gradient, over two chunks of tokens
+    more, gradient = short.arena - sharded.arena, 4 * 128_256 * 4096  # a head's, over two chunks of tokens
+    assert 0.97 * gradient < more < gradient  # a block's backward takes more than the rest of the head's
     alone = plan("--preset", "8b", "--master-weights", "none", ranks=8)
     assert 14 * 8.03e9 < alone.total - alone.arena < 14.3 * 8.03e9 and "  weights, bfloat16 " in str(alone)
     taken = [plan("--preset", "1b", "--recompute", how).arena for how in ("none", "norms", "block")]
@@ -69,3 +76,20 @@ def test_only_what_can_help_against_too_little_memory_is_said(monkeypatch):
     for free, said in ((tiny.total - 1, acting + other), (rest, other), (least + 1, other), (least, "")):
         with pytest.raises(ConfigError, match=f"; less takes {said}a smaller model$"):
             tiny._replace(free=free).check()
+
+
+def test_the_plan_of_layouts(monkeypatch):
+    """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
+    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
+    flags = "--preset", "8b", "--batch-size", "32", "--micro-batch-size", "1"
+    whole, halves = plan(*flags), plan(*flags, tp=2)
+    assert 0.5 < halves.uses["weights, bfloat16"] / whole.uses["weights, bfloat16"] < 0.501  # norms are whole
+    assert 0.5 < halves.arena / whole.arena < 0.6
+    first, last = (plan(*flags, "--pp-schedule", "1f1b", pp=4, rank=rank) for rank in (0, 3))
+    assert "activations, recompute none, 4 micro-batches in flight" in first.uses
+    assert 1.45 < first.slot / last.slot < 1.55  # 9 layers, and 6 and the head
+    assert 5.7 < (first.arena - first.scratch) / (last.arena - last.scratch) < 6.1
+    assert "logits of 8192 tokens" in last.uses and "logits of 8192 tokens" not in first.uses
+    for plans in ((first, last), (halves,)):
+        assert all(each.check().total < 0.7 * whole.total for each in plans)

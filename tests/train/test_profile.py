@@ -93,7 +93,7 @@ def test_on_the_cpu(tmp_path, capsys):
         assert {found[0, name] for name in LINEAR} == {2 * 2 * PRODUCTS}  # steps, micro-batches
         assert found[0, "attention"] == 2 * 2 * 2 and found[0, "optimizer"] == 2
         assert found[1, "all_reduce"] == 2
-        assert found[1, "all_gather"] == 2 * 2  # what a step came to; before the second micro-batch whether to stop
+        assert found[1, "all_gather"] == 2  # what a step came to
     flops = {span["name"]: span["args"] for span in spans}["linear 16 x 58 x 24"]
     assert flops == {"bytes": 4 * (16 * 24 + 58 * 24 + 16 * 58), "flops": 2.0 * 16 * 58 * 24}
     width, (looked, added) = 24, ([s["args"]["bytes"] for s in spans if s["name"] == name] for name in LOOKUPS)
@@ -114,7 +114,8 @@ def test_a_run_that_is_gone_on_from_stays_as_it_was(tmp_path):
     values = {**SMALL, "data": str(tmp_path / "letters.txt"), "out": run, "steps": 3, "save_every": 2, "keep": 9}
     (tmp_path / "letters.txt").write_bytes(b"abc" * 700)
     spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), comm).run(), 1, timeout=100)
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != ".lock")  # that is of a process
+    before = {path: path.read_bytes() for path in files}
     values |= {"profile": 1, "steps": 9, "resume": str(run / "checkpoints" / "step-2")}
     spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), comm).run(), 1, timeout=100)
     assert {path: path.read_bytes() for path in before} == before and (run / "profile.txt").exists()

@@ -16,6 +16,7 @@ from kos.errors import CheckpointError, TrainingError
 from kos.train import sample
 from kos.train.checkpoint import checkpoint
 from kos.train.model.generate import generate
+from tests.forked import python
 from tests.train.test_loop import _train, text
 
 __all__ = ["text"]
@@ -162,6 +163,7 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
     flags = [str(run), "--tokens", "20", "--seed", "3"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", _say(capsys, *flags))
+    command = [*python(), "-m", "kos.train.sample"]
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, *flags], stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
     assert done.returncode == 1 and done.stderr.startswith("kos: error: expected to write the text, got [Errno 28]")

@@ -179,4 +179,6 @@ class ShardedState:
 
 def _joined(parts: np.ndarray, shape: tuple[int, ...], dim: int | None) -> np.ndarray:
     """The whole tensor of its parts (shards, size). Parts of columns give a view (rows, shards, columns of a part)."""
-    return parts.reshape(len(parts), shape[0], -1).swapaxes(0, 1) if dim == 1 else parts.reshape(shape)
+    if dim != 1 or len(parts) == 1:
+        return parts.reshape(shape)
+    return parts.reshape(len(parts), shape[0], -1).swapaxes(0, 1)

@@ -180,12 +180,13 @@ class TrainConfig(Section):
         return self.model_dump(mode="json")
 
     def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
-        """This configuration as ``size`` ranks run it on ``device``: with its dtypes and micro-batch size.
+        """This configuration as ``size`` data-parallel ranks run it on ``device``: its dtypes and micro-batch size.
 
         Each step, a rank takes ``batch_size / (micro_batch_size * size)`` micro-batches.  A size that was
         not given becomes the largest divisor that fits: of ``batch_size / size``, and of at most
         ``MICRO_BATCH_TOKENS`` tokens.  With ``deterministic`` it depends on the batch alone: the largest
-        divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.
+        divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.  A pipeline has two
+        micro-batches a stage at least, and an interleaved one a multiple of its ranks, where the batch allows it.
 
         Raises:
             ConfigError: the batch cannot be cut evenly; an option that the device does not have.
@@ -206,15 +207,18 @@ class TrainConfig(Section):
         if self.grad_dtype != "float32" and self.deterministic:
             raise ConfigError(f"--grad-dtype: expected float32 with --deterministic, got {self.grad_dtype}")
         batch, micro = self.batch_size, self.micro_batch_size
+        ranks = "ranks" if self.tp * self.pp * self.cp == 1 else "data-parallel ranks"
         if micro is None:
             if batch % size:
-                raise ConfigError(f"--batch-size: expected a multiple of the {size} ranks, got {batch}")
+                raise ConfigError(f"--batch-size: expected a multiple of the {size} {ranks}, got {batch}")
             whole = batch if self.deterministic else batch // size
             parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1 if self.pp == 1 else 2 * self.pp
-            micro = _largest_divisor(whole, min(whole // parts, most // self.seq_len))
+            limit = min(whole // parts, most // self.seq_len)
+            in_groups = self.pp_schedule == "interleaved" and whole % self.pp == 0 and not self.deterministic
+            micro = _largest_divisor(whole // self.pp if in_groups else whole, limit)
         if batch % (micro * size):
             raise ConfigError(
-                f"--batch-size: expected a multiple of micro-batch size × ranks = {micro} × {size} = "
+                f"--batch-size: expected a multiple of micro-batch size × {ranks} = {micro} × {size} = "
                 f"{micro * size}, got {batch}"
             )
         grad_dtype = self.grad_dtype if batch == micro * size else "float32"

@@ -9,21 +9,25 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.reduction import ReduceOp
 from kos.memory.arena import Arena
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
+from kos.train.engine import head_start
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
 from kos.train.engine.protocol import Show, StepResult
+from kos.train.engine.stage import fixes_order
 from kos.train.engine.step import StepProgram
+from kos.train.model.fixed import LOOKUPS, cut_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient
 from kos.train.parallel import schedules
-from kos.train.parallel.data import DataParallel, deal
+from kos.train.parallel.data import DataParallel, TreeSum, deal, waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
@@ -32,13 +36,13 @@ from kos.train.parallel.schedules import Schedule
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, schedule: Schedule, ranks: int,
-    first: bool, shards: int = 1, saved: int = 0,
+    shards: int = 1, saved: int = 0, waiting: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """What a rank of ``mesh``, a silent one, will need of its memory, one of ``ranks`` on this host.
 
     What is small is left out.
-    The ``first`` of those that hold the same weights sums gradients in order. With ZeRO-1 the moments are in
-    ``shards``. ``saved`` bytes are on their way to files at once.
+    With ZeRO-1 the moments are in ``shards``. ``saved`` bytes are on their way to files at once. ``waiting``: copies of
+    the gradients that are summed in order.
     """
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
     scratch, slot = peaks(config, model, parts, Sizing(), mesh, split)
@@ -46,7 +50,7 @@ def plan_memory(
     count = model.num_parameters(*parts)
     uses = {
         "weights, gradients, both Adam moments": 8 * count + 8 * count // shards,
-        "gradients summed in order": 4 * count * (config.deterministic and first),
+        "gradients summed in order": 4 * count * waiting,
         "activations": activations,
         "tensors to be saved": saved,
     }
@@ -106,14 +110,23 @@ class CpuEngine(StepProgram):
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
         silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
+        dp, steps, fixed = mesh.dp, self.accumulation_steps, fixes_order(config, model)
+        if fixed:
+            cut_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
+        waiting = waiting_subtrees(dp.rank, steps) if config.deterministic else 0
         saved = Shards(model, mesh.layout, self.stages()).host_bytes(mesh.world.rank, config.save_async)
-        plan = plan_memory(config, model, parts, silent, schedule, of_host, group.rank == 0, shards, saved)
+        plan = plan_memory(config, model, parts, silent, schedule, of_host, shards, saved, waiting)
         self.plan = together(self.comm, plan.check)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
-        self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else 1)
+        self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else dp.size)
         self.gradients = self.weights.like()
         self.build_models(model, numpy_ops, self.dtype, recompute=config.recompute)
-        self.parallel = DataParallel(group, self.gradients, deterministic=config.deterministic, sharded=sharded)
+        in_order = (dp, steps) if config.deterministic else None
+        self.parallel = DataParallel(group, self.gradients, in_order=in_order, sharded=sharded)
+        if fixed and model.tie_word_embeddings and any(part.first for part in parts):
+            table = {LOOKUPS: self.weights[model.embedding].shape}
+            lookups = Parameters(table, self.dtype, multiple=dp.size)
+            self.lookup_sum = TreeSum(dp, steps, lookups, [slice(0, lookups.flat.size)])
         self.optimizer = AdamW(
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,
@@ -141,10 +154,11 @@ class CpuEngine(StepProgram):
         return {}
 
     def draw_weights(self) -> None:
-        if self.mesh.layout.ranks > self.mesh.layout.pp:
-            super().draw_weights()
-        else:  # the whole stage is this rank's
-            self.model.config.init_weights(self.weights, self.config.seed, *self.state.parts)
+        model, seed, layout = self.model.config, self.config.seed, self.mesh.layout
+        if layout.ranks > layout.pp:
+            self.drawn = head_start.draw_weights(model, seed, layout, self.mesh.world.rank, self.stages())
+        else:  # its stages are this rank's alone
+            model.init_weights(self.weights, seed, *self.state.parts)
 
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""
@@ -170,6 +184,9 @@ class CpuEngine(StepProgram):
         return self.context.take(tokens), self.context.take(targets)
 
     def queue_norm(self) -> None:
+        if self.config.deterministic:
+            self._norm = self._exact_norm() / self._micro_batches
+            return
         sums = self.optimizer.squares(self.gradients, self.counted())
         if self.parallel.sharded:
             self.parallel.axis.comm.all_reduce(sums)
@@ -177,6 +194,23 @@ class CpuEngine(StepProgram):
         if self.mesh.model.size > 1:
             total = math.fsum(self.mesh.model.comm.all_gather(np.array(total)))
         self._norm = math.sqrt(total) / self._micro_batches
+
+    def _exact_norm(self) -> float:
+        """The same bits however tensors are cut: of sums without rounding."""
+        counted, model = self.counted(), self.mesh.model
+        largest = np.array([self.optimizer.largest(self.gradients, counted)])
+        if self.comm.size > 1:
+            self.comm.all_reduce(largest, ReduceOp.MAX)
+        if not 0 < largest[0] < math.inf:
+            return float(largest[0])
+        sums = self.optimizer.exact_squares(
+            self.gradients, counted, float(largest[0]), self.model.config.num_parameters()
+        )
+        if self.parallel.sharded:
+            self.parallel.axis.comm.all_reduce(sums)
+        if model.size > 1:
+            model.comm.all_reduce(sums)
+        return math.sqrt(math.fsum(sums))
 
     def queue_update(self) -> None:
         config, norm = self.config, self._norm

@@ -49,7 +49,7 @@ from kos.train.ops.cuda.adamw import CHUNK, STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
 from kos.train.parallel import schedules
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel, deal
+from kos.train.parallel.data import DataParallel, deal, waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
@@ -81,7 +81,7 @@ class Buckets(NamedTuple):
         if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
             itemsize = DTYPES[config.grad_dtype].itemsize
             nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
-        multiple = ranks * CHUNK if config.zero == 1 and ranks > 1 else ALIGNED if ranks > 1 else 1
+        multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
         staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
         lookups = ranks == mesh.layout.ranks > 1 and gathers_lookups(config, model, ranks, rounds)
         return cls(multiple, nbytes, staging, lookups)
@@ -94,8 +94,8 @@ class Buckets(NamedTuple):
         bucket = max(self.nbytes // DTYPES[config.grad_dtype].itemsize, self.multiple)
         return plan_memory(
             config, model, parts, ops, mesh=mesh, schedule=schedule, head_rows=HEAD_ROWS, multiple=self.multiple,
-            rounds=schedule.micro_batches, sharing=sharing, carry=config.deterministic and mesh.gradients.rank == 0,
-            lookups=self.lookups, staging=self.staging, bucket=bucket, free=free,
+            rounds=(rounds := schedule.micro_batches), sharing=sharing, lookups=self.lookups, staging=self.staging,
+            waiting=waiting_subtrees(mesh.dp.rank, rounds) if config.deterministic else 0, bucket=bucket, free=free,
         )  # fmt: skip
 
 
@@ -135,7 +135,7 @@ class CudaEngine(StepProgram):
             return buckets.plan(config, model, parts, ops, silent, schedule, sharing).check()
 
         heads = (parts[0].heads, parts[0].kv_heads, model.head_dim)
-        shape = cudnn.Shape(config.micro_batch_size, config.seq_len, *heads, config.dtype)
+        shape = cudnn.Shape(config.micro_batch_size, config.seq_len // mesh.cp.size, *heads, config.dtype)
         asked: str = config.attention
         if config.deterministic or mesh.cp.size > 1:  # not by time; another rank's keys are for our own kernels
             asked = config.attention.replace("auto", "flash")
@@ -154,15 +154,14 @@ class CudaEngine(StepProgram):
             arena.reserve(size)
             arena.fix()
         if mesh.pp.size > 1:
-            batches = data.val_batches()  # none with --eval-batches 0
-            evaluated = len(batches[0]()[0]) if batches else 0
-            of_sizes = {min(config.micro_batch_size, evaluated), evaluated % config.micro_batch_size}
-            for rows in {config.micro_batch_size, *of_sizes} - {0}:
-                tokens = rows * config.seq_len // mesh.cp.size
-                self.pipeline.connect(self._rooms[True][0].array[: self.tensor.rows(tokens)])
+            micro, evaluated = config.micro_batch_size, [len(batch()[0]) for batch in data.val_batches()[:1]]
+            sizes = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
+            for rows in sorted(sizes):
+                own = self.tensor.rows(rows * config.seq_len // mesh.cp.size)
+                self.pipeline.connect(self._rooms[True][0].array[:own])
         self.parallel = DataParallel(
-            group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=buckets.nbytes,
-            least_bytes=buckets.nbytes // 4, sharded=self.sharded,
+            group, self.gradients, ops, in_order=(mesh.dp, len(rounds)) if config.deterministic else None,
+            bucket_bytes=buckets.nbytes, least_bytes=buckets.nbytes // 4, sharded=self.sharded,
             lookups=model.embedding if self.lookups else None, tied=model.tie_word_embeddings,
         )  # fmt: skip
         dtype = config.master_dtype
@@ -277,8 +276,13 @@ class CudaEngine(StepProgram):
         super().read(weights, moments, step)
         self.optimizer.refresh_copy()
 
+    def draw_weights(self) -> None:
+        model, mesh = self.model.config, self.mesh
+        self.drawn = head_start.weights(model, self.config.seed, mesh.layout, mesh.world.rank, self.stages()).result()
+
     def share_weights(self) -> None:
         super().share_weights()
+        head_start.weights.cache_clear()
         self.optimizer.refresh_copy()
 
     def spare_memory(self) -> Array:
@@ -336,7 +340,7 @@ class CudaEngine(StepProgram):
             return done
 
         if self.comm.size > 1:  # raises what stopped the collectives of a graph, whose step is over but of no use
-            self.comm.synchronize(until=over)
+            self.synchronize(until=over)
         while not over():
             pass
         if self._newest is late:

@@ -119,10 +119,17 @@ def _load(loading: threading.Event) -> None:
 def weights(
     model: LlamaConfig, seed: int, layout: Layout, rank: int, stages: Stages = ((0,),)
 ) -> Future[np.ndarray]:
-    """The rank's share of the initial weights of its stages, drawn from the first call on; ``cache_clear`` frees it."""
+    """What ``draw_weights`` gives, drawn beside from the first call on; ``cache_clear`` frees it."""
     unwanted.clear()
+    return ThreadPoolExecutor(1).submit(draw_weights, model, seed, layout, rank, stages, unwanted)
+
+
+def draw_weights(
+    model: LlamaConfig, seed: int, layout: Layout, rank: int, stages: Stages, unwanted: threading.Event | None = None
+) -> np.ndarray:
+    """The rank's share of the initial weights of its stages; not all of it once it is ``unwanted``."""
     at, ranks = layout.coordinates(rank), layout.ranks // layout.pp
     parts = model.parts(at["tp"], layout.tp, at["pp"], stages)
     threads = max(1, len(os.sched_getaffinity(0)) // layout.ranks - 1)
     share = model.shares(ranks, *parts)[rank % ranks]  # pp is the outermost axis
-    return ThreadPoolExecutor(1).submit(model.draw_share, share, seed, threads, unwanted, parts)
+    return model.draw_share(share, seed, threads, unwanted, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,17 +16,16 @@ from kos.errors import ConfigError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
-from kos.train.model.gpt2 import make_model
+from kos.train.engine.stage import make_stage
+from kos.train.model.fixed import LOOKUPS
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops.cuda import attention, cublaslt
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
-from kos.train.parallel.tensor import TensorParallel
 
 RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
 GIB = 1 << 30
@@ -72,12 +72,12 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, *, mesh: Mesh, schedule: Schedule,
-    head_rows: int, multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False,
+    head_rows: int, multiple: int, rounds: int, sharing: int = 1, waiting: int = 0, lookups: bool = False,
     staging: int = 0, bucket: int = 0, free: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank of ``mesh``, a silent one, which holds ``parts`` of the model, a stage each.
 
-    ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
+    ``sharing``: ranks on this GPU.  ``waiting``: copies of the gradients that are summed in order.
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
     ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice.
     ``free``: bytes of a GPU that is not there."""
@@ -104,7 +104,7 @@ def plan_memory(
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
         f"both Adam moments, float32{share}": 8 * held,
-        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (2 if carry else 1),
+        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (1 + waiting),
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": 3 * 8 * rounds * tokens + cublaslt.WORKSPACE,
@@ -138,25 +138,24 @@ def peaks(
     later; ``looking``: ranks whose lookups a backward gathers."""
     dtype, scratch, slots = sizing.dtype(config.dtype), sizing.make_arena(), [0]
     assert config.micro_batch_size is not None
-    shape = config.micro_batch_size, config.seq_len // mesh.cp.size
-    tokens, loss = sizing.zeros(shape, np.int32), sizing.zeros(1, np.float64)
+    loss = sizing.zeros(1, np.float64)
 
     def lookups(*mine: Array) -> Any:
         return [scratch.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
 
     for local in parts:
-        tensor = TensorParallel(sizing, mesh.tp, local.vocabulary.start)
-        context = ContextParallel(sizing, mesh.cp)
-        llama = make_model(
-            model, sizing, head_rows=head_rows, recompute=config.recompute, local=local, tensor=tensor,
-            context=context, arena=scratch,
-        )  # fmt: skip
+        llama = make_stage(
+            config, model, sizing, local, mesh, head_rows=head_rows, recompute=config.recompute, arena=scratch
+        )
+        pieces = llama.context.pieces
+        shape = config.micro_batch_size * pieces, config.seq_len // (mesh.cp.size * pieces)
+        tokens = sizing.zeros(shape, np.int32)
         weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
-        slot, rows = Slot(sizing.make_arena()), (tensor.rows(math.prod(shape)), model.hidden_size)
-        into = Gradients(
-            weights.like(config.grad_dtype), False, lambda name: None, lookups if looking > 1 else None,
-            slot.deferred if split else None,
-        )  # fmt: skip
+        gradients = weights.like(config.grad_dtype)
+        slot, rows = Slot(sizing.make_arena()), (llama.tensor.rows(math.prod(shape)), model.hidden_size)
+        of = ChainMap[str, Any]({LOOKUPS: gradients.flat}, gradients)  # type: ignore[arg-type]
+        gathered, deferred = lookups if looking > 1 else None, slot.deferred if split else None
+        into = Gradients(of, False, lambda name: None, gathered, deferred)
         with sizing.step(scratch):
             received = None if local.first else slot.arena.take(rows, dtype)
             llama.queue_forward(weights, slot, tokens, received)

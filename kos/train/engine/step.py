@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,16 +16,16 @@ from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.state import ShardedState
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset
-from kos.train.engine import head_start
 from kos.train.engine.protocol import Show
+from kos.train.engine.stage import make_stage
+from kos.train.model.fixed import LOOKUPS
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Gradients, Llama, Slot, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local, Stages
 from kos.train.ops import Array, Ops
-from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel
+from kos.train.parallel.data import DataParallel, TreeSum
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
@@ -59,10 +59,11 @@ class StepProgram:
     weights: Any  # what passes read, by name
     gradients: Parameters
     parallel: DataParallel
+    lookup_sum: TreeSum | None = None  # of a tied embedding's lookups, with --deterministic
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
     state: ShardedState
     accumulation_steps: int  # micro-batches of this rank
-    _drawn: np.ndarray | None = None  # this rank's share of the initial weights
+    drawn: np.ndarray | None = None  # this rank's share of the initial weights
     lookups = False  # whether the embedding's lookups are gathered instead of its gradient
 
     count: Array
@@ -89,15 +90,11 @@ class StepProgram:
     def build_models(self, model: LlamaConfig, ops: Ops, dtype: Any, **options: Any) -> None:
         """``models``: this rank's stages, a model each; ``dtype`` is that of activations."""
         mesh, arena = self.mesh, ops.make_arena()
-        self.context = ContextParallel(ops, mesh.cp)
         self.models: list[Llama] = []
         for local in self.locals(model):
-            tensor = TensorParallel(ops, mesh.tp, local.vocabulary.start)
-            self.models.append(
-                make_model(model, ops, local=local, tensor=tensor, context=self.context, arena=arena, **options)
-            )
+            self.models.append(make_stage(self.config, model, ops, local, mesh, arena=arena, **options))
         self.model = self.models[0]
-        self.tensor = self.model.tensor
+        self.tensor, self.context = self.model.tensor, self.model.context
         first, last = (any(getattr(m.local, end) for m in self.models) for end in ("first", "last"))
         for each in self.models:
             each.holds_first, each.holds_last = first, last
@@ -214,12 +211,24 @@ class StepProgram:
     def _into(self, action: Action, deferred: list[tuple[str, Array, Array]] | None) -> Gradients:
         index, last = action.micro_batch, action.micro_batch + 1 == self.accumulation_steps
         lookups = partial(self.parallel.gather_lookups, self.model.arena) if last and self.lookups else None
+        if self.parallel.tree is not None:
+            return Gradients(self._all_gradients, False, partial(self._add_to_tree, index), lookups, deferred)
         final = self._final if last else lambda name: None
         return Gradients(self.gradients, self.parallel.accumulates(index), final, lookups, deferred)
 
+    @property
+    def _all_gradients(self) -> Weights:
+        lookups: list[Any] = [] if self.lookup_sum is None else [self.lookup_sum.gradients]
+        return ChainMap(*lookups, self.gradients)  # type: ignore[arg-type]
+
+    def _add_to_tree(self, micro_batch: int, name: str) -> None:
+        tree = self.lookup_sum if name == LOOKUPS else self.parallel.tree
+        assert tree is not None
+        tree.add(name, micro_batch)
+
     def _final(self, name: str) -> None:
         """This rank's gradient of a tensor is complete: the sums over other ranks begin."""
-        if not self.config.deterministic and not (self.tied_apart and name == self.model.config.embedding):
+        if not (self.tied_apart and name == self.model.config.embedding):
             self._sum(name)
             self.parallel.gradient_ready(name)
 
@@ -239,14 +248,25 @@ class StepProgram:
         if self._finished[action.micro_batch] < len(self.models):
             return
         steps, embedding = self.accumulation_steps, self.model.config.embedding
-        last = action.micro_batch + 1 == steps
-        if last and self.tied_apart and embedding in self.gradients and not self.config.deterministic:
+        last, in_order = action.micro_batch + 1 == steps, self.parallel.tree is not None
+        if last and self.tied_apart and embedding in self.gradients and not in_order:
             self._sum(embedding)
             self.parallel.gradient_ready(embedding)
         self.parallel.finish_round(action.micro_batch, steps)
-        if last and self.config.deterministic:
-            for name in self.gradients:
-                self._sum(name)
+        if last and in_order and embedding in self.gradients:
+            self._finish_embedding(embedding)
+
+    def _finish_embedding(self, name: str) -> None:
+        """The sum of the head's term, where this rank has the head, and the lookups' term."""
+        if self.lookup_sum is not None:
+            lookups, of_head = self.lookup_sum.gradients, self.gradients[name]
+            self.lookup_sum.finish()
+            if self.models[0].holds_last:
+                self.model.ops.add(of_head, lookups[LOOKUPS], of_head)
+            else:
+                self.model.ops.copy(lookups[LOOKUPS], of_head)
+        if self.tied_apart:
+            self.pipeline.sum_tied(self.gradients[name])
 
     # --- what ranks know together ------------------------------------------------------------------------
 
@@ -258,6 +278,14 @@ class StepProgram:
     def reporters(self) -> list[int]:
         """The ranks whose losses add up to all."""
         return self.mesh.reporters(self.pipeline.schedule.place(self.pipeline.schedule.stages - 1).rank)
+
+    def synchronize(self, until: Callable[[], bool] | None = None) -> None:
+        """Wait for what all communicators have queued, or ``until`` that is true; raises what stopped any of it.
+
+        A GPU goes on without the data that a failed one has not brought.
+        """
+        for comm in (*self.mesh.communicators(), *self.pipeline.communicators()):
+            comm.synchronize(until=until)
 
     def first_of_all(self, name: str | None) -> str | None:
         """The first tensor that any rank names, in the order in which a backward goes through the model."""
@@ -281,6 +309,7 @@ class StepProgram:
                 sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, count)
             for room in self._rooms[True]:
                 room.free()
+        self.synchronize()
         said = self.mesh.world.all_gather_bytes(sums.tobytes())
         return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(batches)
 
@@ -369,16 +398,11 @@ class StepProgram:
     def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
         self.state.read(weights, moments, step)
 
-    def draw_weights(self) -> None:
-        model, seed, mesh = self.model.config, self.config.seed, self.mesh
-        self._drawn = head_start.weights(model, seed, mesh.layout, mesh.world.rank, self.stages()).result()
-
     def share_weights(self) -> None:
-        if self._drawn is not None:
-            self.state.scatter(self._drawn, self.spare_memory())
+        if self.drawn is not None:
+            self.state.scatter(self.drawn, self.spare_memory())
             self.model.ops.zero(self.gradients.flat)
-        self._drawn = None
-        head_start.weights.cache_clear()
+        self.drawn = None
 
     def spare_memory(self) -> Array:
         """The gradients' memory, as fp32."""
@@ -388,5 +412,5 @@ class StepProgram:
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""
         if self.parallel.sharded:
             self.parallel.gather(self.weights).wait()
-            self.mesh.world.synchronize()  # what waits for a GPU next knows no timeout
+            self.parallel.axis.comm.synchronize()  # what waits for a GPU next knows no timeout
         return self.weights

@@ -192,7 +192,7 @@ class Llama:
                 targets_N = self._flatten(targets)
                 losses_N, count = self._loss_arrays(slot.out_nD, targets_N, count)
                 self.head_loss_and_gradients(weights, slot.out_nD, targets_N, count, losses_N, dx_nD, into)
-                self.ops.mean_loss(losses_N, count, loss)
+                self.context.mean_loss(losses_N, count, loss, self.arena)
         for layer in reversed(self.local.layers):
             x_nD, keep = slot.inputs.pop(), self.arena if into.deferred is None else slot.arena
             with self.arena.scope():
@@ -240,7 +240,7 @@ class Llama:
             with self.arena.scope():
                 logits_NV = self._logits(weights, normed_ND[rows])
                 self.tensor.cross_entropy(logits_NV, targets_N[rows], losses_N[rows], self.arena)
-        self.ops.mean_loss(losses_N, count, loss)
+        self.context.mean_loss(losses_N, count, loss, self.arena)
 
     def logits(self, weights: Weights, tokens: Array) -> Array:
         """The logits (B, T, V), on the host; of the whole model."""

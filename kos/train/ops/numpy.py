@@ -67,6 +67,22 @@ def add(a: Array, b: Array, out: Array) -> None:
     np.add(a, b, out=out)
 
 
+def product(a: Array, b: Array, out: Array) -> None:
+    """out = a b: matrices, or stacks of them."""
+    np.matmul(a, b, out=out)
+
+
+def add_tree(terms: Array, out: Array) -> None:
+    """out = ((t0 + t1) + (t2 + t3)) + …, of as many ``terms`` as a power of two, which are overwritten."""
+    while len(terms) > 2:
+        np.add(terms[0::2], terms[1::2], out=terms[0::2])
+        terms = terms[0::2]
+    if len(terms) == 2:
+        np.add(terms[0], terms[1], out=out)
+    else:
+        np.copyto(out, terms[0])
+
+
 def _blocks(size: int, width: int = 1) -> Iterator[slice]:
     """Slices of ``size`` rows of ``width`` elements, each of about ``BLOCK`` elements."""
     step = max(1, BLOCK // width)
@@ -170,19 +186,29 @@ def rms_norm(x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> No
 
 
 def rms_norm_backward(
-    d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
-) -> None:
-    """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D."""
+    d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena,
+    parts: int = 1,
+) -> None:  # fmt: skip
+    """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D.
+
+    The rows are summed in so many equal ``parts``, of which d_weight is ``add_tree``.
+    """
     rows_count, width = x.shape
     with arena.scope():
         product = arena.take(x.shape, x.dtype)
         slope = arena.take((rows_count,), x.dtype)
         np.multiply(d_out, x, out=product)
-        np.matmul(product, weight, out=slope)
+        by_part = product.reshape(parts, -1, width)
+        np.matmul(by_part, weight, out=slope.reshape(parts, -1))
         slope *= rstd
         slope *= rstd
         slope *= -1 / width
-        _product(rstd, product, d_weight, accumulate, arena)
+        if parts == 1:
+            _product(rstd, product, d_weight, accumulate, arena)
+        else:
+            sums = arena.take((parts, 1, width), x.dtype)
+            np.matmul(rstd.reshape(parts, 1, -1), by_part, out=sums)
+            add_tree(sums[:, 0], d_weight)
         for rows in _blocks(rows_count, width):  # dx += rstd (d_out weight + slope x)
             g, t = d_out[rows], product[rows]
             g *= weight
@@ -276,16 +302,19 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 
 
 def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-    kv = keys_and_values(qkv, heads, kv_heads, arena)
-    _attention(qkv, kv, heads, kv_heads, slice(0, log_sum_exp.shape[-1]), None, out, log_sum_exp, arena)
+    kv, every = keys_and_values(qkv, heads, kv_heads, arena), slice(0, len(log_sum_exp))
+    queries = slice(0, log_sum_exp.shape[-1])
+    attention_after(qkv, kv, heads, kv_heads, every, queries, 0, out, log_sum_exp, arena)
 
 
 def attention_backward(
     d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena
 ) -> None:
     kv, d_kv = (keys_and_values(x, heads, kv_heads, arena) for x in (qkv, d_qkv))
-    every = slice(0, log_sum_exp.shape[-1])
-    _attention_backward(d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, None, d_qkv, d_kv, arena)
+    every, queries = slice(0, len(log_sum_exp)), slice(0, log_sum_exp.shape[-1])
+    attention_after_backward(
+        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, queries, 0, d_qkv, d_kv, False, arena
+    )
 
 
 def keys_and_values(qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
@@ -302,36 +331,72 @@ def attention_to(
     qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
     arena: Arena,
 ) -> None:  # fmt: skip
-    _attention(qkv, kv, heads, kv_heads, queries, keys, out, log_sum_exp, arena)
+    samples, _, length = log_sum_exp.shape
+    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, slice(0, samples), queries)
+    k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, length))
+    _attention(q, k, v, o, lse, None, arena)
 
 
 def attention_to_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
     keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
 ) -> None:  # fmt: skip
+    samples, _, length = log_sum_exp.shape
+    every = slice(0, samples)
     d_kv.fill(0)
-    _attention_backward(d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, queries, keys, d_qkv, d_kv, arena)
+    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, every, queries)
+    dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, every, queries)
+    k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
+    _attention_backward(q, k, v, o, do, lse, None, dq, dk, dv, False, arena)
+
+
+def attention_after(
+    qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int, out: Array,
+    log_sum_exp: Array, arena: Arena,
+) -> None:  # fmt: skip
+    """Causal attention of tokens ``queries`` of ``samples`` of ``qkv``, which come after ``before`` keys of ``kv``.
+
+    ``kv`` (2 K d, N) has as many samples as are named, of any length.
+    """
+    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
+    k, v = _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q))
+    _attention(q, k, v, o, lse, before, arena)
+
+
+def attention_after_backward(
+    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice,
+    queries: slice, before: int, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena,
+) -> None:  # fmt: skip
+    """Writes the ``queries`` of ``d_qkv``, and ``d_kv`` up to the last key that they see, or adds to it."""
+    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
+    dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, samples, queries)
+    length, seen = kv.shape[1] // len(q), slice(0, before + q.shape[-1])
+    k, v, dk, dv = (x[..., seen] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
+    _attention_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena)
+
+
+def _of_queries(
+    qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice, queries: slice
+) -> tuple[Array, Array, Array]:
+    """q and out as (B, K, d, G, queries), log_sum_exp as (B, K, 1, G, queries)."""
+    length, d = log_sum_exp.shape[-1], out.shape[-1] // heads
+    q, o = (_by_kv_head(x[:, : heads * d], kv_heads, d, length)[samples][..., queries] for x in (qkv, out))
+    return q, o, log_sum_exp.reshape(len(log_sum_exp), kv_heads, 1, -1, length)[samples][..., queries]
 
 
 def _attention(
-    qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice | None, out: Array,
-    log_sum_exp: Array, arena: Arena,
-) -> None:  # fmt: skip
-    """Of ``queries`` to ``keys``, merged with what ``out`` holds; or causal (``keys`` is None), written."""
-    samples, _, length = log_sum_exp.shape
-    group, d, dtype = heads // kv_heads, out.shape[-1] // heads, qkv.dtype
-    scale = 1 / math.sqrt(d)
-    q_all = _by_kv_head(qkv[:, : heads * d], kv_heads, d, length)
-    k_all, v_all = _split_keys_and_values(kv, kv_heads, length)
-    out_all = _by_kv_head(out, kv_heads, d, length)
-    lse_all = log_sum_exp.reshape(samples, kv_heads, 1, group, length)
-    ones = _ones(length, dtype)
-    for tile in _tiles(samples, kv_heads, group, length):
-        for start in range(queries.start, queries.stop, QUERY_BLOCK):
-            end = min(start + QUERY_BLOCK, queries.stop)
-            here, seen = (*tile, ..., slice(start, end)), slice(0, end) if keys is None else keys
-            k, v = k_all[tile][..., seen], v_all[tile][..., seen]
-            B, K, _, size = k.shape
+    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, before: int | None, arena: Arena
+) -> None:
+    """Causal, after ``before`` keys, written; or to all keys (None), merged with what ``out_all`` holds."""
+    samples, kv_heads, d, group, length = q_all.shape
+    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
+    ones = _ones(keys, dtype)
+    for tile in _tiles(samples, kv_heads, group, keys):
+        for start in range(0, length, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, length)
+            here, size = (*tile, ..., slice(start, end)), keys if before is None else before + end
+            k, v = k_all[tile][..., :size], v_all[tile][..., :size]
+            B, K = k.shape[:2]
             with arena.scope():
                 q = arena.take((B, K, d, group, end - start), dtype)
                 o = arena.take(q.shape, dtype)
@@ -340,14 +405,14 @@ def _attention(
                 total = arena.take(top.shape, dtype)
                 np.multiply(q_all[here], scale, out=q)
                 np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
-                if keys is None:
-                    scores[:, :, start:] += _causal_mask(end - start, dtype)
+                if before is not None:
+                    scores[:, :, before + start :] += _causal_mask(end - start, dtype)
                 np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
                 np.subtract(_flat(scores), _flat(top), out=_flat(scores))
                 np.exp(scores, out=scores)
                 np.matmul(ones[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
                 np.matmul(v, _flat(scores), out=_flat(o))
-                if keys is None:
+                if before is not None:
                     np.divide(o, total, out=out_all[here])
                     np.log(total, out=total)
                     np.add(top, total, out=lse_all[here])
@@ -365,34 +430,27 @@ def _attention(
 
 
 def _attention_backward(
-    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
-    keys: slice | None, d_qkv: Array, d_kv: Array, arena: Arena,
+    q_all: Array, k_all: Array, v_all: Array, out_all: Array, do_all: Array, lse_all: Array, before: int | None,
+    dq_all: Array, dk_all: Array, dv_all: Array, accumulate: bool, arena: Arena,
 ) -> None:  # fmt: skip
     """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
 
     Both subtractions ride in the matrix products, as one more row: of ones in K and V, of what is
-    subtracted in Q and d_out.  Causal (``keys`` is None) it writes dQ, else it adds to it.
+    subtracted in Q and d_out.  To all keys (``before`` is None) it adds to dQ; ``accumulate`` adds to dK and dV.
     """
-    samples, _, length = log_sum_exp.shape
-    group, d, dtype = heads // kv_heads, out.shape[-1] // heads, qkv.dtype
-    scale, every = 1 / math.sqrt(d), slice(0, length) if keys is None else keys
-    q_all, dq_all = (_by_kv_head(x[:, : heads * d], kv_heads, d, length) for x in (qkv, d_qkv))
-    k_all, v_all, dk_all, dv_all = (
-        x[..., every] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length)
-    )
-    out_all, do_all = (_by_kv_head(x, kv_heads, d, length) for x in (out, d_out))
-    lse_all = log_sum_exp.reshape(samples, kv_heads, group, length)
-    for tile in _tiles(samples, kv_heads, group, length):
-        B, K, _, size = k_all[tile].shape
+    samples, kv_heads, d, group, length = q_all.shape
+    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
+    for tile in _tiles(samples, kv_heads, group, keys):
+        B, K = k_all[tile].shape[:2]
         with arena.scope():
-            k1 = arena.take((B, K, d + 1, size), dtype)
+            k1 = arena.take((B, K, d + 1, keys), dtype)
             v1 = arena.take(k1.shape, dtype)
             for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
                 with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
             # The last block reaches every key: it writes dk and dv, those before it add.
-            for start in reversed(range(queries.start, queries.stop, QUERY_BLOCK)):
-                end = min(start + QUERY_BLOCK, queries.stop)
-                here, seen = (*tile, ..., slice(start, end)), end if keys is None else size
+            for start in reversed(range(0, length, QUERY_BLOCK)):
+                end = min(start + QUERY_BLOCK, length)
+                here, seen = (*tile, ..., slice(start, end)), keys if before is None else before + end
                 with arena.scope():
                     q1 = arena.take((B, K, d + 1, group, end - start), dtype)
                     do1 = arena.take(q1.shape, dtype)
@@ -401,25 +459,25 @@ def _attention_backward(
                     ds = arena.take(p.shape, dtype)
                     q, do = q1[:, :, :d], do1[:, :, :d]
                     np.multiply(q_all[here], scale, out=q)
-                    np.negative(lse_all[here], out=q1[:, :, d])
+                    np.negative(lse_all[here][:, :, 0], out=q1[:, :, d])
                     np.copyto(do, do_all[here])
                     np.multiply(do, out_all[here], out=dq)
                     np.sum(dq, axis=2, out=do1[:, :, d])
                     np.negative(do1[:, :, d], out=do1[:, :, d])
                     np.matmul(k1[..., :seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
-                    if keys is None:
-                        p[:, :, start:] += _causal_mask(end - start, dtype)
+                    if before is not None:
+                        p[:, :, before + start :] += _causal_mask(end - start, dtype)
                     np.exp(p, out=p)
                     np.matmul(v1[..., :seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
                     ds *= p
                     np.matmul(k1[:, :, :d, :seen], _flat(ds), out=_flat(dq))
-                    if keys is None:
+                    if before is not None:
                         np.multiply(dq, scale, out=dq_all[here])
                     else:
                         dq *= scale
                         dq_all[here] += dq
                     for left, right, total in ((q, ds, dk_all[tile]), (do, p, dv_all[tile])):
-                        if end == queries.stop:
+                        if end == length and not accumulate:
                             np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
                         else:
                             part = arena.take((B, K, d, seen), dtype)
@@ -427,9 +485,9 @@ def _attention_backward(
                             total[..., :seen] += part
 
 
-def _tiles(samples: int, kv_heads: int, group: int, length: int) -> Iterator[tuple[slice, slice]]:
+def _tiles(samples: int, kv_heads: int, group: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """Slices of samples and kv heads whose scores, of a block of queries, are about ``SCORES`` elements."""
-    at_once = max(1, SCORES // (group * QUERY_BLOCK * length))
+    at_once = max(1, SCORES // (group * QUERY_BLOCK * keys))
     b_step, k_step = max(1, at_once // kv_heads), min(at_once, kv_heads)
     for b in range(0, samples, b_step):
         for k in range(0, kv_heads, k_step):

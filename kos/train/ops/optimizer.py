@@ -51,6 +51,32 @@ class AdamW:
                 sums[index] = np.dot(block, block)
         return sums
 
+    def largest(self, gradients: Parameters, counted: Container[str]) -> float:
+        """The largest magnitude of ``counted`` gradients here; inf if one is not finite."""
+        tops = [float(np.abs(gradients.flat[span]).max()) for _, name, span, _, _ in self._blocks if name in counted]
+        return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
+
+    def exact_squares(self, gradients: Parameters, counted: Container[str], largest: float, count: int) -> np.ndarray:
+        """Two float64, of which every sum over ranks and blocks is exact: together the sum of squares.
+
+        Squares are rounded to a multiple of a unit, and what is left to one of a smaller unit, so that the sum of
+        ``count`` of them, of numbers of magnitude ``largest`` at most, fits in 53 bits; so its order does not matter
+        (Demmel & Nguyen 2013, "Fast reproducible floating-point summation").
+        """
+        bits = count.bit_length()
+        unit = 2.0 ** (2 * math.frexp(largest)[1] + bits - 52)
+        units, sums = (unit, unit * 2.0 ** (bits - 53)), np.zeros(2)
+        for _, name, span, _, _ in self._blocks:
+            if name in counted:
+                left = gradients.flat[span].astype(np.float64)
+                left *= left
+                for index, unit in enumerate(units):
+                    rounded = np.rint(left / unit)
+                    rounded *= unit
+                    sums[index] += rounded.sum()
+                    left -= rounded
+        return sums
+
     def step(self, gradients: Parameters, lr: float, scale: float = 1.0) -> None:
         """One update with ``scale * gradients``; the gradients are left scaled.
 

@@ -31,6 +31,8 @@ Parts = Iterator[tuple[int, Array, Array | None]]
 class ContextParallel:
     """Attention of the tokens that this rank of ``axis`` holds. With one rank: the plain operations."""
 
+    pieces = 1  # of a sequence, which ``take`` gives as samples of their own
+
     def __init__(self, ops: Ops, axis: Axis = ALONE, route: Literal["ring", "gather"] = "ring") -> None:
         self.ops, self.axis, self.size = ops, axis, axis.size
         self._exchange = self._ring if route == "ring" else self._gather
@@ -46,6 +48,10 @@ class ContextParallel:
     def take(self, tokens: Any) -> Any:
         """This rank's columns of tokens or targets (B, T), on the host."""
         return tokens if self.size == 1 else tokens[:, self.positions(tokens.shape[1] // self.size)]
+
+    def mean_loss(self, losses: Array, count: Array, out: Array, arena: Arena) -> None:
+        """out (1,), float64, = the sum of this rank's ``losses`` / ``count``."""
+        self.ops.mean_loss(losses, count, out)
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
         """As ``Ops.attention``, over the keys and values of all ranks."""

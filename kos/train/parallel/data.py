@@ -1,14 +1,14 @@
 """Data parallelism: every rank holds the whole model and works on its share of the batch.
 
-A step's batch is cut into micro-batches; micro-batch ``i`` goes to rank ``i mod size``, so that in
-round ``j`` the ranks together work on micro-batches ``j*size … j*size + size-1``.
+A step's batch is cut into micro-batches, of which each rank works on a run of equal length.
 
-*Default*: a rank adds up its own gradients over the rounds, and in the last round buckets of the flat
+*Default*: a rank adds up its own gradients over its micro-batches, and during the last one buckets of the flat
 gradient are summed over the ranks as the backward finishes them.
 
-*Deterministic*: after each round the ranks' gradients are added in rank order, with rank 0 carrying the
-sum of the rounds before. That is the sum ``((g0 + g1) + g2) + …`` in micro-batch order for any number of
-ranks: losses and weights do not depend on it by a single bit. The price is one all-reduce a round.
+*Deterministic*: gradients are summed as a binary tree over all micro-batches of the step, ``((g0 + g1) + (g2 + g3)) +
+…``. A rank adds up the subtrees that it has whole, tensor by tensor; the ranks exchange these once a step and add the
+rest of the tree. So losses and weights do not depend on the number of ranks by a single bit. The price is memory for
+subtrees that wait for their neighbour, as many as the logarithm of the micro-batches, and no overlap.
 
 *ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): a bucket is reduce-scattered, a rank updates its part
 of each with its share of the optimizer's state, and the parts of the new weights are gathered, bucket by
@@ -17,7 +17,7 @@ bucket in the order of the forward, while the next step begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kos.comm.work import Work
@@ -28,8 +28,9 @@ from kos.train.parallel.mesh import Axis
 
 
 def deal(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
-    """The rows of the batch that ``rank`` works on, a range a round; ``batch_size`` is cut evenly."""
-    starts = range(rank * micro_batch_size, batch_size, size * micro_batch_size)
+    """The rows of the batch that ``rank`` works on, a range a micro-batch; ``batch_size`` is cut evenly."""
+    rows = batch_size // size
+    starts = range(rank * rows, (rank + 1) * rows, micro_batch_size)
     return [range(start, start + micro_batch_size) for start in starts]
 
 
@@ -45,13 +46,109 @@ def cut(end: int, total: int, multiple: int, largest: int, least: int) -> list[s
     return buckets
 
 
+def subtrees(first: int, count: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """``count`` leaves of a binary tree from ``first`` on, and what can be summed of them alone.
+
+    How many subtrees each leaf completes, and the subtrees at the end: the first leaf of each and how many it has.
+    """
+    completes, stack = [], []
+    for leaf in range(first, first + count):
+        stack.append((leaf, 1))
+        before = len(stack)
+        _join(stack)
+        completes.append(before - len(stack))
+    return completes, stack
+
+
+def _join(stack: list[tuple[int, int]]) -> None:
+    """Make one subtree of the last two while they are the halves of one."""
+    while len(stack) > 1 and stack[-2][1] == stack[-1][1] and stack[-2][0] % (2 * stack[-1][1]) == 0:
+        stack[-2:] = [(stack[-2][0], 2 * stack[-1][1])]
+
+
+class TreeSum:
+    """Sums ``gradients`` over the micro-batches of all ranks of ``axis``, ``count`` on each, as one binary tree.
+
+    Needs ``gradients.flat`` to be a multiple of the ranks, and so its buckets.
+    """
+
+    def __init__(
+        self, axis: Axis, count: int, gradients: Parameters, buckets: Sequence[slice], ops: Any = numpy_ops
+    ) -> None:
+        self.axis, self.gradients, self.buckets, self.ops, self.count = axis, gradients, buckets, ops, count
+        self._roots = [subtrees(rank * count, count)[1] for rank in range(axis.size)]
+        self._completes, _ = subtrees(axis.rank * count, count)
+        self._waiting = [gradients.like() for _ in range(waiting_subtrees(axis.rank, count))]
+        longest, most = max(b.stop - b.start for b in buckets), max(len(each) for each in self._roots)
+        zeros, dtype = gradients.zeros, gradients.flat.dtype
+        self._received = [zeros(longest, dtype) for _ in range(most if axis.size > 1 else 0)]
+
+    def add(self, name: str, micro_batch: int) -> None:
+        """A micro-batch's gradient is final, of this rank's number; they come in order."""
+        x = self.gradients[name]
+        waiting = micro_batch - sum(self._completes[:micro_batch])
+        for _ in range(self._completes[micro_batch]):
+            waiting -= 1
+            self.ops.add(self._waiting[waiting][name], x, x)
+        if micro_batch + 1 < self.count:
+            self.ops.copy(x, self._waiting[waiting][name])
+
+    def finish(self, *, whole: bool = True) -> None:
+        """The sum of all, in ``gradients``; unless ``whole`` only this rank's part of each bucket."""
+        axis, roots = self.axis, self._roots[self.axis.rank]
+        mine = [each.flat for each in (*self._waiting[: len(roots) - 1], self.gradients)]
+        if axis.size == 1:
+            for bucket in self.buckets:
+                self._add([(*root, x[bucket]) for root, x in zip(roots, mine, strict=True)])
+            return
+        for bucket in self.buckets:
+            length = (bucket.stop - bucket.start) // axis.size
+            for index, of_all in enumerate(self._received):  # a rank of fewer subtrees sends the last again
+                x = mine[min(index, len(mine) - 1)][bucket]
+                axis.comm.all_to_all(x, of_all[: axis.size * length])
+            total = self._add([
+                (*root, self._received[index][rank * length : (rank + 1) * length])
+                for rank, of_rank in enumerate(self._roots) for index, root in enumerate(of_rank)
+            ])  # fmt: skip
+            start = bucket.start + axis.rank * length
+            part = self.gradients.flat[start : start + length]
+            self.ops.copy(total, part)
+            if whole:
+                axis.comm.all_gather(part, self.gradients.flat[bucket])
+
+    def _add(self, terms: list[tuple[int, int, Array]]) -> Array:
+        """The sum, in the memory of the last: of halves first, then of what is left from the end on."""
+        stack: list[tuple[int, int]] = []
+        arrays: list[Array] = []
+        for first, size, x in terms:
+            stack.append((first, size))
+            arrays.append(x)
+            _join(stack)
+            self._add_last(arrays, len(stack))
+        self._add_last(arrays, 1)
+        return arrays[0]
+
+    def _add_last(self, arrays: list[Array], left: int) -> None:
+        while len(arrays) > left:
+            last = arrays.pop()
+            self.ops.add(arrays[-1], last, last)
+            arrays[-1] = last
+
+
+def waiting_subtrees(rank: int, count: int) -> int:
+    """Copies of the gradients that ``TreeSum`` needs on a rank."""
+    completes, _ = subtrees(rank * count, count)
+    return max((n + 1 - sum(completes[: n + 1]) for n in range(count - 1)), default=0)
+
+
 class DataParallel:
     """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``.
 
     ``axis`` joins the ranks that hold the same weights, ``ops`` is the dialect whose arrays they are.  With ``sharded``
     (ZeRO-1) only this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of
-    the ranks.  ``lookups`` names the embedding whose lookups are gathered: its sum over the ranks begins early, if it
-    is ``tied``, or not at all.
+    the ranks.  ``in_order``, the axis dp and the number of this rank's micro-batches, makes ``tree``, whose ``add`` is
+    then called in place of ``gradient_ready``.  ``lookups`` names the embedding whose lookups are gathered: its sum
+    over the ranks begins early, if it is ``tied``, or not at all.
     """
 
     def __init__(
@@ -60,7 +157,7 @@ class DataParallel:
         gradients: Parameters,
         ops: Any = numpy_ops,
         *,
-        deterministic: bool = False,
+        in_order: tuple[Axis, int] | None = None,
         bucket_bytes: int = 4 << 20,
         sharded: bool = False,
         least_bytes: int | None = None,
@@ -68,8 +165,7 @@ class DataParallel:
         tied: bool = False,
     ) -> None:
         self.axis, self.gradients, self.ops = axis, gradients, ops
-        self.deterministic, self.sharded = deterministic, sharded
-        self._carry = gradients.like().flat if deterministic and axis.rank == 0 else None
+        self.sharded = sharded
         total, spans = gradients.flat.size, gradients.spans
         sizes = (size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes))
         self.buckets = cut(spans[lookups].start if lookups else total, total, gradients.multiple, *sizes)
@@ -81,16 +177,17 @@ class DataParallel:
             }
             for b in self.buckets
         ]
+        self.tree = None if in_order is None else TreeSum(*in_order, gradients, self.buckets, ops)
         self._missing: list[set[str]] = []  # of each bucket, in the last round
         self._in_flight: list[Work] = []
 
     def accumulates(self, round_index: int) -> bool:
         """Whether the backward of this round adds to ``gradients`` rather than writing them."""
-        return round_index > 0 and not self.deterministic
+        return round_index > 0 and self.tree is None
 
     def gradient_ready(self, name: str) -> None:
         """Called in the last round as the backward finishes each gradient: starts the buckets it completes."""
-        if self.axis.size == 1 or self.deterministic:
+        if self.axis.size == 1:
             return
         flat = self.gradients.flat
         self._missing = self._missing or [set(names) for names in self._members]
@@ -119,16 +216,9 @@ class DataParallel:
 
     def finish_round(self, round_index: int, rounds: int) -> None:
         """Called after each backward; after the last, ``gradients`` hold the sum over all micro-batches."""
-        if self.deterministic:
-            flat = self.gradients.flat
-            if self._carry is not None and round_index > 0:
-                self.ops.add(self._carry, flat, flat)
-            if self.axis.size > 1:
-                for bucket in self.buckets:  # not all at once: a backend may need as much memory again
-                    self.axis.comm.all_reduce(flat[bucket], deterministic=True)
-            if self._carry is not None and round_index + 1 < rounds:
-                self.ops.copy(flat, self._carry)
-        elif round_index + 1 == rounds:
+        if round_index + 1 == rounds:
+            if self.tree is not None:
+                self.tree.finish(whole=not self.sharded)
             self._await()
             self._missing = []
 

@@ -67,7 +67,7 @@ class Silent:
     def _nothing(self, *arrays: object, **options: object) -> Silent:
         return self
 
-    all_gather = all_reduce = reduce_scatter = send = recv = send_recv = split = wait = _nothing
+    all_gather = all_reduce = all_to_all = reduce_scatter = send = recv = send_recv = split = wait = _nothing
 
 
 class Axis(NamedTuple):
@@ -139,8 +139,11 @@ class Mesh:
         """What ``rank`` of a job of this layout sees, without the others."""
         return cls(cast(Communicator, Silent(rank, layout.ranks)), layout)
 
+    def communicators(self) -> list[Communicator]:
+        """The world, and those that were split from it."""
+        return [self.world, *(group for group in self._groups.values() if group is not self.world)]
+
     def close(self) -> None:
         """Close the communicators that were split; the world stays."""
-        for group in self._groups.values():
-            if group is not self.world:
-                group.close()
+        for group in self.communicators()[1:]:
+            group.close()

@@ -82,6 +82,9 @@ class Pipeline:
         if self._ends is not None:
             self._ends.all_reduce(gradient)
 
+    def communicators(self) -> list[Communicator]:
+        return [*self._ways.values(), *filter(None, [self._ends])]
+
     def close(self) -> None:
-        for comm in [*self._ways.values(), *filter(None, [self._ends])]:
+        for comm in self.communicators():
             comm.close()

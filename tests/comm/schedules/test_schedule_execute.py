@@ -50,10 +50,10 @@ def check(schedule, elements, seed, deliveries=1, dtype=np.float64):
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 7, 8])
 def test_every_algorithm(collective, algorithm, ranks):
-    for root in {0, ranks - 1, ranks // 2}:
-        for chunks in (1, 3):
-            for elements in (0, 1, 5, 53):
-                check(build(collective, algorithm, ranks, chunks, root), elements, seed=ranks)
+    for i, root in enumerate(sorted({0, ranks - 1, ranks // 2})):
+        for j, elements in enumerate((0, 1, 5, 53)):
+            chunks = (1, 3)[(i + j + ranks) % 2]  # the other for this length with another root and number of ranks
+            check(build(collective, algorithm, ranks, chunks, root), elements, seed=ranks)
 
 
 @st.composite
@@ -69,7 +69,7 @@ def test_any_schedule_any_size_any_order_of_delivery(segments, request):
     if segments == "tiny":
         request.getfixturevalue("tiny_segments")
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(schedule=schedules(), elements=st.integers(0, 300), seed=st.integers(0, 2**32 - 1),
            deliveries=st.sampled_from([1, 2, 7, 1000]), dtype=st.sampled_from([np.float32, np.float64]))
     def inner(schedule, elements, seed, deliveries, dtype):
@@ -105,7 +105,7 @@ def test_the_order_of_additions_depends_on_no_cut(collective, algorithm, ranks):
     def scramble(dst, src):
         np.copyto(dst, (dst + src) * np.uint64(0x9E3779B97F4A7C15) ^ dst * src)
 
-    for elements in (1, 5, 257):
+    for elements in (5, 257):
         whole = None
         for chunks in (1, 2, 3, 16):
             schedule, rng = build(collective, algorithm, ranks, chunks, ranks // 2), np.random.default_rng(elements)

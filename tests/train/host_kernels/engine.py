@@ -219,7 +219,8 @@ class DeviceComm:
     """The communicator of a rank with a GPU: arrays of the emulated device are ndarrays to the one behind it.
 
     A collective that is asked for with ``async_op`` happens at once or, two times of three, when it is waited for: what
-    is read too early, or never waited for, is wrong.  So is what is written while a message is under way.
+    is read too early, or never waited for, is wrong.  So is what is written while a message is under way.  The first
+    message of a size between two ranks waits on the host for the other's, as NCCL's does.
     """
 
     device, backend_name = 0, "peer"
@@ -227,6 +228,14 @@ class DeviceComm:
     def __init__(self, comm):
         self._comm = comm
         self._calls = 0
+        self._connected = set()
+
+    def _connect(self, other, array):
+        if (other, array.nbytes.bit_length()) not in self._connected:
+            self._connected.add((other, array.nbytes.bit_length()))
+            not_captured("connecting")
+            here, there = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+            self._comm.send_recv(here, there, other, other, tag=2)
 
     def allocate(self, shape, dtype):
         array = Array.empty(shape, dtype, self.device)
@@ -243,14 +252,19 @@ class DeviceComm:
         assert until is None or until()
 
     def send(self, x, dst, async_op=False):
+        self._connect(dst, x)
         return _started(Send(self._comm, x, dst), async_op)
 
     def recv(self, out, src, async_op=False):
+        self._connect(src, out)
         return _started(Receive(self._comm, out, src), async_op)
+
+    def send_recv(self, x, out, dst, src, async_op=False):
+        return _started(Both(Send(self._comm, x, dst), Receive(self._comm, out, src)), async_op)
 
     def __getattr__(self, name):
         call = getattr(self._comm, name)
-        if name not in ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "send_recv"):
+        if name not in ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send_recv"):
             if callable(call):
                 not_captured(name)
             return call
@@ -311,7 +325,7 @@ class Send(Message):
         self._sent = on_host(self._array).copy()
         self._both = [
             self._comm.send(self._sent, self._other, async_op=True),
-            self._comm.recv(self._word, self._other, async_op=True),
+            self._comm.recv(self._word, self._other, tag=1, async_op=True),
         ]
 
     def finish(self):
@@ -326,7 +340,7 @@ class Receive(Message):
         self._came = np.empty_like(there)
         self._both = [
             self._comm.recv(self._came, self._other, async_op=True),
-            self._comm.send(self._word, self._other, async_op=True),
+            self._comm.send(self._word, self._other, tag=1, async_op=True),
         ]
 
     def finish(self):
@@ -334,6 +348,16 @@ class Receive(Message):
         there = on_host(self._array)
         assert (there.view(np.uint8) == 255).all(), "written while it was being received"
         there[...] = self._came
+
+
+class Both(Collective):
+    def __init__(self, *messages):
+        super().__init__(lambda: [each._begin() for each in messages])
+        self._messages = messages
+
+    def finish(self):
+        for each in self._messages:
+            each.finish()
 
 
 def _pending():

@@ -1,0 +1,125 @@
+"""LLaMA in a fixed order of sums, for ``--deterministic``: what is not of ``kos.train.parallel.fixed`` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kos.memory.arena import Arena
+from kos.train.model.llama import Gradients, Llama, Weights
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.shapes import Local
+from kos.train.ops import Array
+from kos.train.parallel.fixed import Cut, FixedContext, FixedOrder, FixedTensor
+from kos.train.parallel.mesh import Axis
+
+LOOKUPS = "lookups"
+"""In ``Gradients.of``: a tied embedding's gradient by its lookups, apart from that of the head."""
+
+
+def cut_of(config: LlamaConfig, seq_len: int) -> Cut:
+    """How the sums of a model are cut, in every layout."""
+    sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size, config.vocab_size)
+    return Cut.of(sizes, seq_len)
+
+
+class FixedLlama(Llama):
+    """A rank's part of ``Llama``, with the bits of every other layout; gradients are written, never added to."""
+
+    tensor: FixedTensor
+    context: FixedContext
+
+    def __init__(
+        self, config: LlamaConfig, ops: Any, *, seq_len: int, local: Local, tp: Axis, cp: Axis, **options: Any
+    ) -> None:
+        self.order = FixedOrder(ops, cut_of(config, seq_len), tp, cp)
+        tensor, context = FixedTensor(self.order, local.vocabulary.start), FixedContext(self.order)
+        super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
+        A, kv = local.heads * config.head_dim, local.kv_heads * config.head_dim
+        self._stacked: dict[str, tuple[int, ...]] = {names.qkv: (A, kv, kv) for names in self._layers}
+        self._stacked |= {names.gate_up: (local.intermediate,) * 2 for names in self._layers}
+
+    def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
+        name = LOOKUPS if self.config.tie_word_embeddings else self.config.embedding
+        self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], False, self.arena)
+        into.final(name)
+
+    def head_loss_and_gradients(
+        self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,
+        into: Gradients,
+    ) -> None:  # fmt: skip
+        arena, name, norm = self.arena, self.config.head, self.config.final_norm
+        with arena.scope():
+            rstd_n = self._norm_statistics(x_nD, arena)
+            normed_ND = self.tensor.gather(self._norm(weights, norm, x_nD, rstd_n, arena), arena)
+            d_normed_ND = arena.take(normed_ND.shape, x_nD.dtype)
+            chunks = self._chunks(len(targets_N))
+            each = len(chunks) // self.order.pieces
+
+            def of_piece(piece: int, d_table: Array) -> None:
+                for number, rows in enumerate(chunks[piece * each : (piece + 1) * each]):
+                    with arena.scope():
+                        logits = self._logits(weights, normed_ND[rows])
+                        self.tensor.cross_entropy(logits, targets_N[rows], losses_N[rows], arena, count)
+                        self.tensor.logits_backward(
+                            logits, normed_ND[rows], weights[name], d_normed_ND[rows], d_table, number > 0, arena
+                        )
+
+            self.order.tree(of_piece, into.of[name], arena)
+            self.order.over_ranks(self.context.axis, into.of[name], arena)
+            into.final(name)
+            self.ops.zero(dx_nD)
+            d_normed_nD = d_normed_ND
+            if self.tensor.size > 1:
+                d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
+                self.order.scatter_over_ranks(self.tensor.axis, d_normed_ND, d_normed_nD, arena)
+            self._norm_backward(weights, norm, d_normed_nD, x_nD, rstd_n, dx_nD, into)
+
+    def _norm_backward(
+        self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients
+    ) -> None:
+        self.order.rms_norm_backward(d_out, x, weights[name], rstd, dx, into.of[name], self.arena)
+        into.final(name)
+
+    def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
+        self.tensor.column_linear(x_nD, weights[name], out_NF, self.arena, self._stacked[name])
+
+    def _column_linear_backward(
+        self, weights: Weights, name: str, d_out_NF: Array, x_nD: Array, dx_nD: Array, into: Gradients, keep: Arena
+    ) -> None:
+        x_ND = self.tensor.column_linear_backward(
+            d_out_NF, x_nD, weights[name], dx_nD, keep, self.arena, self._stacked[name]
+        )
+        self._weight_gradient(name, d_out_NF, x_ND, into)
+
+    def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
+        if into.deferred is not None:
+            into.deferred.append((name, d_out, x))
+            return
+        self.order.weight_gradient(d_out, x, into.of[name], self.arena, self._stacked.get(name))
+        for part in self._groups.get(name, (name,)):
+            into.final(part)
+
+    def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
+        """All rows as one sample, whose positions are those of its pieces."""
+        heads, rows = self.local.heads + self.local.kv_heads, len(qkv_NW)
+        key = rows, (seq_len, qkv_NW.dtype)
+        if key not in self._tables:
+            pieces, tokens = self.order.pieces, seq_len if self.context.chunks == 2 else seq_len * self.order.pieces
+            of_piece = tokens // pieces
+            positions = self.context.positions(tokens)
+            of_rows = [at for piece in range(pieces) for at in [*positions[piece * of_piece :][:of_piece]] *
+                       (rows // tokens)]  # fmt: skip
+            self._tables[key] = self.ops.rope_tables(self.config.rope_frequencies(), of_rows, qkv_NW.dtype)
+        rope(qkv_NW, self._tables[key], self.config.head_dim, heads, self.arena)
+
+    def _logits(self, weights: Weights, normed_ND: Array) -> Array:
+        logits_NV = self.arena.take((len(normed_ND), len(self.local.vocabulary)), normed_ND.dtype)
+        self.tensor.logits(normed_ND, weights[self.config.head], logits_NV)
+        return logits_NV
+
+    def _chunks(self, rows: int) -> list[slice]:
+        """Equal ones of each piece, of at most ``head_rows``."""
+        of_piece = rows // self.order.pieces
+        size = next(n for n in range(min(self.head_rows, of_piece), 0, -1) if of_piece % n == 0)
+        return [slice(start, start + size) for start in range(0, rows, size)]

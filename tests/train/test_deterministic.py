@@ -1,0 +1,173 @@
+"""``--deterministic``: losses, norms, weights, moments and validation have the bits of one rank in every layout."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError
+from kos.train.engine.cpu import CpuEngine
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.parallel.fixed import LEAST_CHUNK, Cut
+from kos.train.parallel.mesh import Layout
+from kos.train.parallel.schedules import SCHEDULES
+from kos.train.tools.metrics import read_metrics
+from tests.launcher import MPIRUN, run_program
+from tests.train.sharded import tensors_of_run
+from tests.train.test_layouts import SHAPE, layouts, named, train
+from tests.train.test_tensor_parallel import part_of
+
+RUN: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "steps": 3, "deterministic": True}
+
+
+@functools.cache
+def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
+    (alone,) = train(Layout(), CpuEngine, layers, tied, **changes)
+    return alone
+
+
+def differs(layout: Layout, layers: int, tied: bool, **changes: Any) -> list[str]:
+    """What of a run has other bits than on one rank."""
+    changes = RUN | changes
+    alone = {key: value for key, value in changes.items() if key not in ("pp_schedule", "zero", "recompute")}
+    expected = serial(layers, tied, **alone)
+    ranks, found, held = train(layout, CpuEngine, layers, tied, **changes), [], set()
+    model: LlamaConfig = expected["model"]
+    for rank, got in enumerate(ranks):
+        if got["rows"].tobytes() != expected["rows"].tobytes():
+            found.append(f"losses and norms of rank {rank}")
+        if got["loss"] != expected["loss"]:
+            found.append(f"validation of rank {rank}")
+        for name, value in got["weights"].items():
+            wanted = part_of(name, expected["weights"][name], model, layout.tp, layout.coordinates(rank)["tp"])
+            if value.tobytes() != np.ascontiguousarray(wanted).tobytes():
+                found.append(f"{name} of rank {rank}")
+            held.add(name)
+    assert held == set(expected["weights"])
+    return found
+
+
+def length(cp: int) -> int:
+    return 32 if cp == 1 else 2 * LEAST_CHUNK * cp
+
+
+EVERY = [layout for ranks in (2, 4, 6, 8) for layout in layouts(ranks)]
+QUICK = [Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow, id=named(each)) for each in EVERY],
+)
+def test_layout(layout: Layout) -> None:
+    """Heads are tied in every other; six micro-batches a rank make subtrees of several sizes."""
+    tied = layout.dp % 2 == 0 or layout.pp % 2 == 0
+    batch = 12 if layout.ranks == 6 else 8
+    layers = max(2, layout.pp + layout.pp // 2)
+    assert differs(layout, layers, tied, seq_len=length(layout.cp), batch_size=batch) == []
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
+def test_the_order_of_sums_shows(layout: Layout) -> None:
+    """Without --deterministic the same runs differ, so that the tests of this file can fail."""
+    assert differs(layout, 2, True, seq_len=length(layout.cp), deterministic=False)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=() if name == "zero-bubble-v" else pytest.mark.slow) for name in SCHEDULES]
+)
+def test_schedule(schedule: str, tied: bool) -> None:
+    layout = Layout(pp=2, tp=2, dp=2) if tied else Layout(pp=2, dp=2)
+    assert differs(layout, 4, tied, pp_schedule=schedule, batch_size=16) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [
+        (Layout(dp=2), {"zero": 1}),
+        (Layout(dp=2, pp=2), {"zero": 1}),
+        pytest.param(Layout(dp=4, tp=2), {"zero": 1}, marks=pytest.mark.slow),
+        pytest.param(Layout(cp=2, dp=2), {"zero": 1, "seq_len": length(2)}, marks=pytest.mark.slow),
+        pytest.param(Layout(tp=4, dp=2), {"micro_batch_size": 4}, marks=pytest.mark.slow),
+        pytest.param(Layout(dp=3), {"batch_size": 18, "micro_batch_size": 2}, marks=pytest.mark.slow),
+        pytest.param(Layout(tp=2, pp=2), {"recompute": "block"}, marks=pytest.mark.slow),
+        pytest.param(Layout(tp=2, cp=2), {"seq_len": 2 * length(2)}, marks=pytest.mark.slow),
+    ],
+    ids=lambda value: named(value) if isinstance(value, Layout) else "-".join(value),
+)
+def test_options(layout: Layout, changes: dict[str, Any]) -> None:
+    """ZeRO-1, accumulation, micro-batches that are no power of two, recomputing, more pieces than ranks."""
+    assert differs(layout, 3, layout.pp > 1, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seq_len", "cut"),
+    [
+        ((16, 8, 24, 40), 32, Cut(8, 1)), ((16, 4, 24, 40), 1024, Cut(4, 8)), ((12, 6, 24, 50257), 512, Cut(1, 4)),
+        ((6, 6, 24, 512), 1000, Cut(2, 4)),
+    ],
+)  # fmt: skip
+def test_the_cut_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: int, cut: Cut) -> None:
+    assert Cut.of(sizes, seq_len) == cut
+    cut.check(cut.features, cut.tokens)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "error"),
+    [
+        (Layout(tp=4), {"num_key_value_heads": 4, "intermediate_size": 36, "vocab_size": 52}, None),
+        (Layout(tp=3), {"num_key_value_heads": 3, "num_attention_heads": 6, "vocab_size": 42, "intermediate_size": 24},
+         "--deterministic with --tp: expected a divisor of 1, .* got 3"),
+        (Layout(cp=2), {}, "--deterministic with --cp: expected a divisor of 1, the equal parts .* got 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(layout: Layout, changes: dict[str, int], error: str | None) -> None:
+    """A model whose sizes are no multiples of 8, and layouts in which a rank has no whole subtrees."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changes.items():
+            patch.setitem(SHAPE, name, value)
+        if error is None:
+            assert not _differs_alone(layout)
+            return
+        with pytest.raises(ConfigError, match=error):
+            train(layout, CpuEngine, 2, False, **RUN | {"seq_len": 48})
+
+
+def _differs_alone(layout: Layout) -> bool:
+    """As ``differs``, of losses and norms, of a model that no other test has."""
+    (alone,), ranks = (train(each, CpuEngine, 2, False, **RUN) for each in (Layout(), layout))
+    return any(got["rows"].tobytes() != alone["rows"].tobytes() for got in ranks)
+
+
+@pytest.mark.skipif(not MPIRUN, reason="needs mpirun")
+def test_runs_and_checkpoints_under_mpirun(tmp_path: Path) -> None:
+    """The command of a user, and a run that goes on in another layout."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    flags = ["--data", str(text), "--steps", "4", "--save-every", "2", "--eval-every", "2", "--sample-tokens", "0",
+             "--hidden-size", "32", "--num-hidden-layers", "2", "--intermediate-size", "48", "--batch-size", "8",
+             "--seq-len", "32", "--num-attention-heads", "4", "--num-key-value-heads", "4",
+             "--deterministic"]  # fmt: skip
+
+    def run(name: str, ranks: int, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
+        out = tmp_path / name
+        done = run_program(*launcher, sys.executable, "-m", "kos.train", *flags, "--out", str(out), *more)
+        assert done.returncode == 0, done.stderr
+        return read_metrics(out / "metrics.jsonl"), tensors_of_run(out)
+
+    alone, tensors = run("alone", 1)
+    again = ("--tp", "2", "--pp", "2", "--resume", "split/checkpoints/step-2")
+    others = {"split": ("--tp", "2", "--zero", "1"), "on": again}
+    for name, more in others.items():
+        rows, got = run(name, 4, *(str(tmp_path / each) if "/" in each else each for each in more))
+        for row, wanted in zip(rows, alone[-len(rows) :], strict=True):
+            keys = {"step", "loss", "grad_norm", "val_loss"} & {*wanted}
+            assert {key: row[key] for key in keys} == {key: wanted[key] for key in keys}
+        assert got == tensors, name
