@@ -87,7 +87,7 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
     most = MICRO_BATCH_TOKENS if config.device == "cpu" else CUDA_MICRO_BATCH_TOKENS
     sizes = [n for n in range(1, each + 1) if each % n == 0 and n * config.seq_len <= max(most, config.seq_len)]
     options: dict[str, list[Any]] = {
-        "micro_batch_size": [None] if config.deterministic else sizes,
+        "micro_batch_size": sizes,
         "pp_schedule": ["1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] if layout.pp > 1 else ["1f1b"],
         "zero": [1] if layout.dp * layout.cp > 1 else [0],
         "recompute": ["none", "norms", "block"],
@@ -165,6 +165,8 @@ def report(argv: Sequence[str]) -> str:
     config, given, ranks, gpu, words = parse_plan(argv)
     if config.model.vocab_size is None and config.tokenizer not in ("auto", "bytes"):
         raise ConfigError(f"--plan: expected --vocab-size, got a tokenizer to be read, {config.tokenizer}")
+    if config.deterministic:
+        raise ConfigError("--plan: expected no --deterministic, whose sums in order are not predicted, got it")
     model = config.model_config_for(config.model.vocab_size or ByteTokenizer.vocab_size)
     if config.device == "cpu":
         rates = cpu_rates(ranks)
