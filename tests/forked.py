@@ -92,10 +92,14 @@ class ForkServer:
         return Forked(connection)
 
 
-@cache
+_only_server = cache(ForkServer)
+_starting = threading.Lock()
+
+
 def fork_server() -> ForkServer:
-    """That of this process."""
-    return ForkServer()
+    """That of this process, the same for all threads."""
+    with _starting:
+        return _only_server()
 
 
 def python() -> list[str]:
