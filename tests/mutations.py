@@ -39,6 +39,7 @@ CONFORMANCE = "tests/comm/test_conformance.py"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 TENSOR = "tests/train/test_tensor_parallel.py -k tied-none-None"
+DETERMINISTIC = "tests/train/test_deterministic.py -k "
 TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
 
 MUTATIONS = [
@@ -103,6 +104,15 @@ MUTATIONS = [
              "tests/train/test_checkpoint_layouts.py"),
     Mutation(TRAIN + "checkpoint/state.py", "parallel.axis.comm.all_gather(mine, values)", "pass",
              "tests/train/test_checkpoint_layouts.py"),
+    # The order of sums, with --deterministic.
+    Mutation(PARALLEL + "fixed.py", "self.pieces * math.gcd(self.cut.features, rows) // self.tp.size", "1",
+             DETERMINISTIC + "test_layout[tp2]"),
+    Mutation(PARALLEL + "fixed.py", "axis.comm.all_to_all(x, terms)", "terms[:] = x.reshape(terms.shape)",
+             DETERMINISTIC + "test_layout[tp2]"),
+    Mutation(PARALLEL + "fixed.py", "self.axis.comm.all_gather(kv, of_all)", "of_all[:] = kv",
+             DETERMINISTIC + "test_layout[cp2]"),
+    Mutation(PARALLEL + "data.py", "stack[-2][1] == stack[-1][1] and ", "",
+             "tests/train/test_data_parallel.py -k tree"),
     Mutation(TRAIN + "tools/console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
              "tests/train/test_cli.py -k nobody_takes"),
 ]

@@ -19,7 +19,6 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.engine import cuda as engine_module
@@ -30,6 +29,7 @@ from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train.host_kernels.engine import DeviceComm, QueuedOps, host_engine, on_host
 from tests.train.host_kernels.fake_cudnn import STREAM, Graph, fake_cudnn
+from tests.train.sharded import tensors_of_run
 
 SMALL = cudnn.Shape(2, 5, 4, 2, 8, "bfloat16")
 
@@ -240,7 +240,7 @@ def train(text, out, ranks=1, **changes):
               "data": str(text), "out": out, "model": model, **changes}  # fmt: skip
     spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm)).run(), ranks, timeout=100)
     rows = read_metrics(out / "metrics.jsonl")
-    weights = (checkpoint.find(out).path / "model.safetensors").read_bytes()
+    weights = tensors_of_run(out)
     return [[row[name] for row in rows if name in row] for name in ("loss", "grad_norm", "val_loss")], weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.engine.cpu import CpuEngine
 from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
+from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.fixed import LEAST_CHUNK, Cut
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
@@ -143,6 +146,22 @@ def _differs_alone(layout: Layout) -> bool:
     """As ``differs``, of losses and norms, of a model that no other test has."""
     (alone,), ranks = (train(each, CpuEngine, 2, False, **RUN) for each in (Layout(), layout))
     return any(got["rows"].tobytes() != alone["rows"].tobytes() for got in ranks)
+
+
+def test_sums_of_squares_are_exact(rng: np.random.Generator) -> None:
+    """In any order and in any parts; of numbers of very different magnitudes."""
+    values = (rng.standard_normal(50_000) * 10.0 ** rng.integers(-12, 3, 50_000)).astype(np.float32)
+    largest, found = float(np.abs(values).max()), set()
+    for order in (values, values[::-1], rng.permutation(values)):
+        total = np.zeros(2)
+        for part in np.split(order, [7, 20_000, 20_001]):
+            gradients = Parameters({"x": part.shape})
+            gradients.flat[:] = part
+            total += AdamW(gradients).exact_squares(gradients, {"x"}, largest, values.size)
+        found.add(tuple(total))
+    assert len(found) == 1
+    exact = math.fsum(float(value) ** 2 for value in values)
+    assert math.fsum(found.pop()) == pytest.approx(exact, rel=1e-14)
 
 
 @pytest.mark.skipif(not MPIRUN, reason="needs mpirun")

@@ -72,6 +72,7 @@ def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
+    torch = pytest.importorskip("torch")
     torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
     assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name)["fast"] < UNITS[dtype]
 

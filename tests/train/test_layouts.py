@@ -42,9 +42,10 @@ ENGINES: dict[type[CpuEngine], float] = {Precise: 1e-10, CpuEngine: 1e-5}
 def make_data(config: TrainConfig) -> Dataset:
     """Numbers of which the next often follows from the last; some targets of the validation are left over."""
     rng = np.random.default_rng(1)
-    steps = rng.choice([1, 1, 1, 7, 11], 4000).cumsum() % 40
+    steps = rng.choice([1, 1, 1, 7, 11], max(4000, 8 * config.seq_len)).cumsum() % 40
+    cut = len(steps) * 3 // 4
     sizes = config.seed, config.batch_size, config.seq_len, 3
-    train, val = (Tokens([part.astype(np.uint16)]) for part in (steps[:3000], steps[3000:]))
+    train, val = (Tokens([part.astype(np.uint16)]) for part in (steps[:cut], steps[cut:]))
     return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "")
 
 

@@ -265,6 +265,7 @@ def test_bad_requests_are_refused():
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 with --plan"),
         (["--ranks", "3", "--tp", "2"], "expected a layout of 3 ranks, got none"),
         (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),
+        (["--ranks", "2", "--deterministic"], "expected no --deterministic"),
     ):
         with pytest.raises(ConfigError, match=said):
             planning.report(["--plan", *flags])

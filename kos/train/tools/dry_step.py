@@ -52,6 +52,10 @@ class Job(NamedTuple):
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
         return self.model.parts(0, self.layout.tp, stage_rank, self.schedule.stages_of_ranks)
 
+    def kind(self, stage_rank: int) -> Any:
+        """Equal for ranks of the pipeline that take the same time, and the same memory for as many micro-batches."""
+        return tuple((len(part.layers), part.first, part.last) for part in self.parts(stage_rank))
+
     def buckets(self, parts: Sequence[Local], mesh: Mesh) -> cuda.Buckets:
         return cuda.Buckets.of(self.config, self.model, parts, mesh, self.schedule.micro_batches, reaches=True)
 
@@ -65,7 +69,7 @@ class Job(NamedTuple):
             return self.buckets(parts, mesh).plan(config, model, parts, ops, mesh, schedule, free=free)
         saved = Shards(model, self.layout, schedule.stages_of_ranks).host_bytes(rank, config.save_async)
         shards = group.size if config.zero else 1
-        return cpu.plan_memory(config, model, parts, mesh, schedule, self.layout.ranks, group.rank == 0, shards, saved)
+        return cpu.plan_memory(config, model, parts, mesh, schedule, self.layout.ranks, shards, saved)
 
 
 class Clock:
@@ -106,7 +110,7 @@ class Link:
     def split(self, color: int | None, key: int | None = None) -> Link:
         return self
 
-    def all_reduce(self, x: Array, *, deterministic: bool = False, async_op: bool = False) -> Arrival:
+    def all_reduce(self, x: Array, *, async_op: bool = False) -> Arrival:
         return self._collective(2 * x.nbytes * (self.size - 1) / self.size, async_op)
 
     def reduce_scatter(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
@@ -179,7 +183,7 @@ class DryStep(StepProgram):
         self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, job.schedule), job.schedule.micro_batches
         parts, group = self.locals(model), mesh.gradients
         sharded, options = config.zero == 1 and group.size > 1, dict[str, Any]()
-        sums: dict[str, Any] = {"sharded": sharded, "deterministic": config.deterministic}
+        sums: dict[str, Any] = {"sharded": sharded}
         if config.device == "cuda":
             self.sizing: Any = _AbsentGpu(job.rates.name)
             multiple, bucket_bytes, _, self.lookups = job.buckets(parts, mesh)
@@ -187,7 +191,7 @@ class DryStep(StepProgram):
             sums |= {"lookups": model.embedding if self.lookups else None, "tied": model.tie_word_embeddings}
             options["head_rows"] = cuda.HEAD_ROWS
         else:
-            self.sizing, multiple = cpu.Sizing(), BLOCK * group.size if sharded else 1
+            self.sizing, multiple = cpu.Sizing(), BLOCK * group.size if sharded else mesh.dp.size
         ops, zeros = cast(Ops, _Clocked(self.sizing, self.clock)), self.sizing.zeros
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         self.gradients = Parameters(shapes, config.grad_dtype, groups, zeros, multiple)

@@ -54,8 +54,8 @@ def predict(job: Job, memory: MemoryPlan) -> Prediction:
     costs = {kind: [0.0] * whole.stages for kind in "FIW"}
     besides, message, sent = 0.0, 0.0, dict.fromkeys(AXES, 0.0)
     for rank in range(pp):
-        alike = tuple((len(part.layers), part.first, part.last) for part in job.parts(rank))
-        step = dry[alike] = dry.get(alike) or DryStep(job_of_few, rank)
+        kind = job.kind(rank)
+        step = dry[kind] = dry.get(kind) or DryStep(job_of_few, rank)
         each = {action: spent for action, spent in step.actions.items() if action.micro_batch == typical}
         for action, spent in each.items():
             costs["I" if action.kind == "B" else action.kind][whole.stage(rank, action.chunk)] += spent["seconds"]
@@ -87,7 +87,7 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
     most = MICRO_BATCH_TOKENS if config.device == "cpu" else CUDA_MICRO_BATCH_TOKENS
     sizes = [n for n in range(1, each + 1) if each % n == 0 and n * config.seq_len <= max(most, config.seq_len)]
     options: dict[str, list[Any]] = {
-        "micro_batch_size": [None] if config.deterministic else sizes,
+        "micro_batch_size": sizes,
         "pp_schedule": ["1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] if layout.pp > 1 else ["1f1b"],
         "zero": [1] if layout.dp * layout.cp > 1 else [0],
         "recompute": ["none", "norms", "block"],
@@ -99,7 +99,9 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
     def take(**settings: Any) -> None:
         for how in recompute:
             job = make_job(config, model, layout, rates, recompute=how, **settings)
-            memory = max(map(job.memory, range(layout.pp)), key=lambda plan: plan.total - plan.free)
+            by_slots = sorted(range(layout.pp), key=job.schedule.slots.__getitem__)
+            most_of_kind = {job.kind(rank): rank for rank in by_slots}.values()
+            memory = max(map(job.memory, most_of_kind), key=lambda plan: plan.total - plan.free)
             if memory.total <= memory.free:
                 return fitting.append(predict(job, memory))
             over.append((memory, job))
@@ -163,6 +165,8 @@ def report(argv: Sequence[str]) -> str:
     config, given, ranks, gpu, words = parse_plan(argv)
     if config.model.vocab_size is None and config.tokenizer not in ("auto", "bytes"):
         raise ConfigError(f"--plan: expected --vocab-size, got a tokenizer to be read, {config.tokenizer}")
+    if config.deterministic:
+        raise ConfigError("--plan: expected no --deterministic, whose sums in order are not predicted, got it")
     model = config.model_config_for(config.model.vocab_size or ByteTokenizer.vocab_size)
     if config.device == "cpu":
         rates = cpu_rates(ranks)

@@ -80,7 +80,7 @@ def cost(name: str, arguments: tuple[Any, ...], different: Callable[[int], int] 
 
     Of so many tokens so many are ``different``: each touches its row of the embedding once.
     """
-    arrays = [x for x in arguments if hasattr(x, "nbytes") and hasattr(x, "shape")]
+    arrays = [x for x in arguments if hasattr(type(x), "nbytes")]
     nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
     if name in IN_PLACE:
         nbytes += int(arguments[IN_PLACE[name]].nbytes)
