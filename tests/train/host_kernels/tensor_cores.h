@@ -62,9 +62,9 @@ static float operand_at(unsigned descriptor, bool inner_last, int i, int k) {
     return bfloat16_at(permuted(inner_last ? start + i / 8 * 1024 + i % 8 * 128 + k * 2
                                            : start + i / 64 * leading + k / 8 * 1024 + k % 8 * 128 + i % 64 * 2));
 }
-template <int N>
-static void multiply_groups(float (&d)[N], const float (&rows)[2][16], unsigned b, bool inner_last) {
-    for (int i = 0; i < N; ++i) {
+template <int Values>
+static void multiply_groups(float (&d)[Values], const float (&rows)[2][16], unsigned b, bool inner_last) {
+    for (int i = 0; i < Values; ++i) {
         const int column = i / 4 * 8 + current % 4 * 2 + i % 2;
         if (i % 4 >= 2) continue;
         for (int k = 0; k < 16; ++k) {
@@ -73,8 +73,8 @@ static void multiply_groups(float (&d)[N], const float (&rows)[2][16], unsigned 
         }
     }
 }
-template <int N>
-static void multiply_shared(float (&d)[N], unsigned a, unsigned b, bool inner_last, bool add) {
+template <int Values>
+static void multiply_shared(float (&d)[Values], unsigned a, unsigned b, bool inner_last, bool add) {
     float rows[2][16];
     const int row = current / 32 % 4 * 16 + current % 32 / 4;
     for (int k = 0; k < 16; ++k)
@@ -82,16 +82,16 @@ static void multiply_shared(float (&d)[N], unsigned a, unsigned b, bool inner_la
     if (!add) memset(d, 0, sizeof d);
     multiply_groups(d, rows, b, inner_last);
 }
-template <int N>
-static void wgmma_first(float (&d)[N], unsigned a, unsigned b) { multiply_shared(d, a, b, true, false); }
-template <int N>
-static void wgmma(float (&d)[N], unsigned a, unsigned b) { multiply_shared(d, a, b, true, true); }
-template <int N>
-static void wgmma_crossed_first(float (&d)[N], unsigned a, unsigned b) { multiply_shared(d, a, b, false, false); }
-template <int N>
-static void wgmma_crossed(float (&d)[N], unsigned a, unsigned b) { multiply_shared(d, a, b, false, true); }
-template <int N>
-static void wgmma(float (&d)[N], const unsigned* a, unsigned b) {
+template <int Values>
+static void wgmma_first(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, true, false); }
+template <int Values>
+static void wgmma(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, true, true); }
+template <int Values>
+static void wgmma_crossed_first(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, false, false); }
+template <int Values>
+static void wgmma_crossed(float (&d)[Values], unsigned a, unsigned b) { multiply_shared(d, a, b, false, true); }
+template <int Values>
+static void wgmma(float (&d)[Values], const unsigned* a, unsigned b) {
     float rows[2][16];
     memcpy(shown[current], a, 16);
     warp_barrier();
