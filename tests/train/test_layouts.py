@@ -140,7 +140,7 @@ def test_float32(layout: Layout) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule(schedule: str, tied: bool) -> None:
     """Two ranks of 2 chunks, of which the last has fewer layers."""
-    check(Layout(pp=2), Precise, 5, tied, pp_schedule=schedule)
+    check(Layout(pp=2), Precise, 5, tied, 5, pp_schedule=schedule)
 
 
 @pytest.mark.parametrize("recompute", ["none", "norms", "block"])
