@@ -18,9 +18,10 @@ from torch import nn
 
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
+from kos.train.model.initial import init_weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
-from kos.train.parallel.data import deal
+from kos.train.parallel.data import shard_batch
 
 
 class Block(nn.Module):
@@ -109,9 +110,9 @@ class TorchTraining:
         if self.size > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
         assert config.micro_batch_size is not None
-        self.rounds = deal(config.batch_size, config.micro_batch_size, self.rank, self.size)
+        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, self.rank, self.size)
         if "whole" in words:
-            self.rounds = [[row for rows in self.rounds for row in rows]]
+            self.micro_batches = [[row for rows in self.micro_batches for row in rows]]
         self.model, self.masters = self._make_model(model, words), []
         trained = list(self.model.parameters())
         if "master" in words:
@@ -145,7 +146,7 @@ class TorchTraining:
         weights: Parameters | None = None
         if self.rank == 0:
             weights = Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
-            shape.init_weights(weights, self.config.seed)
+            init_weights(shape, weights, self.config.seed)
         sharded = "fsdp" in words
         with torch.device("meta" if sharded else self.device):
             model = TorchLlama(shape)
@@ -176,8 +177,8 @@ class TorchTraining:
         model.to_empty(device=self.device)
 
     def _batch(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        rounds = [self.data.rows(step, rows) for rows in self.rounds]
-        return [tuple(torch.from_numpy(a).long().to(self.device) for a in parts) for parts in rounds]  # type: ignore[misc]
+        micro_batches = [self.data.rows(step, rows) for rows in self.micro_batches]
+        return [tuple(torch.from_numpy(a).long().to(self.device) for a in parts) for parts in micro_batches]  # type: ignore[misc]
 
     def _step(self, step: int, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         for group in self.optimizer.param_groups:

@@ -1,11 +1,11 @@
 """Tokens per second of training, kos beside PyTorch: ``python -m benchmarks.train --preset tiny --compare torch``.
 
 The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
-the engine that ``python -m kos.train`` runs, whose flags are taken here too; torch are the ``--torch`` variants of
-``benchmarks.torch_llama``.  Each is a group of processes of its own, one a rank, which begins with the same weights
-and has a time limit: what fails loses its row only, and ``--json`` is written after each.  kos is measured between the
-variants of torch, each ``--repeats`` times, the median step of ``--steps``; a row's figure is the median.  Losses are
-compared step by step.
+the engine that ``python -m kos.train`` runs, whose flags are taken here too (``--tp 2`` is a layout); torch are the
+``--torch`` variants of ``benchmarks.torch_llama``.  Each is a group of processes of its own, one a rank, which begins
+with the same weights and has a time limit: what fails loses its row only, and ``--json`` is written after each.  kos is
+measured between the variants of torch, each ``--repeats`` times, the median step of ``--steps``; a row's figure is the
+median.  Losses are compared step by step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -41,7 +39,7 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.engine import head_start
+from kos.train.engine.choose import layout_of
 from kos.train.model.llama_config import LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,8 +57,8 @@ ROW_KEYS = (
     "mfu_causal", "mfu_noncausal", "peak_memory_bytes", "first_step_seconds", "threads", "loss", "loss_difference",
     "measurements",
 )  # fmt: skip
-"""The keys of a row: ``batch_size`` and memory are a rank's, tokens a second those of all ranks; ``loss`` is that of
-the last step that all rows have, ``loss_difference`` the largest of any step, relative to kos."""
+"""The keys of a row: ``batch_size`` is a data-parallel rank's, memory a rank's, tokens a second those of all ranks;
+``loss`` is that of the last step that all rows have, ``loss_difference`` the largest of any step, relative to kos."""
 
 
 # --- one rank of one implementation, a process of its own -------------------------------------------------
@@ -90,10 +88,12 @@ class KosTraining:
 
         self.comm = comm = kos.init(config.backend, timeout=config.timeout)
         limit_threads(comm, threads)
-        self.engine = make_engine(config, model, data, Mesh(comm))
+        layout = layout_of(config, comm.size)
+        self.engine = make_engine(config, model, data, Mesh(comm, layout))
         self.engine.draw_weights()
-        self.engine.share_weights()
-        self.layout = f"dp{comm.size}" + " zero1" * bool(config.zero)
+        axes = [f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1]
+        schedule = [config.pp_schedule] * (layout.pp > 1)
+        self.layout = " ".join([*(axes or ["dp1"]), *schedule, *["zero1"] * bool(config.zero)])
 
     def run(self, first: int, count: int) -> tuple[list[float], list[float]]:
         """The seconds and losses of steps ``first`` …, ``count`` of them."""
@@ -122,11 +122,10 @@ class KosTraining:
 def work(options: argparse.Namespace, config: TrainConfig) -> None:
     """One rank: warm up, say what that took, then measure once for each line that comes."""
     rank = int(os.environ["RANK"])
-    config = config.for_world(int(os.environ["WORLD_SIZE"]), options.device)
+    config = config.for_world(layout_of(config, int(os.environ["WORLD_SIZE"])).dp, options.device)
     model = model_of(config)
     training: Any
     if options.worker == "kos":
-        head_start.begin(config, model, partial(import_module, "kos.train.engine.cuda"))
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
     else:
         from benchmarks.torch_llama import TorchTraining
@@ -178,7 +177,7 @@ class Group:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         environment |= {f"{library}_NUM_THREADS": str(options.threads) for library in ("OMP", "OPENBLAS", "MKL")}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LAUNCHED": str(time.time())}
-        command = [sys.executable, "-m", "benchmarks.train_worker", *arguments, "--worker", name]
+        command = [sys.executable, "-m", "benchmarks.train", *arguments, "--worker", name]
         self.processes = []
         for rank in range(options.ranks):
             told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
@@ -279,7 +278,8 @@ def measure(
 
 
 def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainConfig) -> list[dict[str, Any]]:
-    config = config.for_world(options.ranks, options.device)
+    layout = layout_of(config, options.ranks)
+    config = config.for_world(layout.dp, options.device)
     model = model_of(config)
     peak = None
     if options.device == "cuda" and config.dtype == "bfloat16":
@@ -288,7 +288,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
 
         peak = peak_flops(device_info(0).name)
     flops, rows = model.flops_per_token(config.seq_len), []
-    variant = config.dtype + "-grads" * (config.grad_dtype == "bfloat16") + "-cudnn" * (config.attention == "cudnn")
+    variant = config.dtype + "-grads" * (config.grad_dtype == "bfloat16")
     steps = min(len(group.losses) for group in groups)
     for group in groups:
         pairs = list(zip(groups[0].losses, group.losses, strict=False))
@@ -297,7 +297,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
         each = speed / options.ranks / peak if peak else None
         row = {
             "preset": options.name or config.preset,
-            "batch_size": config.batch_size // options.ranks,
+            "batch_size": config.batch_size // layout.dp,
             "seq_len": config.seq_len,
             "ranks": options.ranks,
             "implementation": "kos" if group.name == "kos" else "torch",
@@ -430,7 +430,7 @@ def run(arguments: list[str]) -> int:
     options, config = read_arguments(arguments)
     if options.json:
         check_writable(options.json)
-    config.for_world(options.ranks, options.device)
+    config.for_world(layout_of(config, options.ranks).dp, options.device)
     if options.device == "cuda" and not options.worker and (why := unavailable()):
         raise ConfigError(f"--device cuda: expected a GPU, got none: {why}")
     if options.compare and importlib.util.find_spec("torch") is None:

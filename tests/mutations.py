@@ -36,6 +36,7 @@ MUTANTS = "tests/comm/schedules/test_schedule_verify.py -k mutants"
 PEER = "tests/comm/test_peer_logic.py"
 KERNELS = "tests/train/test_kernels_on_host.py"
 CONFORMANCE = "tests/comm/test_conformance.py"
+HOST = "kos/comm/host/"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 TENSOR = "tests/train/test_tensor_parallel.py -k tied-none-None"
@@ -71,6 +72,9 @@ MUTATIONS = [
     Mutation(PEER_KERNELS + "channel.cuh", "store_release(context->slab[threadIdx.x] + line() + flag",
              "store_relaxed(context->slab[threadIdx.x] + line() + flag", PEER),
     Mutation(PEER_KERNELS + "packets.cuh", "(((epoch & 1) * SLOTS + slot)", "((SLOTS + slot)", PEER),
+    Mutation(PEER_KERNELS + "exchange.cu", "unsigned(posted) - 1;", "unsigned(posted) - 2;", PEER + " -k ahead"),
+    Mutation(PEER_KERNELS + "exchange.cu", "|| has_room(q, room);", "|| true;", PEER + " -k back_to_back"),
+    Mutation(PEER_KERNELS + "exchange.cu", "return known != s->comes[r] &&", "return false &&", PEER + " -k belong"),
     Mutation(PEER_KERNELS + "packets.cuh", "store_relaxed(mine + at, 0);", ";", PEER + " -k epochs"),
     Mutation(PEER_KERNELS + "reduce_ordered.cu", "x[0] = Op::combine(x[0], x[r]);", "x[0] = Op::combine(x[r], x[r]);",
              "tests/comm/test_nccl_kernels.py"),
@@ -80,8 +84,11 @@ MUTATIONS = [
     Mutation(TRAIN_KERNELS + "adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),
     Mutation(TRAIN + "ops/optimizer.py", "root = 1 / math.sqrt(1 - beta2**self.step_count)", "root = 1.0",
              KERNELS + " -k adamw"),
-    Mutation(TRAIN + "engine/cpu.py", "math.sqrt(total) / self._micro_batches",
+    Mutation(TRAIN + "engine/cpu.py", "math.sqrt(total) / self.micro_batches_of_all",
              "math.sqrt(total) / self.accumulation_steps", "tests/train/test_loop.py -k number_of_ranks"),
+    Mutation(TRAIN + "train.py", "index > 0, final", "False, final", "tests/train/test_step.py -k gradient"),
+    Mutation(TRAIN + "model/initial.py", "name.encode()), number]", "name.encode()), 0]",
+             "tests/train/test_model.py -k init_weights"),
     # Each collective of each parallelism.
     Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_gather(x_nD, x_ND)", "x_ND[: len(x_nD)] = x_nD", TENSOR),
     Mutation(PARALLEL + "tensor.py", "self.axis.comm.reduce_scatter(term_ND, out_nD)",
@@ -90,22 +97,21 @@ MUTATIONS = [
     Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_reduce(gradient)", "pass", LAYOUTS + "test_layout[tp2]"),
     Mutation(PARALLEL + "pipeline.py", "self._ends.all_reduce(gradient)", "pass",
              LAYOUTS + "test_schedule[1f1b-tied]"),
-    Mutation(PARALLEL + "data.py", "self.axis.comm.all_reduce(x, async_op=True)",
-             "self.axis.comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2]"),
+    Mutation(PARALLEL + "data.py", "comm.all_reduce(x, async_op=True)",
+             "comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2]"),
     Mutation(PARALLEL + "context.py", "self.ops.add(d_kv, d_mine, d_kv)", "pass",
              "tests/train/test_context_parallel.py"),
-    Mutation(PARALLEL + "context.py", "self.ops.zero(d_of_all[rank])", "pass", "tests/train/test_context_parallel.py"),
-    Mutation(TRAIN + "engine/step.py", "(self._replicated if self.mesh.tp.rank > 0 else set())", "set()",
+    Mutation(TRAIN + "engine/base.py", "(self.replicated if self.mesh.tp.rank > 0 else set())", "set()",
              LAYOUTS + "test_layout[tp2]"),
-    Mutation(TRAIN + "engine/step.py", "set()) - twice", "set())", LAYOUTS + "test_schedule[1f1b-tied]"),
+    Mutation(TRAIN + "engine/base.py", "set()) - twice", "set())", LAYOUTS + "test_schedule[1f1b-tied]"),
     Mutation(TRAIN + "engine/cpu.py", "total = math.fsum(self.mesh.model.comm.all_gather(np.array(total)))", "pass",
              LAYOUTS + "test_layout[pp2]"),
-    Mutation(TRAIN + "checkpoint/state.py", "self.mesh.tp.comm.all_gather(piece, room[: shards * size])", "pass",
+    Mutation(TRAIN + "checkpoint/state.py", "self.mesh.tp.comm.all_gather(piece, buffer[: shards * size])", "pass",
              "tests/train/test_checkpoint_layouts.py"),
     Mutation(TRAIN + "checkpoint/state.py", "parallel.axis.comm.all_gather(mine, values)", "pass",
              "tests/train/test_checkpoint_layouts.py"),
     # The order of sums, with --deterministic.
-    Mutation(PARALLEL + "fixed.py", "self.pieces * math.gcd(self.cut.features, rows) // self.tp.size", "1",
+    Mutation(PARALLEL + "fixed.py", "self.pieces * math.gcd(self.split.features, rows) // self.tp.size", "1",
              DETERMINISTIC + "test_layout[tp2]"),
     Mutation(PARALLEL + "fixed.py", "axis.comm.all_to_all(x, terms)", "terms[:] = x.reshape(terms.shape)",
              DETERMINISTIC + "test_layout[tp2]"),
@@ -113,6 +119,18 @@ MUTATIONS = [
              DETERMINISTIC + "test_layout[cp2]"),
     Mutation(PARALLEL + "data.py", "stack[-2][1] == stack[-1][1] and ", "",
              "tests/train/test_data_parallel.py -k tree"),
+    # What one kind of host memory, or one backend, sees for the others.
+    Mutation(HOST + "shared/calls.py", "self._mismatch(o.group, sequence, local)", "pass",
+             "tests/comm/test_shared_failures.py -k mismatch_is_the_same"),
+    Mutation(HOST + "shared/calls.py", "self.mark_closed(CLOSED_ORDERLY)", "pass", "tests/comm/test_calls.py -k gone"),
+    Mutation(HOST + "backend.py", 'f"{self.ledger.names(late)} did not arrive"', '""',
+             "tests/comm/test_shared_failures.py -k comes_late"),
+    Mutation(HOST + "backend.py", 'f"still waiting for {self.ledger.names(late)}" if late else None', "None",
+             "tests/comm/test_tcp_backend.py -k all_hear_of_a_collective"),
+    Mutation(HOST + "backend.py", "os.register_at_fork(after_in_child=_open.clear)", "",
+             "tests/comm/test_jobs.py -k forked"),
+    Mutation(HOST + "tcp.py", "ABORT, str(self.broken or reason)", 'ABORT, ""',
+             "tests/comm/test_tcp_backend.py -k announced_message"),
     Mutation(TRAIN + "tools/console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
              "tests/train/test_cli.py -k nobody_takes"),
 ]

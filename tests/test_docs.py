@@ -7,6 +7,7 @@ A block without one is a script of one rank.
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import re
 import shlex
@@ -21,6 +22,7 @@ import pytest
 import kos
 import kos.testing
 from kos.comm.recorder import Recorder
+from kos.memory import Array
 from kos.testing import spawn
 from tests.comm.test_jobs import environment
 from tests.forked import fork_server
@@ -125,6 +127,27 @@ def resolves(name: str) -> bool:
 def test_what_is_public_is_documented(thing: Any) -> None:
     bare = [name for name, value in public(thing) if not value.__doc__]
     assert not bare, f"{thing.__name__}: expected docstrings, {bare} have none"
+
+
+@pytest.mark.parametrize(
+    "thing", [kos, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder, Array],
+    ids=lambda thing: thing.__name__,
+)
+def test_help_names_every_argument_and_the_errors(thing: Any) -> None:
+    """In a function's own text, in its class's, or in that of a function that its text names (``as ``split````)."""
+    lacking = []
+    for name, value in public(thing):
+        if not inspect.isroutine(value):
+            continue
+        own = value.__doc__ or ""
+        named = [getattr(thing, other, None) for other in re.findall(r"``(\w+)``", own)]
+        texts = [own, *(each.__doc__ or "" for each in (thing, *named) if callable(each))]
+        if not any(re.search(r"\b[Rr]aises?\b", text) for text in texts):
+            lacking.append(f"{name}: errors")
+        for argument in inspect.signature(value).parameters:
+            if argument not in ("self", "comm") and not any(re.search(rf"\b{argument}\b", text) for text in texts):
+                lacking.append(f"{name}: {argument}")
+    assert not lacking, f"{thing.__name__}: {lacking}"
 
 
 def test_blocks_are_found() -> None:

@@ -30,7 +30,7 @@ class RawNCCL(Implementation):
         self._device, self._stream = device, int(stream.handle)
         self.stream = stream
         identity = control.rendezvous.allgather(nccl_binding.unique_id() if control.rank == 0 else b"")[0]
-        self._comm = nccl_binding.join(control.size, identity, control.rank, "benchmark")
+        self._comm = nccl_binding.join(control.size, identity, control.rank, "benchmark", {})
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
         codes = self._binding.CODE_OF

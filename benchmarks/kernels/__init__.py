@@ -28,6 +28,4 @@ OPERATIONS = {  # by the module that makes their cases
     "loss": ["count_targets", "cross_entropy", "mean_loss"],
     "optimizer": ["gradient_norm", "adamw"],
 }  # fmt: skip
-ON_REQUEST = [  # cuDNN's need the extra; context parallelism's
-    "attention_cudnn", "attention_cudnn_backward", "attention_to", "attention_to_backward",
-]  # fmt: skip
+ON_REQUEST = ["attention_to", "attention_to_backward"]  # context parallelism's

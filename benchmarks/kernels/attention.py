@@ -69,7 +69,7 @@ def repeat_kv_backward(zoo: Zoo, n: int) -> Case:
     )
 
 
-def attention(zoo: Zoo, n: int, backward: bool = False, by_cudnn: bool = False) -> Case:
+def attention(zoo: Zoo, n: int, backward: bool = False) -> Case:
     """Causal, of samples as long as the preset's."""
     heads, kv_heads, d, length = zoo.heads, zoo.kv_heads, zoo.head_dim, min(n, zoo.seq_len)
     qkv, d_out = zoo.random(n, (heads + 2 * kv_heads) * d), zoo.random(n, heads * d)
@@ -78,7 +78,6 @@ def attention(zoo: Zoo, n: int, backward: bool = False, by_cudnn: bool = False) 
     a_qkv, a_d_out, a_out, a_d_qkv, a_lse = map(as_array, (qkv, d_out, out, d_qkv, lse))
 
     def run(backward: bool) -> None:
-        zoo.ops.cudnn = zoo.cudnn if by_cudnn else None
         if backward:
             zoo.ops.attention_backward(a_d_out, a_qkv, a_out, a_lse, heads, kv_heads, a_d_qkv, zoo.arena)
         else:
@@ -98,12 +97,12 @@ def attention(zoo: Zoo, n: int, backward: bool = False, by_cudnn: bool = False) 
     parts = qkv.view(-1, length, heads + 2 * kv_heads, d).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
     leaves = [part.detach().requires_grad_(backward) for part in parts]
     theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
-    naive = None if by_cudnn else (_attention_backward if backward else _attention)
+    naive = _attention_backward if backward else _attention
     tensors = (d_out, qkv, out, lse, d_qkv) if backward else (qkv, out, lse)
     return Case(
         nbytes=size_of(*tensors),
         fast=lambda: run(backward),
-        naive=naive and naive(zoo, length, *tensors),
+        naive=naive(zoo, length, *tensors),
         torch=backward_of(theirs(), leaves, d_out.view(-1, length, heads, d).transpose(1, 2)) if backward else theirs,
         writes=[d_qkv] if backward else [out, lse],
         expected=expected,
@@ -113,14 +112,6 @@ def attention(zoo: Zoo, n: int, backward: bool = False, by_cudnn: bool = False) 
 
 def attention_backward(zoo: Zoo, n: int) -> Case:
     return attention(zoo, n, backward=True)
-
-
-def attention_cudnn(zoo: Zoo, n: int) -> Case:
-    return attention(zoo, n, by_cudnn=True)
-
-
-def attention_cudnn_backward(zoo: Zoo, n: int) -> Case:
-    return attention(zoo, n, backward=True, by_cudnn=True)
 
 
 def attention_to(zoo: Zoo, n: int, backward: bool = False) -> Case:

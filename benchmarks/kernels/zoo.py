@@ -16,7 +16,6 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.config.model_section import ModelSection
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda.cudnn import CudnnAttention
 from kos.train.ops.cuda.dialect import CudaOps
 
 DEVICE = "cuda"
@@ -64,10 +63,6 @@ class Zoo:
         self.kv_heads = shape.num_key_value_heads or self.heads
         self.head_dim = self.hidden // self.heads
         self.functions = dict(EAGER)  # torch's, or compiled
-
-    @functools.cached_property
-    def cudnn(self) -> CudnnAttention:
-        return CudnnAttention(0, self.ops.stream)
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype or self.dtype)

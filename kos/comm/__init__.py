@@ -6,24 +6,28 @@ import json
 import logging
 import os
 from datetime import datetime
+from typing import Any
 
 from kos.comm.arguments import check_bool, check_timeout, number_in
 from kos.comm.backend import Backend, Probe
 from kos.comm.communicator import Communicator
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend, device_of
+from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.registry import BACKENDS, probe_all, register_backend, register_installed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.choose import default_rendezvous
+from kos.comm.rendezvous.foreign import rendezvous_of
 from kos.comm.tuning import for_group
 from kos.comm.work import ProgressThread, Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
 
 __all__ = [
-    "BACKENDS", "Batch", "Communicator", "Persistent", "PremulSum", "ReduceOp", "Work", "init", "register_backend",
+    "BACKENDS", "Batch", "Communicator", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work", "init",
+    "register_backend",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -32,21 +36,31 @@ log = logging.getLogger(__name__)
 def init(
     backend: str = "auto",
     *,
-    rendezvous: Rendezvous | None = None,
+    rendezvous: Any = None,
     timeout: float = 120.0,
     device: int | None = None,
     process_hooks: bool = True,
     progress_thread: bool = False,
+    nccl: NCCLOptions | None = None,
 ) -> Communicator:
     """Create the communicator of all ranks of this program.  Collective.
 
     ``backend`` is the name of a backend of kos, of ``kos.register_backend``, or of an installed package.  For host
     memory, "auto" uses the first backend that every rank can use.  For GPUs it uses nccl, and peer where a measurement
-    shows that peer is faster (``Communicator.explain`` lists both).  ``rendezvous`` is how the ranks find each other.
-    The default is MPI under mpirun or with ``backend="mpi"``, else the environment of torchrun, srun or a shell, else
-    a group of one.  ``timeout`` in seconds bounds every wait of the communicator.  ``device`` is the GPU of this rank
-    (default: by its local rank).  The ranks of NCCL connect on a thread: the first call waits for the connection and
-    raises its error, also with ``backend="nccl"``.
+    shows that peer is faster (``Communicator.explain`` lists both).  ``timeout`` in seconds bounds every wait of the
+    communicator.  ``device`` is the GPU of this rank (default: by its local rank).  The ranks of NCCL connect on a
+    thread: the first call waits for the connection and raises its error, also with ``backend="nccl"``.
+
+    ``rendezvous`` is how the ranks find each other.  The default is MPI under mpirun or with ``backend="mpi"``, else
+    the environment of torchrun, srun or a shell, else a group of one.  In a job that another framework has started it
+    is one of these, and kos then sets no hook of the process:
+
+    - a communicator of mpi4py, whose ranks the group has
+    - ``{"rank": 0, "size": 4, "address": "host:port"}``: rank 0 listens there; optional keys are ``local_rank`` and
+      ``secret`` (default: as for ranks of the environment)
+    - an object with ``rank``, ``size`` and ``allgather(data: bytes) -> list[bytes]``: kos calls it twice and then
+      connects the ranks by TCP
+    - a ``kos.comm.rendezvous.base.Rendezvous``
 
     ``process_hooks=False`` is for a framework that ends and reports its jobs itself.  kos then sets no exception hooks,
     no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable or setting of Open MPI
@@ -58,25 +72,30 @@ def init(
     or have idle cores, not where the ranks of one host keep all cores busy.  It sleeps while nothing is in flight, and
     ends with the communicator that ``init`` returns.  Raises BackendUnavailable for an MPI without THREAD_MULTIPLE.
 
+    ``nccl`` are options of NCCL by name, such as ``{"max_ctas": 8}``: see ``kos.comm.NCCLOptions``.  They are the
+    same on all ranks, and groups that are split from the communicator inherit them.
+
     Raises BackendUnavailable, with the reason, where the named backend, or every backend for the ``device``, cannot
-    run; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where the ranks do not find
-    each other.  Under mpirun, with ``process_hooks``, an uncaught exception on one rank ends the whole job.
+    run; InvalidArgument for a ``device`` with a backend for host memory, or ``nccl`` where NCCL is not used;
+    RendezvousError where the ranks do not find each other, or request different things.  Under mpirun, with
+    ``process_hooks``, an uncaught exception on one rank ends the whole job.
     """
     if isinstance(backend, str) and backend not in BACKENDS:
         register_installed()
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     timeout = check_timeout(timeout)
-    if not isinstance(rendezvous, Rendezvous | None):
-        raise InvalidArgument(f"rendezvous: expected a Rendezvous or None, got {rendezvous!r}")
     device = None if device is None else number_in("device", device, 0, 1 << 16)
     progress_thread = check_bool("progress_thread", progress_thread)
+    options = check_nccl(nccl)
     dump_on_env_signal()
     if rendezvous is None:
         rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)
+    else:
+        rendezvous = rendezvous_of(rendezvous, timeout)
     if device is not None:
         rendezvous.device = device
-    rendezvous.call = "init"
+    rendezvous.call, rendezvous.nccl = "init", options
     probes, requested = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
@@ -99,6 +118,9 @@ def init(
             made.close()
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
             raise BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}")
+    if options and "nccl" not in made.name.split("+"):
+        made.close()
+        raise InvalidArgument(f"nccl: expected None without the backend nccl, got {options} on {made.name}")
     comm = Communicator(made, rendezvous, probes, timeout)
     if progress_thread:
         comm._progress = ProgressThread(made.engine)
@@ -136,13 +158,13 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
     mine = probe_all(BACKENDS, rendezvous)
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
     job = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}"  # begins with the time: folders are sorted
-    mine_ballot = [wanted, ballot, job, device]
+    mine_ballot = [wanted, ballot, job, device, dict(rendezvous.nccl)]
     ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(mine_ballot).encode())]
     rendezvous.job = ballots[0][2]
-    for rank, (theirs, *_) in enumerate(ballots):
-        if theirs != wanted:
-            mine_wanted = f"rank {rendezvous.rank} requested backend {wanted!r}"
-            raise RendezvousError(f"init: {mine_wanted}, rank {rank} {theirs!r}")
+    for rank, (backend, _, _, _, options) in enumerate(ballots):
+        for what, ours, theirs in (("backend", wanted, backend), ("nccl", dict(rendezvous.nccl), options)):
+            if theirs != ours:
+                raise RendezvousError(f"init: rank {rendezvous.rank} requested {what} {ours!r}, rank {rank} {theirs!r}")
     # The same order on all ranks; a backend that rank 0 has not registered comes last and is unusable.
     agreed = {name: mine[name] for name in (*ballots[0][1], *mine) if name in mine}
     for name in agreed:
@@ -154,5 +176,5 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
                 break
             if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
                 agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
-    requested = (f"{device} of rank {rank}" for rank, (*_, device) in enumerate(ballots) if device is not None)
+    requested = (f"{device} of rank {rank}" for rank, (*_, device, _) in enumerate(ballots) if device is not None)
     return agreed, next(requested, None)

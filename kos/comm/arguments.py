@@ -73,6 +73,17 @@ def check_rank(what: str, rank: Any, size: int) -> int:
     return number_in(what, rank, 0, size - 1, kind="rank")
 
 
+def check_ranks(what: str, ranks: Any, size: int) -> list[int]:
+    """Different ranks of a group of ``size``, at least one."""
+    try:
+        members = [check_rank(what, rank, size) for rank in ranks]
+    except TypeError:  # not a sequence
+        members = []
+    if not members or len(set(members)) < len(members):
+        raise InvalidArgument(f"{what}: expected different ranks from 0 to {size - 1}, got {ranks!r:.80}")
+    return members
+
+
 def check_peer(what: str, rank: Any, me: int, size: int) -> int:
     """A rank of a group of ``size`` that is not this one."""
     rank = check_rank(what, rank, size)
@@ -107,6 +118,13 @@ def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | No
     return counts
 
 
+def check_totals(what: str, totals: Sequence[int], expected: Sequence[int]) -> None:
+    """Check the elements of ``what`` on every rank (-1: it has none there), all of which raise the same error."""
+    for rank, (got, wanted) in enumerate(zip(totals, expected, strict=True)):
+        if got not in (-1, wanted):
+            raise InvalidArgument(f"{what}: expected {wanted} elements on rank {rank}, got {got}")
+
+
 def shard_shape(send: Buffer, size: int) -> tuple[int, ...]:
     """The shape of one of ``size`` equal shards: split along the first dimension if that divides, else 1-D."""
     if send.count % size:
@@ -116,12 +134,13 @@ def shard_shape(send: Buffer, size: int) -> tuple[int, ...]:
     return (send.count // size,)
 
 
-def output(out: Any, send: Buffer, shape: tuple[int, ...], stream: Any, own: int | None = None) -> Buffer:
+def output(out: Any, send: Buffer, shape: tuple[int, ...] | None, stream: Any, own: int | None = None) -> Buffer:
     """``out``, checked against ``send``, or a new array of ``shape`` in the same memory, of the same library.
 
-    It may share memory with ``send`` only as ``refuse_overlap`` allows.
+    It may share memory with ``send`` only as ``refuse_overlap`` allows.  A ``shape`` of None: ``out`` has any.
     """
     if out is None:
+        assert shape is not None
         convert = None
         if type(send.array) not in (np.ndarray, Array):
             out, convert = empty_like(send.array, shape, stream), converter(send.array)
@@ -137,7 +156,7 @@ def output(out: Any, send: Buffer, shape: tuple[int, ...], stream: Any, own: int
         return recv
     recv = as_buffer(out, "out", writable=True, stream=stream)
     expect_alike("out", recv, send)
-    if recv.count != math.prod(shape):
+    if shape is not None and recv.count != math.prod(shape):
         raise InvalidArgument(f"out: expected {math.prod(shape)} elements (shape {shape}), got shape {recv.shape}")
     refuse_overlap(send, recv, own)
     return recv

@@ -19,13 +19,16 @@ from kos.comm.recorder import failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Engine, Idle, Work
 from kos.errors import (
+    BackendUnavailable,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     Interrupted,
+    InvalidArgument,
     KosError,
     RankLost,
 )
+from kos.memory import Array, Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,14 @@ class Backend(ABC):
         """An array in the memory that this backend moves fastest.  Collective."""
         return np.empty(shape, dtype)
 
+    def views(self, x: Buffer) -> list[Any]:
+        """Each rank's memory at the place of ``x``, an array of ``allocate`` or a part of one."""
+        raise BackendUnavailable(f"views: expected a backend whose ranks map all arrays of allocate, got {self.name}")
+
+    def register(self, buffer: Buffer) -> Array:
+        """An array of the program's own memory, in which the backend moves it as that of ``allocate``.  Collective."""
+        raise InvalidArgument(f"register: expected a backend for GPUs, got {self.name}, which moves any host memory")
+
     @abstractmethod
     def prepare(self, call: Call) -> None:
         """Check a call and choose its route before anything is sent.
@@ -122,6 +133,11 @@ class Backend(ABC):
     def details(self) -> list[tuple[str, str, str]]:
         """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         return []
+
+    @property
+    def parts(self) -> Sequence[Backend]:
+        """The backends that move data for this one."""
+        return (self,)
 
     def owns(self, work: Work[Any]) -> bool:
         """Whether it started ``work``; splits share an engine."""

@@ -12,6 +12,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
+from numpy import ndarray
+
 from kos.comm.arguments import (
     check_algorithm,
     check_bool,
@@ -20,6 +22,7 @@ from kos.comm.arguments import (
     check_rank,
     check_tag,
     check_timeout,
+    check_totals,
     expect_alike,
     expect_place,
     in_and_out,
@@ -30,7 +33,7 @@ from kos.comm.arguments import (
 from kos.comm.cached import CallCache
 from kos.comm.operation import AUTO, Message, Operation, Options
 from kos.comm.persistent import Persistent
-from kos.comm.reduction import PremulSum, ReduceOp, resolve
+from kos.comm.reduction import PremulSum, ReduceOp, Reduction, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import InvalidArgument
@@ -87,7 +90,9 @@ def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate
 
     name = call.__name__
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
-    init.__doc__ = f"A persistent ``{name}``: checked now, launched by each ``start()`` of the returned Persistent."
+    summary = f"A persistent ``{name}``: checked now, launched by each ``start()`` of the returned Persistent."
+    arguments = f"Its arguments are those of ``{name}`` without ``async_op``:"
+    init.__doc__ = "\n\n        ".join((summary, arguments, call.__doc__ or ""))
     signature = inspect.signature(call)
     kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
     init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
@@ -110,6 +115,12 @@ class Operations:
     @abstractmethod
     def _submit(self, o: Operation) -> Any:
         """Launch the operation, or keep it for later."""
+
+    def _all_gather_numbers(
+        self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
+    ) -> list[list[int]]:
+        """All ranks' ``numbers``, as many on each, for the call ``purpose``, made ``depth`` frames up."""
+        raise NotImplementedError
 
     @property
     def _deferred(self) -> bool:
@@ -151,6 +162,8 @@ class Operations:
         plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
         if plain and type(x) is Array and self._cache.launch(self, "all_reduce", x, out, op):
             return x if out is None else out
+        if plain and type(x) is ndarray and self._cache.repeat(self, "all_reduce", x, out, op):
+            return x if out is None else out
         options = self._defaults
         if not plain:
             options = self._options("all_reduce", stream, async_op, timeout, algorithm, deterministic)
@@ -169,10 +182,15 @@ class Operations:
                deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; rank ``root`` gets the result.
 
-        As ``all_reduce``, but the ranks other than ``root`` keep their ``x``, ignore ``out``, and get None.
+        As ``all_reduce`` by ``op``, but the ranks other than ``root`` keep their ``x``, ignore ``out``, and get None.
 
             total = comm.reduce(losses, root=0)          # on rank 0: losses itself
         """
+        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
+        if plain and type(x) is Array and type(root) is int:
+            own = out if self.rank == root else None
+            if self._cache.launch(self, "reduce", x, own, op, root):
+                return None if self.rank != root else x if out is None else out
         options = self._options("reduce", stream, async_op, timeout, algorithm, deterministic)
         recv: Buffer | None = None
         if self.rank == (root := check_rank("root", root, self.size)):
@@ -189,7 +207,7 @@ class Operations:
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False) -> Any:
-        """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal shards of the result.
+        """Reduce ``x`` over all ranks by ``op``; rank r gets the r-th of ``size`` equal shards of the result.
 
         ``x.size`` is a multiple of ``size``.  ``out`` has ``x.size / size`` elements; it does not overlap ``x``, or is
         exactly this rank's shard of it.  Without ``out`` a new array has the shape ``(x.shape[0] / size,
@@ -200,6 +218,8 @@ class Operations:
         plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
         if plain and out is not None and type(x) is Array and self._cache.launch(self, "reduce_scatter", x, out, op):
             return out
+        if plain and out is not None and type(x) is ndarray and self._cache.repeat(self, "reduce_scatter", x, out, op):
+            return out
         options = self._defaults
         if not plain:
             options = self._options("reduce_scatter", stream, async_op, timeout, algorithm, deterministic)
@@ -209,28 +229,78 @@ class Operations:
         return self._submit(Operation("reduce_scatter", self.rank, options, send, recv, reduction))
 
     @overload
-    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ...,
+    def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
                          **options: Unpack[_Plain]) -> T: ...
     @overload
-    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ...,
+    def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
                          **options: Unpack[_PlainAsync]) -> Work[T]: ...
-    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, *,
+    def reduce_scatter_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
-        """``reduce_scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
+        """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
         ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements and does not
         overlap ``x``.  Contributions are always added in rank order.  Returns ``out``, or a new 1-D array.
+        ``counts=None`` on all ranks: the sizes of ``out`` travel first (see ``all_gather_v``).
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
         options = self._options("reduce_scatter_v", stream, async_op, timeout)
         send = _input(x, stream)
+        reduction = resolve(op, send.dtype, self.size)
+        if counts is None:
+            if out is None:
+                raise InvalidArgument("counts: expected numbers without out, got None")
+            size = output(out, send, None, stream).count
+            rows = self._counts_of_all("reduce_scatter_v", "counts", options, send, (size, send.count))
+            counts = [row[0] for row in rows]
+            check_totals("x", [row[1] for row in rows], [sum(counts)] * self.size)
         counts = check_counts("counts", counts, self.size, send)
         recv = output(out, send, (counts[self.rank],), stream)
-        reduction = resolve(op, send.dtype, self.size)
         return self._submit(Operation(
             "reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts
         ))
+
+    @overload
+    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
+    @overload
+    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def scan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
+             timeout: float | None = None, algorithm: str = AUTO) -> Any:
+        """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
+
+        As ``all_reduce``, but contributions are always added in rank order, and ``op`` may not be AVG.
+
+            ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
+        """
+        options = self._options("scan", stream, async_op, timeout, algorithm)
+        send, recv = in_and_out(x, out, stream)
+        return self._submit(Operation("scan", self.rank, options, send, recv, self._prefix(op, send)))
+
+    @overload
+    def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
+    @overload
+    def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T | None]: ...
+    def exscan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
+               timeout: float | None = None, algorithm: str = AUTO) -> Any:
+        """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
+
+        As ``scan``, but rank 0 has no result: it keeps its ``x``, ignores ``out``, and gets None.
+
+            start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
+        """
+        options = self._options("exscan", stream, async_op, timeout, algorithm)
+        recv: Buffer | None = None
+        if self.rank:
+            send, recv = in_and_out(x, out, stream)
+        else:
+            send = _input(x, stream)
+        return self._submit(Operation("exscan", self.rank, options, send, recv, self._prefix(op, send)))
+
+    def _prefix(self, op: Op, send: Buffer) -> Reduction:
+        """The reduction of a scan."""
+        if op is ReduceOp.AVG:
+            raise InvalidArgument("op: expected another one than AVG for a scan, got AVG")
+        return resolve(op, send.dtype, self.size)
 
     # Data movement.
 
@@ -248,7 +318,10 @@ class Operations:
             comm.broadcast(weights, root=0)
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and type(x) is Array and self._cache.launch(self, "broadcast", x, out, root):
+        known = plain and type(x) is Array and type(root) is int
+        if known and self._cache.launch(self, "broadcast", x, out, None, root):
+            return x if out is None else out
+        if plain and type(x) is ndarray and self._cache.repeat(self, "broadcast", x, out, root):
             return x if out is None else out
         options = self._defaults if plain else self._options("broadcast", stream, async_op, timeout, algorithm)
         root = check_rank("root", root, self.size)
@@ -273,7 +346,9 @@ class Operations:
             rows = comm.all_gather(mine)                 # rows[r] is the x of rank r
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and out is not None and type(x) is Array and self._cache.launch(self, "all_gather", x, out, None):
+        if plain and out is not None and type(x) is Array and self._cache.launch(self, "all_gather", x, out):
+            return out
+        if plain and out is not None and type(x) is ndarray and self._cache.repeat(self, "all_gather", x, out, None):
             return out
         options = self._defaults if plain else self._options("all_gather", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
@@ -281,25 +356,27 @@ class Operations:
         return self._submit(Operation("all_gather", self.rank, options, send, recv))
 
     @overload
-    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ..., **options: Unpack[_Plain]) -> T: ...
+    def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
+                     **options: Unpack[_Plain]) -> T: ...
     @overload
-    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ...,
+    def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
                      **options: Unpack[_PlainAsync]) -> Work[T]: ...
-    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None,
+    def all_gather_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
 
         ``counts`` is the same on all ranks, and ``counts[rank]`` is ``x.size``.  ``out`` has ``sum(counts)`` elements
         and does not overlap ``x``.  Returns ``out``, or a new 1-D array.
 
+        ``counts=None`` on all ranks: the sizes travel first, by host memory, and the host waits for them, also with
+        ``async_op=True``.  If a size is wrong, every rank raises InvalidArgument that names its rank.  In a batch, for
+        a persistent operation and in a CUDA graph ``counts`` must be given.
+
             tokens = comm.all_gather_v(mine, [3, 5])
         """
         options = self._options("all_gather_v", stream, async_op, timeout)
         send = _input(x, stream)
-        counts = check_counts("counts", counts, self.size)
-        if counts[self.rank] != send.count:
-            expected = f"counts[{self.rank}] = {counts[self.rank]}"
-            raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
+        counts = self._gather_counts("all_gather_v", counts, send, out, options)
         recv = output(out, send, (sum(counts),), stream)
         return self._submit(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
 
@@ -316,31 +393,44 @@ class Operations:
 
             columns = comm.all_to_all(rows)
         """
-        options = self._options("all_to_all", stream, async_op, timeout, algorithm)
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        if plain and out is not None and type(x) is Array and self._cache.launch(self, "all_to_all", x, out):
+            return out
+        if plain and out is not None and type(x) is ndarray and self._cache.repeat(self, "all_to_all", x, out, None):
+            return out
+        options = self._defaults if plain else self._options("all_to_all", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
         shard_shape(send, self.size)
         recv = output(out, send, send.shape, stream)
         return self._submit(Operation("all_to_all", self.rank, options, send, recv))
 
     @overload
-    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ...,
-                     **options: Unpack[_Plain]) -> T: ...
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
+                     out: T | None = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
-    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ...,
-                     **options: Unpack[_PlainAsync]) -> Work[T]: ...
-    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *,
-                     stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
+                     out: T | None = ..., **options: Unpack[_PlainAsync]) -> Work[T]: ...
+    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int] | None = None,
+                     out: Any = None, *, stream: Any = None, async_op: bool = False,
+                     timeout: float | None = None) -> Any:
         """``all_to_all`` of different sizes: ``send_counts[j]`` elements for rank j, ``recv_counts[i]`` from rank i.
 
         Counts are this rank's own: ``recv_counts[i]`` equals ``send_counts[rank]`` of rank i.  They sum to
         ``x.size`` and to the size of ``out``, which does not overlap ``x``.  Returns ``out``, or a new 1-D array.
-        Raises CollectiveMismatch if the counts of two ranks disagree.
+        Raises CollectiveMismatch if the counts of two ranks disagree.  ``recv_counts=None`` on all ranks: the counts
+        travel first (see ``all_gather_v``).
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
         options = self._options("all_to_all_v", stream, async_op, timeout)
         send = _input(x, stream)
         send_counts = check_counts("send_counts", send_counts, self.size, send)
+        if recv_counts is None:
+            size = -1 if out is None else output(out, send, None, stream).count
+            rows = self._counts_of_all("all_to_all_v", "recv_counts", options, send, (*send_counts, size))
+            recv_counts = [row[self.rank] for row in rows]
+            *totals, _ = (sum(column) for column in zip(*rows, strict=True))
+            check_totals("out", [row[-1] for row in rows], totals)
         recv_counts = check_counts("recv_counts", recv_counts, self.size)
         mine = send_counts[self.rank]
         if mine != recv_counts[self.rank]:
@@ -363,6 +453,10 @@ class Operations:
 
             rows = comm.gather(mine, root=0)
         """
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
+        known = plain and type(x) is Array and (out is not None or self.rank != root)
+        if known and self._cache.launch(self, "gather", x, out, None, root):
+            return out
         options = self._options("gather", stream, async_op, timeout, algorithm)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
         if self.rank == root:
@@ -370,6 +464,30 @@ class Operations:
         elif out is not None:
             raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
         return self._submit(Operation("gather", self.rank, options, send, recv, root=root))
+
+    @overload
+    def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
+                 **options: Unpack[_Plain]) -> T | None: ...
+    @overload
+    def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
+                 **options: Unpack[_PlainAsync]) -> Work[T | None]: ...
+    def gather_v(self, x: Any, counts: Sequence[int] | None = None, root: int = 0, out: Any = None, *,
+                 stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
+        """``gather`` of different sizes: ``counts[r]`` elements from rank r.
+
+        As ``all_gather_v``, but only ``root`` may pass ``out``.  ``counts`` is the same on all ranks, or None on all.
+        Returns ``out`` or a new 1-D array of ``sum(counts)`` elements on ``root``, None elsewhere.
+
+            tokens = comm.gather_v(mine, [3, 5], root=0)
+        """
+        options = self._options("gather_v", stream, async_op, timeout)
+        send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
+        if self.rank != root and out is not None:
+            raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
+        counts = self._gather_counts("gather_v", counts, send, out, options)
+        if self.rank == root:
+            recv = output(out, send, (sum(counts),), stream)
+        return self._submit(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
 
     @overload
     def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_Moving]) -> T: ...
@@ -384,6 +502,11 @@ class Operations:
 
             comm.scatter(rows if comm.rank == 0 else None, row)
         """
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
+        known = plain and type(out) is Array and (type(x) is Array if self.rank == root else x is None)
+        key, other = (out, None) if x is None else (x, out)
+        if known and self._cache.launch(self, "scatter", key, other, None, root):
+            return out
         options = self._options("scatter", stream, async_op, timeout, algorithm)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
         if self.rank == (root := check_rank("root", root, self.size)):
@@ -395,6 +518,66 @@ class Operations:
         elif x is not None:
             raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
         return self._submit(Operation("scatter", self.rank, options, send, recv, root=root))
+
+    @overload
+    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
+                  **options: Unpack[_Plain]) -> T: ...
+    @overload
+    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
+                  **options: Unpack[_PlainAsync]) -> Work[T]: ...
+    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: Any, root: int = 0, *, stream: Any = None,
+                  async_op: bool = False, timeout: float | None = None) -> Any:
+        """``scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
+
+        ``counts`` is the same on all ranks.  ``x`` has ``sum(counts)`` elements of out's dtype on ``root``, and is None
+        elsewhere.  ``out`` has ``counts[rank]`` elements and does not overlap ``x``.  Returns ``out``.
+        ``counts=None`` on all ranks: the sizes of ``out`` travel first (see ``all_gather_v``).
+
+            comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
+        """
+        options = self._options("scatter_v", stream, async_op, timeout)
+        send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
+        if self.rank == (root := check_rank("root", root, self.size)):
+            send = _input(x, stream)
+            expect_alike("out", recv, send)
+            refuse_overlap(send, recv)
+        elif x is not None:
+            raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
+        if counts is None:
+            mine = recv.count, -1 if send is None else send.count
+            rows = self._counts_of_all("scatter_v", "counts", options, recv, mine)
+            counts = [row[0] for row in rows]
+            check_totals("x", [row[1] for row in rows], [sum(counts)] * self.size)
+        counts = check_counts("counts", counts, self.size, send)
+        if counts[self.rank] != recv.count:
+            expected = f"counts[{self.rank}] = {counts[self.rank]}"
+            raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
+        return self._submit(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
+
+    def _gather_counts(
+        self, name: str, counts: Sequence[int] | None, send: Buffer, out: Any, options: Options
+    ) -> list[int]:
+        """The counts of an all_gather_v or a gather_v, checked."""
+        if counts is None:
+            size = -1 if out is None else output(out, send, None, options.stream).count
+            rows = self._counts_of_all(name, "counts", options, send, (send.count, size), 6)
+            counts = [row[0] for row in rows]
+            check_totals("out", [row[1] for row in rows], [sum(counts)] * self.size)
+        counts = check_counts("counts", counts, self.size)
+        if counts[self.rank] != send.count:
+            expected = f"counts[{self.rank}] = {counts[self.rank]}"
+            raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
+        return counts
+
+    def _counts_of_all(
+        self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int], depth: int = 5
+    ) -> list[list[int]]:
+        """The numbers of every rank for a call without ``what``, made ``depth`` frames up.  The host waits for them."""
+        if self._deferred:
+            raise InvalidArgument(f"{what}: expected numbers in a batch and for a persistent operation, got None")
+        if buffer.device is not None and streams.capture_of(buffer.stream):
+            raise InvalidArgument(f"{what}: expected numbers while a CUDA graph is captured, got None")
+        return self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout, depth)
 
     @overload
     def barrier(self, *, stream: Any = ..., async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
@@ -469,10 +652,13 @@ class Operations:
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.
 
-        The two messages match those of ``send`` and ``recv``; ``out`` does not overlap ``x``.
+        The two messages have the same ``tag`` and match those of ``send`` and ``recv``; ``out`` does not overlap ``x``.
 
             comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
         """
+        plain = stream is timeout is None and async_op is False and type(dst) is type(src) is type(tag) is int
+        if plain and type(x) is Array and self._cache.launch(self, "send_recv", x, out, None, (dst, src, tag)):
+            return out
         options = self._options("send_recv", stream, async_op, timeout)
         dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
         send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
@@ -487,13 +673,17 @@ class Operations:
     reduce_init = _persistent(reduce)
     reduce_scatter_init = _persistent(reduce_scatter)
     reduce_scatter_v_init = _persistent(reduce_scatter_v)
+    scan_init = _persistent(scan)
+    exscan_init = _persistent(exscan)
     broadcast_init = _persistent(broadcast)
     all_gather_init = _persistent(all_gather)
     all_gather_v_init = _persistent(all_gather_v)
     all_to_all_init = _persistent(all_to_all)
     all_to_all_v_init = _persistent(all_to_all_v)
     gather_init = _persistent(gather)
+    gather_v_init = _persistent(gather_v)
     scatter_init = _persistent(scatter)
+    scatter_v_init = _persistent(scatter_v)
     barrier_init = _persistent(barrier)
     send_init = _persistent(send)
     recv_init = _persistent(recv)

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 
 from kos.comm import watchdog
-from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout, number_in
+from kos.comm.arguments import check_bool, check_int, check_rank, check_ranks, check_shape, check_timeout, number_in
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
 from kos.comm.failures import again
+from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.operation import Call, Operation, Options
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder
 from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.tracing import trace
 from kos.comm.work import ProgressThread, Work
 from kos.errors import CollectiveError, InvalidArgument, KosError, RendezvousError
-from kos.memory import as_buffer
+from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
+
+T = TypeVar("T")
 
 
 class Communicator(Operations):
@@ -75,6 +81,7 @@ class Communicator(Operations):
         )
         self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
+        trace(backend, self.recorder)
         _communicators.add(self)
 
     def __repr__(self) -> str:
@@ -107,21 +114,73 @@ class Communicator(Operations):
 
             names = comm.all_gather_bytes(socket.gethostname().encode())
         """
+        parts = self._bytes("all_gather_bytes", "all_gather_v", data, None, timeout)
+        assert parts is not None
+        return parts
+
+    def gather_bytes(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> list[bytes] | None:
+        """All ranks' ``data``, of any lengths, in rank order on rank ``root``; None elsewhere.
+
+        As ``all_gather_bytes``.
+
+            names = comm.gather_bytes(socket.gethostname().encode())
+        """
+        return self._bytes("gather_bytes", "gather_v", data, check_rank("root", root, self.size), timeout)
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
+        """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
+
+        As ``all_gather_bytes``.
+
+            settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
+        """
+        root = check_rank("root", root, self.size)
+        if self.rank != root and data is not None:
+            raise InvalidArgument(f"data: expected None on rank {self.rank}, which is not root {root}")
+        parts = self._bytes("broadcast_bytes", "broadcast", data if self.rank == root else b"", root, timeout)
+        assert parts is not None
+        return parts[root]
+
+    def _bytes(
+        self, name: str, operation: str, data: Any, root: int | None, timeout: float | None
+    ) -> list[bytes] | None:
+        """The bytes of every rank; None on a rank that gets none.  Lengths travel first."""
         if self._batch is not None:
-            raise InvalidArgument("all_gather_bytes: expected a call outside of a batch, got one inside")
+            raise InvalidArgument(f"{name}: expected a call outside of a batch, got one inside")
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
+        data = bytes(data)
+        purpose = name if root is None else f"{name} with root {root}"
         if not self.backend.carries_host:
-            with self._exchange("all_gather_bytes", timeout):
-                return self.rendezvous.allgather(bytes(data))
-        x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
-        send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
-        options = replace(self._options("all_gather", None, False, timeout), purpose="all_gather_bytes")
-        self._submit(Operation("all_gather", self.rank, options, send, recv))
-        counts = sizes.tolist()
-        send, recv = as_buffer(x, "data", False), as_buffer(np.empty(sum(counts), np.uint8), "data", True)
-        self._submit(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
-        return [part.tobytes() for part in np.split(recv.array, np.cumsum(counts)[:-1])]
+            with self._exchange(purpose, timeout):
+                parts = self.rendezvous.allgather(data)
+            return None if operation == "gather_v" and self.rank != root else parts
+        counts = [row[0] for row in self._all_gather_numbers([len(data)], purpose, timeout, 5)]
+        gets = operation != "gather_v" or self.rank == root
+        out = np.empty(sum(counts) if gets else 0, np.uint8)
+        send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
+        if operation == "broadcast":
+            send = send if self.rank == root else recv
+        options = replace(self._options(operation, None, False, timeout), purpose=name)
+        recv_counts = None if operation == "broadcast" else counts
+        call = Operation(
+            operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
+        )
+        self._submit(call, 4)
+        return [part.tobytes() for part in np.split(out, np.cumsum(counts)[:-1])] if gets else None
+
+    def _all_gather_numbers(
+        self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
+    ) -> list[list[int]]:
+        if not self.backend.carries_host:
+            with self._exchange(purpose, timeout):
+                return [json.loads(row) for row in self.rendezvous.allgather(json.dumps(numbers).encode())]
+        mine, everyone = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
+        send, recv = as_buffer(mine, "counts", False), as_buffer(everyone, "counts", True)
+        options = replace(self._options("all_gather", None, False, timeout), purpose=purpose)
+        self._submit(Operation("all_gather", self.rank, options, send, recv), depth)
+        rows: list[list[int]] = everyone.tolist()
+        return rows
 
     def batch(self, *, async_op: bool = False) -> Batch:
         """Check the operations called in ``with comm.batch() as batch:`` at once and launch them together.
@@ -137,36 +196,99 @@ class Communicator(Operations):
 
     # Groups.
 
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+    @overload
+    def split(self, color: Literal["host"], key: int = ..., *, nccl: NCCLOptions | None = ...) -> Communicator: ...
+    @overload
+    def split(self, color: int | None, key: int = ..., *, nccl: NCCLOptions | None = ...) -> Communicator | None: ...
+    def split(
+        self, color: int | Literal["host"] | None, key: int = 0, *, nccl: NCCLOptions | None = None
+    ) -> Communicator | None:
         """The communicator of the ranks that passed the same ``color``, ranked by (key, rank).
 
         Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None participates and
-        gets None.  Waits for the operations in flight.
+        gets None.  On all ranks ``color`` may be "host": a communicator for each host.  ``nccl`` are options of NCCL
+        for the new communicators, the same on all ranks; others are inherited.  Waits for the operations in flight.
+        Raises InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost.
 
             pair = comm.split(comm.rank // 2)
         """
         largest = (1 << 31) - 1  # a C int, for MPI
-        color = None if color is None else number_in("color", color, 0, largest, " or None")
-        return self._split(color, number_in("key", key, -largest - 1, largest), str(color))
+        key = number_in("key", key, -largest - 1, largest)
+        if isinstance(color, str) and color == "host":
+            host = self.node[0]
+            return self._split(host, key, f"host{host}", " by host", nccl)
+        color = None if color is None else number_in("color", color, 0, largest, ' or None or "host"')
+        return self._split(color, key, str(color), nccl=nccl)
+
+    def group(self, ranks: Sequence[int], *, nccl: NCCLOptions | None = None) -> Communicator | None:
+        """The communicator of these ranks, in this order; other ranks get None.
+
+        Collective: all ranks of this communicator call it, with the same ``ranks`` and ``nccl``, as in ``split``.
+
+            evens = comm.group(range(0, comm.size, 2))
+        """
+        members = check_ranks("ranks", ranks, self.size)
+        color, key = (0, members.index(self.rank)) if self.rank in members else (None, 0)
+        return self._split(color, key, "group", f" of group {members}", nccl)
+
+    def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> tuple[Communicator, ...]:
+        """A communicator for each axis of a grid of all ranks, whose last axis varies fastest.
+
+        ``shape`` are the sizes of the axes, with a product of ``size``.  The communicator of axis ``a`` holds the ranks
+        whose coordinates differ from this rank's along ``a`` alone; its ``rank`` is this rank's coordinate.
+        Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.
+
+            rows, columns = comm.grid((2, 4))            # rows.size == 2, columns.size == 4
+        """
+        sizes = check_shape(shape)
+        if math.prod(sizes) != self.size:
+            raise InvalidArgument(f"shape: expected a product of {self.size}, the number of ranks, got {sizes}")
+        place, axes = np.unravel_index(self.rank, sizes), []
+        for axis in range(len(sizes)):
+            first = np.ravel_multi_index([0 if a == axis else at for a, at in enumerate(place)], sizes)
+            group = self._split(int(first), self.rank, f"axis{axis}-{first}", f" of grid {sizes}", nccl)
+            assert group is not None
+            axes.append(group)
+        return tuple(axes)
+
+    @property
+    def node(self) -> list[int]:
+        """The ranks of this communicator on this rank's host, ascending."""
+        return self.rendezvous.local_ranks
 
     def duplicate(self) -> Communicator:
         """Another communicator over the same ranks, whose operations never match this one's.  Collective."""
-        duplicate = self._split(0, self.rank, "duplicate")
+        duplicate = self._split(0, self.rank, "duplicate", call="duplicate")
         assert duplicate is not None
         return duplicate
 
-    def _split(self, color: int | None, key: int, label: str) -> Communicator | None:
+    def _split(
+        self, color: int | None, key: int, label: str, purpose: str = "", nccl: NCCLOptions | None = None,
+        call: str = "split",
+    ) -> Communicator | None:  # fmt: skip
+        """``purpose``, after the name of the call, is the same on all ranks, as the options of NCCL are."""
+        options = self._nccl_options(nccl)
+        if nccl is not None:
+            purpose += f" with nccl {options}"
         self._check_open()
         self.synchronize()
-        call = "duplicate" if label == "duplicate" else "split"
-        self._agree(Operation(call, self.rank, self._defaults), call, 4)
+        self._agree(Operation(call, self.rank, replace(self._defaults, purpose=purpose.strip())), call + purpose, 4)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
         with self._exchange(call):
             rendezvous = self.rendezvous.split(color, key)
+            if rendezvous is not None:
+                rendezvous.nccl = options
             backend = self.backend.split(rendezvous, color, key)
             if rendezvous is None or backend is None:
                 return None
             return self._descendant(f"{name}:{label}", rendezvous, backend)
+
+    def _nccl_options(self, given: NCCLOptions | None) -> dict[str, Any]:
+        """Those of this communicator, replaced by those given."""
+        options = check_nccl(given)
+        if options and "nccl" not in self.backend_name.split("+"):
+            raise InvalidArgument(f"nccl: expected None without the backend nccl, got {options} on {self.backend_name}")
+        return {**self.rendezvous.nccl, **options}
 
     def _agree(self, control: Operation, call: str, depth: int) -> None:
         """Compare a control-plane call, made ``depth`` frames up, with the other ranks' calls."""
@@ -195,6 +317,7 @@ class Communicator(Operations):
             self._end(str(self.backend.broken or SHRINKS), self.backend.revoke)
             with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
+                rendezvous.nccl = self.rendezvous.nccl
                 backend = self.backend.shrink(rendezvous)
         # Without a number: a split in which a rank was lost advanced the count on some ranks only.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
@@ -249,14 +372,58 @@ class Communicator(Operations):
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
 
-        With nccl it lies in a symmetric window on this rank's GPU; with host memory it is a plain ndarray.
+        ``shape`` is in elements of ``dtype``, which is NumPy's or a name such as "bfloat16".
+        With nccl it lies in a symmetric window on this rank's GPU.  With host memory it is an ndarray, in memory that
+        the ranks share if they are on one host.  ``views`` gives the parts of the other ranks.
         """
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
+        call = f"allocate of {kind.name}{list(shape)}"
+        self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call, 3)
         if self.device is not None:
-            call = f"allocate of {kind.name}{list(shape)}"
+            return self.backend.allocate(shape, kind.numpy)
+        with self._exchange(call):
+            return self.backend.allocate(shape, kind.numpy)
+
+    def views(self, x: T) -> list[T]:
+        """Every rank's memory at the place of ``x``, an array of ``allocate`` or ``register``, or a part of one.
+
+        Element r of the list has the shape and dtype of ``x`` and lies in the memory of rank r.  To write it is a put,
+        to read it a get.  Nothing is sent, and no other rank takes part: a ``barrier`` between the writes of one rank
+        and the accesses of another orders them, on a GPU ``barrier(stream=)``.  The views are ndarrays, or
+        ``kos.memory.Array`` on the stream of ``x``.  On a GPU they are invalid after ``close``.
+
+        Raises InvalidArgument for other arrays, BackendUnavailable on ``nccl`` and between hosts.
+
+            x = comm.allocate(4, np.float32)
+            comm.views(x)[(comm.rank + 1) % comm.size][:] = comm.rank
+            comm.barrier()                               # x holds the number of the rank before
+        """
+        self._check_open()
+        return self.backend.views(as_buffer(x, "x", writable=False))
+
+    def register(self, x: Any) -> Array:
+        """Let the backend move the memory of ``x`` where it lies, as that of ``allocate``.  Collective.
+
+        ``x`` is an array on this rank's GPU that the program has allocated, of the same number of bytes on all ranks.
+        Returns a ``kos.memory.Array`` of that memory: the registration lasts as long as that array does, and until the
+        last captured graph that uses it is destroyed; the array keeps ``x`` alive.  Calls on either are as fast.
+        nccl requires memory of ncclMemAlloc or cuMemCreate, peer memory of cudaMalloc.  Waits for the operations in
+        flight.  Raises InvalidArgument, on all ranks, for other memory, such as expandable segments of torch, and on
+        backends for host memory; PeerMemoryError where CUDA's IPC cannot map it.
+
+            buffer = comm.register(gradients)
+        """
+        self._check_open()
+        buffer = as_buffer(x, "x", True)
+        if self.device is not None:
+            if buffer.device != self.device:
+                raise InvalidArgument(f"x: expected memory of cuda:{self.device}, got memory of {buffer.place}")
+            self.synchronize()
+            self._cache.clear()
+            call = f"register of {buffer.nbytes} bytes"
             self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call, 3)
-        return self.backend.allocate(shape, kind.numpy)
+        return self.backend.register(buffer)
 
     def on_failure(self, callback: Callable[[KosError], None]) -> None:
         """Call ``callback(error)`` once when this communicator has failed, at once if it has failed already.
@@ -302,8 +469,8 @@ class Communicator(Operations):
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
         """End the operations in flight without waiting for other ranks, and close the communicator.
 
-        Ranks that wait for this one raise RankLost (mock), or end when this process exits, with ``code`` as the
-        job's exit status (mpi).
+        Ranks that wait for this one raise RankLost with the ``reason``, or end when this process exits, with ``code``
+        as the job's exit status (mpi).
         """
         code = check_int("code", code)
         if not self._closed:
@@ -343,7 +510,7 @@ class Communicator(Operations):
     def _deferred(self) -> bool:
         return self._batch is not None
 
-    def _submit(self, o: Operation) -> Any:
+    def _submit(self, o: Operation, depth: int = 3) -> Any:
         call = Call(o, self.name)
         self.backend.prepare(call)
         if self._batch is not None:
@@ -352,15 +519,18 @@ class Communicator(Operations):
             self._check_open()
         # ``Persistent.start`` and ``CallCache.launch`` repeat these lines: a function call would take 6% of their time.
         call.sequence = next(self._collectives if call.collective else self._messages)
-        self._group.note(call, 3)  # frames up to the caller of the operation
+        self._group.note(call, depth)  # frames up to the caller of the operation
         work = self.backend.start(call)
         options, recv = o.options, o.recv
         if work is not None:
-            return work if options.overlap else work.wait()
-        if recv is None:
-            return None
-        result = recv.result
-        if options is self._defaults and call.route.fixed:  # type: ignore[union-attr]
+            if options.overlap:
+                return work
+            result = work.wait()
+            if options is self._defaults:
+                self._cache.add_host(call)
+            return result
+        result = recv.result if recv is not None else None
+        if options is self._defaults:
             self._cache.add(call)
         return result
 

@@ -252,6 +252,10 @@ class Ledger:
                 return failure
         return None if killed is None else self.lost(killed, "its process ended")
 
+    def closing(self) -> KosError | None:
+        """The failure of this rank in any group, if it now closes a group without having made another call."""
+        return self.cause(None, None)
+
     def end(self, reason: str, cause: KosError | None) -> KosError:
         """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""
         me = self._names([self.world[self.rank]])

@@ -76,7 +76,7 @@ class Operation:
 
     def common_count(self) -> int | None:
         """Elements that each rank contributes, or gets, in this collective; None if ranks may differ."""
-        if self.name in ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "barrier"):
+        if self.name == "barrier" or self.name.endswith("_v"):
             return None
         if self.name in ("scatter", "reduce_scatter"):
             return self.recv.count if self.recv else None
@@ -93,9 +93,10 @@ class Operation:
             text += f" by {self.reduction.op.name}"
         if self.root is not None:
             text += f", root {self.root}"
+        same = message.dst is not None and (message.dst, message.tag) == (message.src, message.recv_tag)
         if message.dst is not None:
-            text += f", to rank {message.dst} with tag {message.tag}"
-        if message.src is not None:
+            text += f", to {'and from ' * same}rank {message.dst} with tag {message.tag}"
+        if message.src is not None and not same:
             text += f", from rank {message.src} with tag {message.recv_tag}"
         if self.options.purpose:
             text += f", for {self.options.purpose}"
@@ -125,12 +126,13 @@ class Call:
 
     The communicator sets ``group`` (its name) and ``sequence``.  Collectives and messages have separate sequence
     numbers; those of collectives are equal on all ranks.  The backend sets ``route``, ``mark`` (the fingerprint, 0
-    until computed), and on a GPU ``stream`` (a handle) and ``queue`` (the stream object, which keeps it valid).
+    until computed), and on a GPU ``stream`` (a handle) and ``queue`` (the stream object, which keeps it valid), or on a
+    host ``plan``, made at the first launch.
     ``record`` and ``description`` belong to the flight recorder.
     """
 
     __slots__ = (
-        "__weakref__", "collective", "description", "group", "mark", "operation", "queue", "record", "route",
+        "__weakref__", "collective", "description", "group", "mark", "operation", "plan", "queue", "record", "route",
         "sequence", "stream",
     )  # fmt: skip
 
@@ -143,6 +145,7 @@ class Call:
         self.operation, self.group, self.sequence = operation, group, sequence
         self.collective = operation.name not in POINT_TO_POINT
         self.route: Route | None = None
+        self.plan: Any = None
         self.mark = 0
         self.record = self.description = None
 
@@ -166,7 +169,7 @@ class Call:
             "backend": route.backend.name if route is not None else None,
             "kernel": route.kernel if route is not None else None,
         }
-        if o.name in ("all_gather_v", "reduce_scatter_v"):
+        if o.name in ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v"):
             print_["counts"] = list(o.recv_counts or o.send_counts or ())
         return print_
 

@@ -66,7 +66,10 @@ class Batch:
         self._starts: list[Persistent[Any] | None] = []  # of each call, its Persistent if it has one
 
     def add(self, call: Call, persistent: Persistent[Any] | None = None) -> Any:
-        """Add a call to the batch; returns the array that will hold its result."""
+        """Add a call, of that ``persistent`` if it has one; returns the array that will hold its result.
+
+        Raises InvalidArgument for a second start of one persistent operation.
+        """
         if persistent is not None and persistent in self._starts:
             operation = call.operation
             raise InvalidArgument(f"start: expected one start in a batch, got another of {operation.name}{operation}")
@@ -94,7 +97,7 @@ class Batch:
             self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every operation, at most ``timeout`` seconds each."""
+        """Wait for every operation, at most ``timeout`` seconds each.  Raises the error of the first that failed."""
         for work in self.works:
             work.wait(timeout)
 

@@ -23,10 +23,11 @@ Combine = Callable[..., None]  # (dst, src, out=dst): out = op(dst, src)
 
 
 class ReduceOp(enum.Enum):
-    """The reduce operations, named as torch.distributed names them."""
+    """The reduce operations, named as torch.distributed names them; PRODUCT is torch's name of PROD."""
 
     SUM = "sum"
     PROD = "prod"
+    PRODUCT = PROD
     MIN = "min"
     MAX = "max"
     AVG = "avg"

@@ -31,6 +31,8 @@ _DEFAULTS = {
     "all_reduce": ("ring", "two_shot"),
     "reduce": ("tree", "one_shot"),
     "reduce_scatter": ("ring", "one_shot"),
+    "scan": ("chain", "chain"),
+    "exscan": ("chain", "chain"),
     "broadcast": ("tree", "tree"),
     "all_gather": ("ring", "ring"),
     "all_to_all": ("pairwise", "pairwise"),
@@ -90,7 +92,10 @@ class ScheduledBackend(Backend):
 
     # The operations.
 
-    def _steps(self, call: Call) -> Steps:
+    def _steps(self, call: Call) -> Steps | None:
+        return self._by_messages(call)
+
+    def _by_messages(self, call: Call) -> Steps:
         carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
         all_arrived = self.agree(call) if call.collective else None
         if all_arrived is None:
@@ -130,16 +135,16 @@ class ScheduledBackend(Backend):
         return COLLECTIVE_TAGS + call.sequence % COLLECTIVE_TAGS
 
     def _all_reduce(self, call: Call) -> Steps:
-        """Also reduce; ranks other than the root then keep their input, and partial sums go to a copy."""
+        """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""
         o = call.operation
         x, out, reduction = _reducing(o)
-        gets = o.root is None or o.root == self.rank
+        gets = o.recv is not None
         staged = reduction.stage(x, out if gets else None)
         yield from self._carry(call, o.name, data=staged)
         if gets:
             reduction.finish(staged, out)
 
-    _reduce = _all_reduce
+    _reduce = _scan = _exscan = _all_reduce
 
     def _reduce_scatter(self, call: Call) -> Steps:
         x, out, reduction = _reducing(call.operation)
@@ -170,6 +175,21 @@ class ScheduledBackend(Backend):
         o = call.operation
         send, recv = _moving(o)
         yield from self._exchange(call, [send] * self.size, _pieces(recv, o.recv_counts))
+
+    def _gather_v(self, call: Call) -> Steps:
+        o = call.operation
+        assert o.send is not None
+        recv = _pieces(o.recv.flat, o.recv_counts) if o.recv is not None else [None] * self.size
+        yield from self._exchange(call, self._only(o.root, o.send.flat), recv)
+
+    def _scatter_v(self, call: Call) -> Steps:
+        o = call.operation
+        assert o.recv is not None
+        send = _pieces(o.send.flat, o.send_counts) if o.send is not None else [None] * self.size
+        yield from self._exchange(call, send, self._only(o.root, o.recv.flat))
+
+    def _only(self, rank: int | None, piece: Array) -> list[Array | None]:
+        return [piece if r == rank else None for r in range(self.size)]
 
     def _all_to_all_v(self, call: Call) -> Steps:
         o = call.operation
@@ -223,16 +243,18 @@ class ScheduledBackend(Backend):
             self.transport.cancel(lambda each: each in requests)
             raise
 
-    def _exchange(self, call: Call, send: list[Array], recv: list[Array]) -> Steps:
-        """Send piece j to rank j and receive piece j from rank j, all at once.
+    def _exchange(self, call: Call, send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
+        """Send piece j to rank j and receive piece j from rank j, all at once; None: no message.
 
         Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
         """
         tag, transport = self._tag(call), self.transport
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
-        requests = [transport.irecv(recv[peer], peer, tag) for peer in peers]
-        requests += [transport.isend(send[peer], peer, tag) for peer in peers]
-        np.copyto(recv[self.rank], send[self.rank].copy())
+        requests = [transport.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
+        requests += [transport.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
+        mine, own = send[self.rank], recv[self.rank]
+        if mine is not None and own is not None:
+            np.copyto(own, mine.copy())
         yield from _wait_for(*requests)
         if call.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.

@@ -24,6 +24,9 @@ _SLEEP_SECONDS = 50e-6
 
 Steps = Generator[None, None, None]
 
+_BEGIN: Any = object()
+"""The steps of an operation that has not begun."""
+
 
 class Idle(Protocol):
     """How a backend waits between two polls."""
@@ -53,7 +56,8 @@ class Carrier(Protocol):
 class Stepping(Carrier, Protocol):
     """A backend whose operations an engine advances."""
 
-    def _steps(self, call: Call) -> Steps: ...
+    def _steps(self, call: Call) -> Steps | None:
+        """Begin ``call``; None if it is complete."""
 
 
 class Engine:
@@ -71,7 +75,7 @@ class Engine:
     def launch(self, call: Call, backend: Stepping) -> Work[Any]:
         """Start ``call``: messages that need no waiting are posted when this returns."""
         with self.lock:
-            work: Work[Any] = Work(call, backend._steps(call), backend)
+            work: Work[Any] = Work(call, backend)
             if not work.advance():
                 self._active.append(work)
                 started(call)
@@ -165,14 +169,18 @@ class ProgressThread:
 
 
 class Work(Generic[T]):
-    """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
+    """An operation in flight.  Its steps are a generator that yields whenever it has to wait.
+
+    Its methods raise what the operation raises: InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost, or
+    CollectiveError for other errors of the backend.
+    """
 
     __slots__ = ("_error", "_report_at", "_steps", "backend", "call", "polled_at", "reported")
 
-    def __init__(self, call: Call, steps: Steps, backend: Carrier) -> None:
+    def __init__(self, call: Call, backend: Carrier) -> None:
         self.call = call
         self.backend = backend
-        self._steps: Steps | None = steps
+        self._steps: Steps | None = _BEGIN
         self._error: KosError | None = None
         self.polled_at: float | None = None  # monotonic time of the first ``done`` that found it in flight
         self._report_at: float | None = None  # when ``done`` next posts the ranks that it waits for
@@ -184,13 +192,13 @@ class Work(Generic[T]):
         if steps is None:
             return True
         try:
-            next(steps)
+            if steps is _BEGIN:
+                steps = self._steps = self.backend._steps(self.call)  # type: ignore[attr-defined]
+            if steps is not None:
+                next(steps)
+                return False
         except StopIteration:
             self._steps = None
-            record = self.call.record
-            if record is not None and record[0] is self.call.description:  # ``completed``, inlined
-                record[COMPLETED] = time_ns()
-            return True
         except Exception as error:
             self._fail(error)
             if self.backend.broken is None:
@@ -200,7 +208,10 @@ class Work(Generic[T]):
             self.backend.engine.remove(self)
             self._fail(Interrupted(f"{self.call}: interrupted by {type(error).__name__}"))
             raise
-        return False
+        record = self.call.record
+        if record is not None and record[0] is self.call.description:  # ``completed``, inlined
+            record[COMPLETED] = time_ns()
+        return True
 
     def done(self) -> bool:
         """Whether the operation is complete; makes progress without waiting.

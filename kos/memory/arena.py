@@ -102,10 +102,11 @@ class Arena:
         finally:
             self.release(mark)
 
-    def reserve(self, nbytes: int) -> None:
-        """Make the slab at least ``nbytes``.  Needs an empty arena."""
+    def reserve(self, nbytes: int, allocate: Callable[[int], Any] | None = None) -> None:
+        """Make the slab at least ``nbytes``, by ``allocate`` if it is given.  Needs an empty arena."""
         if self.in_use or self._fixed:
             raise InvalidArgument(f"arena: expected an empty arena that is not fixed, got {self.in_use} bytes in use")
+        self._allocate = allocate or self._allocate
         self.peak = max(self.peak, nbytes)
         if self.peak > self.capacity:
             self._replace_slab()

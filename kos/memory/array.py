@@ -39,6 +39,7 @@ class Array:
     The memory is used in the order of ``stream`` (None: the legacy default stream); other libraries wait for it.
     Copies are asynchronous, and the caller orders them against work on other streams.  The driver waits for copies
     with pageable host memory, not for those with ``pinned_empty``.  An array does not change: a view is another array.
+    Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream", "used")
@@ -61,7 +62,10 @@ class Array:
 
     @classmethod
     def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str = "") -> Array:
-        """Uninitialised memory from the device's pool; ``label`` names its holder in errors."""
+        """Uninitialised memory from the pool of ``device``; ``label`` names its holder in errors.
+
+        ``shape`` is in elements of ``dtype``, which is NumPy's, a DType or its name.
+        """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in shape):
             raise InvalidArgument(f"Array.empty: expected sizes of 0 or more, got shape {shape}")
@@ -71,13 +75,14 @@ class Array:
 
     @classmethod
     def zeros(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None) -> Array:
+        """As ``empty``, with every element 0 once ``stream`` has run."""
         array = cls.empty(shape, dtype, device, stream=stream)
         array.fill_bytes(0, stream)
         return array
 
     @classmethod
     def from_numpy(cls, source: np.ndarray, device: int, *, stream: Any = None, label: str = "") -> Array:
-        """A copy of ``source`` on ``device``."""
+        """A copy of ``source`` on ``device``; ``label`` as in ``empty``."""
         source = np.ascontiguousarray(source).reshape(source.shape)
         array = cls.empty(source.shape, source.dtype, device, stream=stream, label=label)
         return array.copy_from(source, stream)
@@ -100,7 +105,8 @@ class Array:
             raise InvalidArgument(f"from_dlpack: expected a CUDA device, got DLPack device {kind}:{device}")
         handle = -1 if isinstance(stream, int) and stream == -1 else streams.handle(stream)
         try:
-            capsule = request_capsule(source, stream=handle)
+            with driver.on_device(device):  # a library may take that stream for one of the current device
+                capsule = request_capsule(source, stream=handle)
         except BufferError as error:
             raise InvalidArgument(f"from_dlpack: refused by {type(source).__name__}: {error}") from error
         tensor = import_capsule(capsule)

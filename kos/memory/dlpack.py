@@ -109,16 +109,17 @@ def check_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
 
 
 def export_capsule(
-    pointer: int, shape: tuple[int, ...], dtype: DType, device: int, owner: Any, *, readonly: bool, versioned: bool
-) -> Any:
-    """A capsule of C-contiguous device memory that keeps ``owner`` alive until its consumer is done."""
+    pointer: int, shape: tuple[int, ...], dtype: DType, device: int, owner: Any, *, readonly: bool, versioned: bool,
+    kind: int = CUDA,
+) -> Any:  # fmt: skip
+    """A capsule of C-contiguous memory, which keeps ``owner`` alive until its consumer is done."""
     if readonly and not versioned:
         raise BufferError("read-only memory needs a consumer of DLPack 1.0 or newer")
     ndim = len(shape)
     sizes = (ctypes.c_int64 * ndim)(*shape)
     strides = (ctypes.c_int64 * ndim)(*contiguous_strides(shape))
     tensor = _Tensor(
-        pointer, CUDA, device, ndim, _CODE_OF[dtype.name], 8 * dtype.itemsize, 1,
+        pointer, kind, device, ndim, _CODE_OF[dtype.name], 8 * dtype.itemsize, 1,
         ctypes.cast(sizes, _Sizes), ctypes.cast(strides, _Sizes), 0,
     )  # fmt: skip
     managed: Any = _Managed(tensor, None, _release)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.cuda import streams
+from kos.cuda import driver, streams
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.memory.array import Array
 
@@ -111,6 +111,16 @@ def plain_array(x: Any) -> Array | None:
     return None
 
 
+def expandable(x: Any) -> bool:
+    """Whether ``x`` is a torch tensor in an expandable segment, whose addresses torch maps and unmaps as it needs."""
+    if library_of(x) != "torch":
+        return False
+    for segment in sys.modules["torch"].cuda.memory_snapshot():
+        if 0 <= x.data_ptr() - segment["address"] < segment["total_size"]:
+            return bool(segment.get("is_expandable"))
+    return False
+
+
 def empty_like(x: Any, shape: tuple[int, ...], stream: Any) -> Any:
     """An uninitialised array of ``shape`` like ``x``, ordered on ``stream`` (None: that of its library).
 
@@ -135,9 +145,15 @@ def empty_like(x: Any, shape: tuple[int, ...], stream: Any) -> Any:
 
 def converter(x: Any) -> Callable[[Any], Any] | None:
     """A function that turns a result into an array of the library of ``x``; for JAX, whose arrays cannot be written."""
-    return _as_jax if library_of(x) == "jax" else None
+    return as_jax if library_of(x) == "jax" else None
 
 
-def _as_jax(array: Any) -> Any:
+def as_jax(array: Any) -> Any:
+    """An ndarray, an Array, or another object with DLPack as an array of JAX."""
     jax: Any = sys.modules["jax"]
-    return jax.numpy.asarray(array) if isinstance(array, np.ndarray) else jax.dlpack.from_dlpack(array)
+    if isinstance(array, np.ndarray):
+        return jax.numpy.asarray(array)
+    if not isinstance(array, Array):
+        return jax.dlpack.from_dlpack(array)
+    with driver.on_device(array.device):  # XLA leaves it current
+        return jax.dlpack.from_dlpack(array)

@@ -42,13 +42,15 @@ class SymmetricMemory:
 
     ``pointers[r]`` is rank r's slab as this rank's kernels see it; ``peer_pointers`` is the same table in
     device memory (uint64).  Creation moves real bytes between every two ranks and raises PeerMemoryError on
-    all of them if any pair fails.
+    all of them if any pair fails.  ``pointer`` is existing memory of this rank, which is mapped and not changed, and
+    belongs to the caller; then no bytes are moved.
     """
 
-    def __init__(self, exchange: Exchange, nbytes: int, device: int) -> None:
+    def __init__(self, exchange: Exchange, nbytes: int, device: int, pointer: int = 0) -> None:
         self.exchange = exchange
         self.device = device
-        self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self.nbytes = nbytes if pointer else -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._given = pointer
         self._mappings: list[ipc.Mapping] = []
         self._slab: ipc.DeviceMemory | None = None
         self.pointers: tuple[int, ...] = ()
@@ -64,6 +66,8 @@ class SymmetricMemory:
         token, slot = os.urandom(_TOKEN_BYTES), bytearray(size * _TOKEN_BYTES)
 
         def allocate() -> bytes:
+            if self._given:
+                return token + ipc.export(self._given, self.nbytes, self.device).to_bytes()
             if self.nbytes < len(slot):
                 raise InvalidArgument(f"SymmetricMemory: expected {len(slot)} bytes or more, got {asked}")
             self._slab = ipc.DeviceMemory(self.nbytes, self.device)
@@ -71,6 +75,8 @@ class SymmetricMemory:
 
         def write() -> None:
             self.pointers = tuple(self._map(peer, other) for peer, other in enumerate(handles))
+            if self._given:
+                return
             for base in self.pointers:
                 call(cu.cuMemcpyHtoD, base + rank * _TOKEN_BYTES, token, _TOKEN_BYTES)
             call(cu.cuCtxSynchronize)
@@ -82,7 +88,7 @@ class SymmetricMemory:
                     if bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES]) != tokens[writer]:
                         raise PeerMemoryError(f"the bytes that rank {writer} wrote to rank {peer} differ here")
 
-        reports = self._on_all("allocate its slab", allocate)
+        reports = self._on_all("share its memory" if self._given else "allocate its slab", allocate)
         tokens = [data[:_TOKEN_BYTES] for data in reports]
         handles = [ipc.IpcHandle.from_bytes(data[_TOKEN_BYTES:]) for data in reports]
         sizes = [other.nbytes for other in handles]
@@ -90,9 +96,10 @@ class SymmetricMemory:
             raise InvalidArgument(f"SymmetricMemory: expected one size on all ranks, got {sizes} bytes")
         with driver.on_device(self.device):
             self._on_all("map the slabs of its peers and write to them", write)
-            self._on_all("read what its peers wrote", check)
-            call(cu.cuMemsetD8, self.pointer, 0, len(slot))
-            call(cu.cuCtxSynchronize)
+            if not self._given:
+                self._on_all("read what its peers wrote", check)
+                call(cu.cuMemsetD8, self.pointer, 0, len(slot))
+                call(cu.cuCtxSynchronize)
         self.exchange.barrier()
         table = np.array(self.pointers, np.uint64)
         self.peer_pointers = Array.from_numpy(table, self.device, label="peer pointers")
@@ -138,7 +145,7 @@ class SymmetricMemory:
 
     def close(self) -> None:
         """Unmap and free, after all ranks' devices are done.  Collective."""
-        if self._slab is not None:
+        if self._slab is not None or self.pointers:
             self.unmap()
             self.abort()
 
@@ -166,6 +173,20 @@ class SymmetricMemory:
 
     def __exit__(self, kind: Any, *_: object) -> None:
         (self.close if kind is None else self.abort)()
+
+
+class MappedPart:
+    """The owner of an array in a rank's slab: keeps ``array``, this rank's own part, in use."""
+
+    __slots__ = ("_memory", "array")
+
+    def __init__(self, memory: SymmetricMemory, array: Any) -> None:
+        self._memory, self.array = memory, array
+
+    @property
+    def closed(self) -> bool:
+        """Whether the slab is mapped no more."""
+        return not self._memory.pointers
 
 
 def _enable_peer_access(device: int, peer: int) -> None:

@@ -42,14 +42,17 @@ class Window:
 
 
 class WindowMemory:
-    """``nbytes`` of registered memory, with the library's ``handle``, and the graphs that use it."""
+    """``nbytes`` of registered memory, with the library's ``handle``, and the graphs that use it.
 
-    __slots__ = ("_graphs", "handle", "nbytes", "pointer")
+    ``owner`` is the program's array that the memory belongs to; None for memory that is freed with its registration.
+    """
 
-    def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
-        self.pointer, self.nbytes, self.handle = pointer, nbytes, handle
+    __slots__ = ("_graphs", "handle", "nbytes", "owner", "pointer")
+
+    def __init__(self, pointer: int, nbytes: int, handle: Any, owner: Any = None) -> None:
+        self.pointer, self.nbytes, self.handle, self.owner = pointer, nbytes, handle, owner
         self._graphs: list[CapturedGraph] = []
-        _memories[pointer] = self
+        _memories[id(self)] = self  # several communicators may register one address
 
     def add(self, graph: CapturedGraph) -> None:
         """Record that ``graph`` uses the memory."""
@@ -63,7 +66,7 @@ class WindowMemory:
 
     def forget(self) -> None:
         """Remove the memory from the table before it is freed."""
-        _memories.pop(self.pointer, None)
+        _memories.pop(id(self), None)
 
 
 class InWindows:

@@ -10,13 +10,10 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from functools import partial
-from importlib import import_module
 
 import kos
 from kos.errors import ConfigError, KosError, RankLost, debugging, in_words, install
 from kos.files import printing
-from kos.train.engine import head_start
 from kos.train.parallel.stopping import Stop, Stopped
 
 SPOKESMAN_SECONDS = 10.0
@@ -34,7 +31,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    head_start.begin_cuda(arguments)
     from kos.comm.rendezvous.choose import launched_rank  # which takes a tenth of a second
 
     rank = launched_rank()
@@ -47,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             from kos.train.config.flags import parse
+            from kos.train.engine.machine import thread_pools
             from kos.train.run import Trainer
 
-            head_start.thread_pools()
+            thread_pools()
         except ImportError as error:
             raise ConfigError(f"expected the trainer's packages ({install('train')}), got: {error}") from error
         if "--plan" in arguments:
@@ -59,15 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(report(arguments))
             return 0
         config = parse(arguments)
-        vocab_size = config.model.vocab_size  # else the tokenizer says it
-        model = config.model_config_for(vocab_size) if vocab_size else None
-        head_start.begin(config, model, partial(import_module, "kos.train.engine.cuda"))
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
                 Trainer(config, comm, stop).run()
             except Stopped:
-                head_start.unwanted.set()
-                head_start.weights.cache_clear()  # of which some are missing
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except (KosError, OSError, MemoryError) as error:

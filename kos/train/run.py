@@ -1,8 +1,7 @@
-"""The training loop: one optimizer step after another, evaluated, logged and saved.
+"""A run: its folder, where it begins, its checkpoints and metrics, and how it ends. ``kos.train.train`` has the loop.
 
-What computes the steps, on CPUs or GPUs, is an engine (``kos.train.engine.choose``). The batch of a step is a pure
-function of (seed, step) and everything else that a step depends on is in the checkpoint, so a resumed run
-continues bit for bit.
+The batch of a step is a pure function of (seed, step) and everything else that a step depends on is in the checkpoint,
+so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.communicator import Communicator
+from kos.comm.schedules.schedule import plural
 from kos.errors import (
     CheckpointError,
     CollectiveError,
@@ -46,13 +46,14 @@ from kos.train.tools import commands
 from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import run_folder
 from kos.train.tools.metrics import MetricsLog, read_metrics
-from kos.train.tools.profile import profile_steps
+from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
+from kos.train.train import StepResult, train
 
 _log = logging.getLogger(__name__)
 
 EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic"),
-    *("device", "dtype", "master_weights", "grad_dtype", "attention"),
+    *("device", "dtype", "master_weights", "grad_dtype"),
 )
 """Settings that a resumed run must keep to go on bit for bit."""
 
@@ -61,8 +62,8 @@ LOCK = ".lock"
 SEEN_SECONDS = 5.0
 """How long a rank looks for a file that rank 0 has made: a network's file system shows it late."""
 
-ASTRAY = 20
-"""Steps in a row without a finite gradient that end a run: none of them has moved the weights, none after would."""
+MOST_NOT_FINITE = 20
+"""Steps in a row without a finite gradient that end a run: none of them has changed the weights, none after would."""
 
 
 class Trainer:
@@ -70,16 +71,17 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
         self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
-        self.mesh = Mesh(comm, choose_layout(config, comm))
+        self.profiler = Profiler()
+        world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
+        self.mesh = Mesh(world, choose_layout(config, comm))
         self.config = config = config.for_world(self.mesh.dp.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
-        self.data = self._load_data()
-        same_on_all(comm, self._facts())
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         self.checkpoints = self.out / "checkpoints"
         self.skipped = 0  # steps left out, of those of this run
-        self._astray = 0  # of them the last in a row whose gradients were not finite
+        self._not_finite_in_a_row = 0  # the last of them whose gradients were not finite
+        self._untrained: float | None = None  # validation loss before training
         self._held = contextlib.ExitStack()  # what the end of the run closes
         self._held.callback(self.mesh.close)
         try:
@@ -87,14 +89,18 @@ class Trainer:
             self._saving: Saving | None = None
             self._held.callback(self._cancel_save)
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
+            self.data = self._load_data()
+            same_on_all(comm, self._facts())
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+            if self.source is not None:
+                alone(comm, self._check_source)
             self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
             self.engine.asked = lambda: self.stop.asked
             self._held.callback(self.engine.close)
             self._held.callback(self.console.close)
             self._announce()
             self._load()
-            self.console.start = self.start
+            self.console.start = self.step = self.start
             self.metrics = together(comm, self._open_output)
             self._name = self._check_shared()
         except BaseException:
@@ -124,20 +130,37 @@ class Trainer:
         return {**facts, "data": f"{self.data.name} ({self.data.fingerprint[:12]})"}
 
     def _find_source(self) -> tuple[str | None, int, int, bool]:
-        """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, and which."""
-        if self.config.resume == "auto":
+        """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, and which.
+
+        What can be refused before there are data is refused here.
+        """
+        config = self.config
+        if config.resume == "auto":
             self._found = checkpoint.latest(self.checkpoints)
-        elif self.config.resume is not None:
-            self._found = checkpoint.find(Path(self.config.resume))
+            if self._found is None:
+                self.console.say(f"no checkpoint in {self.checkpoints}: starting anew")
+        elif config.resume is not None:
+            self._found = checkpoint.find(Path(config.resume))
         if self._found is None:
-            return self.config.init_from, 0, -1, False
+            self._check_free(start=0, saved_step=-1)
+            return config.init_from, 0, -1, False
         path, step, _ = self._found
-        return str(path), step, step if path.parent.resolve() == self.checkpoints.resolve() else -1, True
+        saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
+        self._check_free(step, saved_step)
+        theirs = huggingface.read_config(path)
+        _check_same_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
+        return str(path), step, saved_step, True
+
+    def _check_free(self, start: int, saved_step: int) -> None:
+        """ConfigError where ``out`` holds another run than the one that goes on from ``start``."""
+        left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
+        left += ["metrics"] * bool(start and read_metrics(self.out / "metrics.jsonl"))
+        if left and saved_step < 0:
+            expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
+            raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
 
     def _load(self) -> None:
         """Give the engine its weights: of the ``source`` each rank reads its part; or all draw them together."""
-        if self.source is not None:
-            alone(self.comm, self._check_source)
 
         @self.stop.at_once()
         def begin() -> None:
@@ -151,8 +174,6 @@ class Trainer:
             self.engine.read(huggingface.weight_files(path, shapes), moments, self.start)
 
         together(self.comm, begin)
-        if self.source is None:
-            self.engine.share_weights()
 
     def _check_source(self) -> None:
         source = Path(str(self.source))
@@ -179,8 +200,6 @@ class Trainer:
         if other_ranks:  # from which these follow where they were not asked for
             same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == self._asked[name])
             ours |= {name: theirs.get(name) for name in same}
-        if theirs.get("attention") in ("auto", "cudnn"):  # what that came to was not noted once, nor is it on CPUs
-            ours["attention"] = self._asked["attention"]
         changed = [name for name in EXACT if theirs.get(name) != ours[name]]
         changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
         if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
@@ -195,19 +214,17 @@ class Trainer:
             even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
             _log.warning("the learning rate rises from %.2e to %.2e at step %d%s", old, new, found.step + 1, even)
         if changed:
-            _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))
+            what, differ = ", ".join(changed), "its results will differ from those of an uninterrupted run"
+            _log.warning("resuming with another %s: %s", what, differ)
         elif other_ranks and not self.config.deterministic:
-            _log.warning("resuming with another number of ranks: not bit for bit the run that it would have been")
+            differ = "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
+            _log.warning("resuming with another number of ranks: %s", differ)
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
             return None
         try:
-            left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
-            left += ["metrics"] * bool(self.start and read_metrics(self.out / "metrics.jsonl"))
-            if left and self.saved_step < 0:
-                expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
-                raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
+            self._check_free(self.start, self.saved_step)  # a run may have ended here since ``_find_source``
             self.out.mkdir(parents=True, exist_ok=True)
             lock = open(self.out / LOCK, "a")  # noqa: SIM115 (held while the run writes here)
             self._held.callback(lock.close)
@@ -215,8 +232,9 @@ class Trainer:
             lock.truncate(0)
             lock.write(secrets.token_hex(8))
             lock.flush()
-            guest = self.config.profile or self.start >= self.config.steps  # which trains nothing there
-            if not (guest and (self.out / "config.json").exists()):
+            checkpoint.remove_unfinished(self.checkpoints)
+            trains = not self.config.profile and self.start < self.config.steps
+            if trains or not (self.out / "config.json").exists():
                 write_json(self.out / "config.json", self.description)
         except BlockingIOError as error:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
@@ -251,8 +269,7 @@ class Trainer:
     @cached_property
     def description(self) -> dict[str, Any]:
         """What was asked, what followed from it and where it ran, for config.json and the checkpoints."""
-        used = self.config.to_json() | self.engine.chosen
-        derived = {name: value for name, value in used.items() if value != self._asked[name]}
+        derived = {name: value for name, value in self.config.to_json().items() if value != self._asked[name]}
         config = {**self._asked, "out": str(self.out)}
         about = {"data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
         return {"config": config, "derived": derived, **about}
@@ -262,75 +279,41 @@ class Trainer:
 
         Raises ``Stopped`` where that is before the first step is over: there is nothing to save.
         """
-        config, step = self.config, self.start
+        config = self.config
         try:
             if self.start:
                 over = self.start >= config.steps and not config.profile
                 done = " (nothing to do: more --steps go on from there)" * over
                 self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
             if config.profile:
-                return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
-            untrained = self.engine.evaluate() if self.start == 0 and config.eval_batches else None
-            if untrained is not None:
-                self.console.say(f"validation loss before training: {untrained:.4f}")
-                if not math.isfinite(untrained):
-                    raise self._for_all(
-                        f"expected a finite validation loss before training, got {untrained}: it is the weights' of "
-                        f"{config.init_from or 'this model before its first step'}"
-                    )
+                return self.console.say(profile_steps(self.profiler, self.engine, self.start, config.profile, self.out))
+            if self.start == 0 and config.eval_batches:
+                self._validate_untrained()
             stop_together(self.comm, self.stop)
-            started, stopped = step, False
-            while step < started or (step < config.steps and not stopped):
-                while not stopped and started < min(step + 1 + self.engine.lag, self._next_pause(step)):
-                    self.engine.start_step(started, self.stop.asked)
-                    started += 1
-                row, stop = self._finish_step(step)
-                if step == 0 and untrained is not None:
-                    row["val_loss_before"] = untrained
-                step, stopped = step + 1, stopped or stop
-                last = step == config.steps or (stopped and step == started)
-                if config.eval_batches and (_every(config.eval_every, step) or step == config.steps):
-                    row["val_loss"] = self.engine.evaluate()
-                    if not math.isfinite(row["val_loss"]):
-                        raise self._not_finite(step, "validation loss", row["val_loss"])
-                self.console.step(row, log=step % config.log_every == 0 or last)
-                if self.metrics is not None:
-                    self.metrics.write(row)
-                if not last and _every(config.save_every, step):
-                    self._save(step)
-            self._save(step)
+            stopped = train(self.engine, config, self)
             self._finish_save()
             self.console.close()
-            self._conclude(step, stopped)
+            self._conclude(stopped)
         except CompileError:
             raise
         except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory) as error:
-            raise self._interrupted(error, step) from error
+            raise self._interrupted(error) from error
         finally:
             self._held.close()
 
-    def _interrupted(self, error: KosError, step: int) -> KosError:
-        """The error of a GPU, of other ranks or of files, with how far this run came and what is left of it."""
-        where = f" on {self.engine.place}" if isinstance(error, CudaError) else ""
-        left = "there is no checkpoint yet"
-        if self.saved_step > 0:
-            go_on = commands.resume(self.out, self.comm.size)
-            left = f"the last checkpoint, of step {self.saved_step}, is good, go on by: {go_on}"
-        elif self.start > 0:
-            left = f"there is no checkpoint yet but the one that it began from, {self.source}"
-        failure = type(error)(f"after step {step}{where}: {error}; {left}")
-        failure.on_every_rank = error.on_every_rank
-        return failure
+    def _validate_untrained(self) -> None:
+        self._untrained = loss = self.engine.evaluate()
+        self.console.say(f"validation loss before training: {loss:.4f}")
+        if not math.isfinite(loss):
+            whose = self.config.init_from or "this model before its first step"
+            raise self._for_all(
+                f"expected a finite validation loss before training, got {loss}: it is the weights' of {whose}"
+            )
 
-    def _next_pause(self, step: int) -> int:
-        """The next step after which the weights are looked at: none is started before that is done."""
-        every = (self.config.eval_every, self.config.save_every)
-        return min([self.config.steps, *((step // n + 1) * n for n in every if n)])
+    # --- what the loop reports -------------------------------------------------------------------------
 
-    def _finish_step(self, step: int) -> tuple[dict[str, Any], bool]:
-        """Wait for an optimizer step; its row of metrics, and whether any rank was asked to stop."""
-        config, engine = self.config, self.engine
-        result = engine.finish_step(step)
+    def measure(self, result: StepResult) -> dict[str, Any]:
+        config, engine, step = self.config, self.engine, self.step
         for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
             if not math.isfinite(value) and not config.skip_outliers:
                 tensor = engine.not_finite(step)
@@ -350,10 +333,55 @@ class Trainer:
         if config.skip_outliers and not result.norm <= config.skip_outliers:
             row["skipped"] = True
             self.skipped += 1
-        self._astray = 0 if math.isfinite(result.norm) else self._astray + 1
-        if self._astray == ASTRAY:
-            raise self._not_finite(step + 1, f"gradient norm in one of {ASTRAY} steps", result.norm)
-        return row | engine.measures(row["tokens_per_second"]), result.stop
+        self._not_finite_in_a_row = 0 if math.isfinite(result.norm) else self._not_finite_in_a_row + 1
+        if self._not_finite_in_a_row == MOST_NOT_FINITE:
+            raise self._not_finite(step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
+        row |= engine.measures(row["tokens_per_second"])
+        if step == 0 and self._untrained is not None:
+            row["val_loss_before"] = self._untrained
+        return row
+
+    def validate(self) -> float:
+        loss = self.engine.evaluate()
+        if not math.isfinite(loss):
+            raise self._not_finite(self.step, "validation loss", loss)
+        return loss
+
+    def log(self, row: dict[str, Any], last: bool) -> None:
+        self.console.step(row, log=self.step % self.config.log_every == 0 or last)
+        if self.metrics is not None:
+            self.metrics.write(row)
+
+    def save(self) -> None:
+        """Save this step, after the checkpoint before is there. With ``--save-async`` files are written meanwhile."""
+        self._finish_save()
+        if self.step == self.saved_step:
+            return
+        self._saving = checkpoint.save(
+            self.checkpoints, self.engine.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
+            keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name,
+            at_once=not self.config.save_async,
+        )  # fmt: skip
+        if not self.config.save_async:
+            self._finish_save()
+
+    # --- errors and the end ------------------------------------------------------------------------------
+
+    def _interrupted(self, error: KosError) -> KosError:
+        """The error of a GPU, of other ranks or of files, with the step and the last checkpoint."""
+        where = f" on {self.engine.place}" if isinstance(error, CudaError) else ""
+        left = "there is no checkpoint yet"
+        if self.saved_step > 0:
+            left = f"the last checkpoint, of step {self.saved_step}, is good"
+            ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
+            if not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1):
+                left += f"; to go on: {commands.resume(self.out, self.comm.size)}"
+        elif self.start > 0:
+            left = f"there is no checkpoint yet but the one that it began from, {self.source}"
+        left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
+        failure = type(error)(f"after step {self.step}{where}: {error}{left}")
+        failure.on_every_rank = error.on_every_rank
+        return failure
 
     def _not_finite(self, step: int, name: str, value: float, where: str = "") -> TrainingError:
         self._finish_save()
@@ -370,22 +398,6 @@ class Trainer:
         error.on_every_rank = True
         return error
 
-    def _save(self, step: int) -> None:
-        """Save a step, after the checkpoint before is there. Collective, like all that asks the engine.
-
-        With ``--save-async`` the files are written while the loop goes on.
-        """
-        self._finish_save()
-        if step == self.saved_step:
-            return
-        self._saving = checkpoint.save(
-            self.checkpoints, self.engine.state, step=step, tokenizer=self.data.tokenizer, config=self.description,
-            keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name,
-            at_once=not self.config.save_async,
-        )  # fmt: skip
-        if not self.config.save_async:
-            self._finish_save()
-
     def _finish_save(self) -> None:
         """Wait for the checkpoint that is being written; what fails on one rank is raised on all. Collective."""
         if self._saving is not None:
@@ -398,9 +410,10 @@ class Trainer:
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config
+        layers = plural(model.num_hidden_layers, "layer")
         self.console.say(
-            f"kos: {model.num_parameters():,} parameters ({model.num_hidden_layers} layers x {model.hidden_size}), "
-            f"{self.data.describe()}, {self.comm.size} rank{'s' * (self.comm.size > 1)}, "
+            f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
+            f"{self.data.describe()}, {self.mesh.layout.describe()}, "
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         self.console.say(self.engine.describe())
@@ -408,30 +421,32 @@ class Trainer:
             step, validation = trial
             every, steps = config.eval_every or config.steps, config.steps - self.start
             validations = (self.start == 0) + -(-config.steps // every) - self.start // every
-            about = f"{steps} steps of {duration(step)}"
+            about = f"{plural(steps, 'step')} of {duration(step)}"
             if config.eval_batches:
-                about += f", {validations} validations of {duration(validation)} (--eval-batches 0: none)"
+                about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
             whole = steps * step + validations * validation
             self.console.say(f"about {duration(whole)} in all: {about}")
 
-    def _conclude(self, step: int, stopped: bool) -> None:
-        text, config = "", self.config
+    def _conclude(self, stopped: bool) -> None:
+        text, config, step = "", self.config, self.step
         if step == config.steps and config.sample_tokens and not stopped:
             next_logits, model = self.engine.sampler(), self.mesh.model
 
-            def cut() -> bool:
+            def stopped_by_any() -> bool:
                 return any(model.comm.all_gather_bytes(b"!" * self.stop.asked)) if model.size > 1 else self.stop.asked
 
             if next_logits is not None and (model.size > 1 or self.comm.rank == 0):
                 text = sample_text(
                     next_logits, self.model_config.max_position_embeddings, self.data.tokenizer, config.prompt,
-                    config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k, cut=cut,
+                    config.sample_tokens, seed=config.seed, temperature=config.temperature, top_k=config.top_k,
+                    stopped=stopped_by_any,
                 )  # fmt: skip
         say, out = self.console.say, self.out
         if self.skipped:
-            say(f"{self.skipped} of {step - self.start} steps left out (--skip-outliers {self.config.skip_outliers:g})")
+            done = plural(step - self.start, "step")
+            say(f"{self.skipped} of {done} left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
-            say(f"stopped on request after step {step}; go on by: {commands.resume(out, self.comm.size)}")
+            say(f"stopped on request after step {step}; to go on: {commands.resume(out, self.comm.size)}")
         elif text:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
@@ -439,10 +454,6 @@ class Trainer:
         if not early:
             say(f"more text:  {commands.sample(out, self.config)}")
             say(f"more steps: {commands.more_steps(out, self.comm.size, self.config)}")
-
-
-def _every(steps: int, step: int) -> bool:
-    return steps > 0 and step % steps == 0
 
 
 def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:

@@ -38,6 +38,8 @@ OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "
 _TIE, _NOISE = 1.02, 0.05
 """A route is replaced if it is slower by more than the factor ``_TIE``, since smaller differences are noise; or if the
 other route is faster by more than ``_NOISE`` microseconds and also fastest at the next size."""
+_CHOICE = 1.1
+"""A choice between an eager and a graph route takes a tenth of the time of a small call."""
 _UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
@@ -201,6 +203,7 @@ class Tuner:
         both = (False, True)
         calls = [("all_reduce", *options) for options in itertools.product(both, both, both)]
         calls += [(operation, False, False, graph) for operation, graph in itertools.product(OTHERS, both)]
+        calls += [("all_gather", False, True, graph) for graph in both]  # has a kernel of its own for such buffers
         routes = {}
         for each in calls:
             name = key(*each)
@@ -216,7 +219,7 @@ def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]
     for name, route in routes.items():
         eager = name.replace(" graph", " eager")
         rows = [m for m in measured if m["route"] == eager]
-        if eager != name and all(m[pick(route, m["bytes"])] <= _TIE * min(m["peer"], m["nccl"]) for m in rows):
+        if eager != name and all(m[pick(route, m["bytes"])] <= _CHOICE * min(m["peer"], m["nccl"]) for m in rows):
             result.pop(eager, None)
     return result
 

@@ -65,8 +65,8 @@ class Group:
 
 
 class Comm:
-    def __init__(self, group: Group, rank: int) -> None:
-        self.group, self.rank, self.splits = group, rank, 0
+    def __init__(self, group: Group, rank: int, options: dict[str, Any] | None = None) -> None:
+        self.group, self.rank, self.splits, self.options = group, rank, 0, options
         self.premultiplied: dict[int, float] = {}
 
 
@@ -210,15 +210,22 @@ class FakeKernel:
                 x = at(source, count, self.dtype.numpy).astype(carrier) * carrier.type(factor)
             at(target, count, carrier)[:] = x
             return
-        stride, target, count = rest
+        stride, target, count, *exclusive = rest
         xs = [at(source + r * stride * self.dtype.itemsize, count, self.dtype.numpy) for r in range(self.ranks)]
-        total = self.reduction.stage(xs[0], np.empty(count, self.reduction.carrier))
-        for x in xs[1:]:
-            self.reduction.combine(total, x.astype(self.reduction.carrier))
-        out = np.empty(count, self.reduction.dtype.numpy)
-        self.reduction.finish(total, out)
+        total, rows = self.reduction.stage(xs[0], np.empty(count, self.reduction.carrier)), []
+        for x in [None, *xs[1:]]:
+            if x is not None:
+                self.reduction.combine(total, x.astype(self.reduction.carrier))
+            rows.append(out := np.empty(count, self.reduction.dtype.numpy))
+            self.reduction.finish(total.copy(), out)
+        if self.name == "scan_ordered":
+            places = enumerate(rows[: self.ranks - exclusive[0]], exclusive[0])
+        else:
+            places = [(0, rows[-1])]
         with np.errstate(all="ignore"):
-            at(target, count, self.result.numpy)[:] = out.astype(self.result.numpy)
+            for row, out in places:
+                place = target + row * stride * self.result.itemsize
+                at(place, count, self.result.numpy)[:] = out.astype(self.result.numpy)
 
 
 class Memory:
@@ -316,7 +323,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         comm.premultiplied[op] = factor
         return op
 
-    def split(comm: Comm, color: int | None, key: int, name: str) -> Comm | None:
+    def split(comm: Comm, color: int | None, key: int, name: str, options: dict[str, Any]) -> Comm | None:
         comm.splits += 1
         wishes = comm.group.swap(comm.rank, (color, key))
         if color is None:
@@ -324,13 +331,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         ranks = sorted((r for r in range(comm.group.size) if wishes[r][0] == color), key=lambda r: (wishes[r][1], r))
         with comm.group.lock:
             child = comm.group.children.setdefault((comm.splits, color), Group(len(ranks)))
-        return Comm(child, ranks.index(comm.rank))
+        return Comm(child, ranks.index(comm.rank), options)
 
     monkeypatch.setattr(nccl_binding, "premultiplied_sum", premultiplied_sum)
     joined: dict[bytes, Group] = {}
 
-    def join(size: int, identity: bytes, rank: int, name: str) -> Comm:
-        return Comm(joined.setdefault(identity, Group(size)), rank)
+    def join(size: int, identity: bytes, rank: int, name: str, options: dict[str, Any]) -> Comm:
+        return Comm(joined.setdefault(identity, Group(size)), rank, options)
 
     monkeypatch.setattr(nccl_binding, "split", split)
     monkeypatch.setattr(nccl_binding, "unique_id", lambda: os.urandom(128))

@@ -38,7 +38,7 @@ SIMT = HERE.parent / "train/host_kernels/simt.h"
 
 
 NAMES = {  # the kernels of a file, all compiled at once
-    "all_reduce_packets": ("one_shot", "two_shot", "ring", "tree"),
+    "all_reduce_packets": ("one_shot", "two_shot", "reduce_scatter", "ring", "tree"),
     "all_reduce_push": ("push", "reduce_scatter"),
     "all_reduce_direct": ("direct",),
     "all_reduce_specialized": ("specialized",),
@@ -93,10 +93,11 @@ class HostKernel:
 class HostMemory:
     """SymmetricMemory among threads."""
 
-    def __init__(self, rendezvous: Rendezvous, nbytes: int, device: int) -> None:
-        self._rendezvous, self.nbytes = rendezvous, nbytes
-        self._own = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # zeros, of which none is there before it is used
-        self.pointer = self._own.ctypes.data
+    def __init__(self, rendezvous: Rendezvous, nbytes: int, device: int, pointer: int = 0) -> None:
+        self._rendezvous, self.nbytes, self.pointer = rendezvous, nbytes, pointer
+        if not pointer:
+            self._own = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)  # zeros, not there before they are used
+            self.pointer = self._own.ctypes.data
         self.pointers = tuple(int(data) for data in rendezvous.allgather(str(self.pointer).encode()))
         self.peer_pointers = Array.from_numpy(np.array(self.pointers, np.uint64), device)
 

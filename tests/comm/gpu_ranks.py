@@ -16,8 +16,9 @@ from kos.memory.array import Array
 from tests.comm.ranks import SUMS_IN_16_BITS
 
 OPERATIONS = {
-    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v",
-    "all_to_all", "all_to_all_v", "gather", "scatter", "send", "recv", "send_recv",
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "broadcast", "all_gather",
+    "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter", "scatter_v", "send", "recv",
+    "send_recv",
 }  # fmt: skip
 
 
@@ -101,7 +102,9 @@ def noting_who_adds(comm: kos.Communicator) -> Iterator[None]:
     def noting(call: Call) -> None:
         prepare(call)
         o, part = call.operation, backend if call.route is None else call.route.backend
-        if o.reduction is not None and o.reduction.op not in (ReduceOp.MIN, ReduceOp.MAX):
+        if o.name.endswith("scan"):
+            SUMS_IN_16_BITS.set(False)
+        elif o.reduction is not None and o.reduction.op not in (ReduceOp.MIN, ReduceOp.MAX):
             SUMS_IN_16_BITS.set(part.name == "nccl" and o.options.algorithm == AUTO and not o.options.deterministic)
 
     backend.prepare = noting

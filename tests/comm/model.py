@@ -55,7 +55,7 @@ def prepare(
     xs = inputs(seed, number, step, members or list(range(comm.size)))
     before = xs[comm.rank]
     x, expected = before.copy(), result(step, xs, comm.rank)
-    in_place = step.in_place and step.name in ("all_reduce", "reduce", "broadcast")
+    in_place = step.in_place and step.name in model.IN_PLACE
     out = x if in_place or expected is None else np.full(expected.size, 99, step.dtype)
 
     def check() -> None:

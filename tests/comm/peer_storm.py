@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
 from kos.dtypes import dtype_of
@@ -20,7 +20,9 @@ LAUNCHES = {
     "push": Launch("push", blocks=2, threads=32), "direct": Launch("direct", blocks=2, threads=32),
     "copies": Launch("copies", threads=32, pieces=3), "specialized": Launch("specialized", threads=64, tile=512),
 }  # fmt: skip
-KINDS = ["exchange", "all_gather", "reduce_scatter", *LAUNCHES]
+KINDS = ["exchange", "broadcast", "all_gather", "reduce_scatter", "reduce_scatter by packets", *LAUNCHES]
+SCATTERING = {name: Launches(rows, rows) for name, launch in (("reduce_scatter", "push"), (KINDS[4], "two_shot"))
+              for rows in [((None, LAUNCHES[launch]),)]}  # fmt: skip
 
 
 def storm(
@@ -39,19 +41,23 @@ def storm(
     engine = PeerEngine(rendezvous, device, timeout=20.0, staging=1 << 13, **macros)
     memory = memory_of(rendezvous, 1 << 17, device)
     engine.register(memory)
+    sizes = [0, 3000, engine.small]
     symmetric = Array(memory.pointer, (1 << 15,), np.float32, device)
     wrong = 0
     for _ in range(turns):
         count, start = int(rng.integers(1, 5000)), int(rng.integers(0, 9))
         kind = rng.choice(kinds)
+        engine.small = 0 if kind == "all_gather" else int(rng.choice(sizes))  # 0: nothing by packets
         if kind in ("reduce_scatter", "all_gather"):
             count = count // 4 // size * 4 + 4
+        elif kind in SCATTERING:
+            count = count // size + 1
         if kind == "specialized":  # most of which it takes
             count, start = count // 4 * 4 + (4 if rng.random() < 0.9 else 5), start // 4 * 4
         x, out = (Array.zeros(5200, np.float32, device, stream=stream) for _ in range(2))
         if kind in ("all_gather", "specialized") or rng.random() < 0.5:
             x, out = symmetric[:5200], symmetric[8192 : 8192 + 3 * 5200]
-        total = size * count if kind == "reduce_scatter" else count
+        total = size * count if kind in SCATTERING else count
         x = x[start : start + total]
         if kind == "all_gather":
             out = out[4 * start : 4 * start + size * count]
@@ -74,7 +80,14 @@ def storm(
             case "all_gather":
                 run = engine.bind_all_gather(x.pointer, out.pointer, x.nbytes)
                 expected = np.concatenate(data)
-            case "reduce_scatter":
+            case "broadcast":
+                root = int(rng.integers(size))
+                source = x if rng.random() < 0.5 and rank == root else out
+                source.copy_from(data[rank], stream)
+                run = engine.bind_broadcast((source.pointer, x.nbytes), (out.pointer, x.nbytes), root)
+                expected = data[root]
+            case _ if kind in SCATTERING:
+                engine.launches = SCATTERING[kind]
                 part = slice(rank * count, (rank + 1) * count)
                 out = x[part] if rng.random() < 0.3 else out
                 run = engine.bind_reduce_scatter(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM)

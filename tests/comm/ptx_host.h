@@ -39,7 +39,7 @@ static double __ddiv_rn(double a, double b) { return a / b; }
 struct Store {
     u64 address;
     int bytes, fiber;
-    long barriers;  // that its thread had passed
+    long barriers, part_barriers;  // that its thread had passed
     alignas(16) unsigned char data[16];
     bool overlaps(u64 at, u64 n) const { return address < at + n && at < address + bytes; }
     void arrive() const {
@@ -68,8 +68,15 @@ static void let_one_out() {
     const Store picked = on_their_way[draw() % stores];
     let_out([&](const Store& s) { return s.overlaps(picked.address, picked.bytes); });
 }
+static thread_local int part_threads = 1;
 static bool seen_here(const Store& s) {
-    return s.fiber == current || s.barriers < fibers[current].block_waits;
+    const bool of_part = s.fiber / part_threads == current / part_threads;
+    return s.fiber == current || s.barriers < fibers[current].block_waits ||
+           of_part && s.part_barriers < fibers[current].group_waits;
+}
+static void part_barrier(unsigned, unsigned threads) {
+    part_threads = threads;
+    group_barrier(threads);
 }
 static thread_local int in_vain;  // times that this block gave way since it last stored
 static void give_way() {
@@ -82,7 +89,8 @@ static void put(u64 address, const void* data, int bytes) {
     in_vain = 0;
     if (stores == MOST || draw() % 8 == 0) let_one_out();
     Store& s = on_their_way[stores++];
-    s.address = address, s.bytes = bytes, s.fiber = current, s.barriers = fibers[current].block_waits;
+    s.address = address, s.bytes = bytes, s.fiber = current, s.barriers = fibers[current].block_waits,
+    s.part_barriers = fibers[current].group_waits;
     memcpy(s.data, data, bytes);
 }
 static void see(u64 address, int bytes) {

@@ -16,13 +16,13 @@ extern "C" __global__ void fill(Bits* in, u64 n, Bits* out, u64 results, unsigne
 }
 
 // Element i of the output is the sum over all ranks of element first + i, or, where parts are gathered, element
-// first + i % part of rank i / part.
-extern "C" __global__ void check(const Bits* out, u64 n, u64 first, u64 part, unsigned operation, const unsigned* turn,
-                                 u64* wrong) {
+// first + i % part of rank whose + i / part.
+extern "C" __global__ void check(const Bits* out, u64 n, u64 first, u64 part, unsigned whose, unsigned operation,
+                                 const unsigned* turn, u64* wrong) {
     unsigned bad = 0;
     EACH(i, n) {
         int expected = 0;
-        if (part) expected = value(i / part, *turn, operation, first + i % part);
+        if (part) expected = value(whose + i / part, *turn, operation, first + i % part);
         else
             for (unsigned r = 0; r < RANKS; r++) expected += value(r, *turn, operation, first + i);
         bad += out[i] != T::narrow(Wide(expected));

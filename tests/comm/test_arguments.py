@@ -97,6 +97,7 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "overlap send_recv": (overlapping(lambda c, x, out: c.send_recv(x, out, 1, 1)), "overlap"),
     "op factor": (lambda c: c.all_reduce(F, ReduceOp.PREMUL_SUM), "op: expected PremulSum"),
     "op float": (lambda c: c.all_reduce(F, ReduceOp.BAND), "expected one of SUM, .* for float32, got BAND"),
+    "op of scan": (lambda c: c.exscan(F, ReduceOp.AVG), "op: expected another one than AVG for a scan, got AVG"),
     "op int": (lambda c: c.all_reduce(np.zeros(2, int), ReduceOp.AVG), "for int64, got AVG"),
     "op factor complex": (lambda c: c.all_reduce(F, PremulSum(1j)), "of a real number that float.*, got 1j"),  # type: ignore[arg-type]
     **{
@@ -265,7 +266,7 @@ WRONG: dict[str, list[Any]] = {
     "dst": [*NO_NUMBER, -1, 0, 2],
     "src": [*NO_NUMBER, -1, 0, 2],
     "tag": [*NO_NUMBER, -1, 1 << 20],
-    "counts": [None, 4, "ab", [4], [4, 4, 4], [4, -4], [4, "4"], [4.0, 4.0], [True, 4], np.zeros((2, 2), int)],
+    "counts": [4, "ab", [4], [4, 4, 4], [4, -4], [4, "4"], [4.0, 4.0], [True, 4], np.zeros((2, 2), int)],
     "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2")],  # type: ignore[arg-type]
     "stream": [0, 5, "x", object()],
     "until": [0, "x", lambda: True],
@@ -279,21 +280,27 @@ WRONG: dict[str, list[Any]] = {
     "shape": [None, "4", -1, 1.5, (2, -1), (2, "2"), True],
     "dtype": [None, 5, "float99", object, "M8[s]", [1]],
     "code": NO_NUMBER,
+    "ranks": [None, 5, "ab", [], [0, 0], [2], [-1], [True], [0.0], np.zeros((2, 2), int)],
+    "nccl": [5, "x", [1], {"max_cta": 8}, {1: 2}, {"max_ctas": 8}],
 }
 WRONG |= {"send_counts": WRONG["counts"], "recv_counts": WRONG["counts"]}
 RIGHT: dict[str, dict[str, Any]] = {
     **{name: {"x": F} for name in ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all")},
     "reduce_scatter_v": {"x": F, "counts": [1, 3]}, "all_gather_v": {"x": F, "counts": [4, 3]},
     "all_to_all_v": {"x": F, "send_counts": [1, 3], "recv_counts": [1, 2]},
-    "gather": {"x": F}, "scatter": {"x": F, "out": np.zeros(2, np.float32)}, "barrier": {},
+    "scan": {"x": F}, "exscan": {"x": F}, "gather": {"x": F}, "scatter": {"x": F, "out": np.zeros(2, np.float32)},
+    "barrier": {},
+    "gather_v": {"x": F, "counts": [4, 3]}, "scatter_v": {"x": F, "counts": [1, 3], "out": np.zeros(1, np.float32)},
     "send": {"x": F, "dst": 1}, "recv": {"x": F, "src": 1},
     "send_recv": {"x": F, "out": np.zeros(4, np.float32), "dst": 1, "src": 1},
 }  # fmt: skip
 RIGHT |= {f"{name}_init": given for name, given in RIGHT.items()} | {
-    "all_gather_bytes": {"data": b"abc"}, "batch": {}, "split": {"color": 0}, "synchronize": {},
-    "allocate": {"shape": 3, "dtype": "float32"}, "abort": {},
+    **{name: {"data": b"abc"} for name in ("all_gather_bytes", "gather_bytes", "broadcast_bytes")},
+    "batch": {}, "split": {"color": 0}, "synchronize": {},
+    "allocate": {"shape": 3, "dtype": "float32"}, "abort": {}, "register": {"x": F},
+    "group": {"ranks": [0, 1]}, "grid": {"shape": 2},
 }  # fmt: skip
-NOT_CHECKED = {"abort": ["reason"], "synchronize": []}
+NOT_CHECKED = {"abort": ["reason"], "synchronize": [], "exscan": ["out"], "exscan_init": ["out"]}  # on rank 0
 
 
 @pytest.mark.parametrize(("name", "parameter"), [
@@ -304,7 +311,7 @@ NOT_CHECKED = {"abort": ["reason"], "synchronize": []}
 def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> None:
     call, given = getattr(comm, name), RIGHT[name]
     wrong = WRONG[parameter]
-    if name.startswith("scatter") and parameter == "out":
+    if (name.startswith("scatter") and parameter == "out") or ("counts" in parameter and name.endswith("_init")):
         wrong = [None, *wrong]
     for value in wrong:
         with pytest.raises(InvalidArgument, match=f"^{parameter}: expected .*[,;] got ") as caught:
@@ -316,6 +323,7 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
     (kos.init, "backend", [None, 5, "", ["mock"]]),
     (kos.init, "rendezvous", ["x", 5, ("localhost", 1)]),
     (kos.init, "timeout", [None, *WRONG["timeout"]]),
+    (kos.init, "nccl", WRONG["nccl"]),
     (kos.init, "device", ["0", -1, 1.5, True]),
     (kos.init, "progress_thread", [None, 2, "yes"]),
     (spawn, "fn", [None, 5, "f"]),

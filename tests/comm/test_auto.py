@@ -25,7 +25,14 @@ from kos.comm.operation import Call, Operation, Options, Route
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
 from kos.cuda import driver, streams
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, RankLost
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveTimeout,
+    InvalidArgument,
+    PeerMemoryError,
+    RankLost,
+)
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
@@ -144,6 +151,11 @@ def test_by_operation_size_and_dtype(fake: FakeNCCL) -> None:
             comm.scatter(zeros(count * SIZE) if comm.rank == 0 else None, zeros(count))
         assert log == ["peer", "nccl", "peer", "nccl", "nccl", "nccl"]
         log.clear()
+        for count in (1, 2000):  # sizes differ between ranks: one route, and the host carries them
+            comm.gather_v(zeros(count + comm.rank))
+            comm.scatter_v(zeros(2 * count) if comm.rank == 0 else None, None, zeros(count))
+        assert log == ["mock", "nccl", "mock", "nccl"] * 2
+        log.clear()
         comm.barrier(stream=5)
         comm.all_reduce(np.zeros(9, np.float32))  # host memory
         comm.barrier()
@@ -210,6 +222,33 @@ def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.Monkey
         assert way("reduce", 8) == "nccl" and state.asked == 1
         state.captured = True
         assert way("reduce", 8) == "peer"
+
+    run(body)
+
+
+def test_registered_by_the_first_part_that_takes_it(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peer takes memory of cudaMalloc, nccl that of the driver; where both refuse, the error names both."""
+    refusing: list[type[NCCLBackend]] = []
+
+    def register(part: NCCLBackend, buffer: Any) -> Any:
+        if type(part) in refusing:
+            raise (InvalidArgument if type(part) is NCCLBackend else PeerMemoryError)(f"not of {part.name}")
+        return part.name
+
+    monkeypatch.setattr(NCCLBackend, "register", register)
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        x = zeros(8)
+        found = []
+        for refused in ([], [Peer], [Peer, NCCLBackend]):
+            comm.barrier()
+            refusing[:] = refused
+            comm.barrier()
+            try:
+                found.append(comm.register(x))
+            except InvalidArgument as error:
+                found.append(str(error))
+        assert found == ["peer", "nccl", "peer: not of peer; nccl: not of nccl"]
 
     run(body)
 
@@ -366,7 +405,7 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
 def test_the_ranks_that_are_left_keep_both(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "shrink", lambda comm, excluded, name: Comm(Group(1), 0))
+    monkeypatch.setattr(nccl_binding, "shrink", lambda comm, excluded, name, options: Comm(Group(1), 0))
 
     def body(comm: kos.Communicator, log: Log) -> None:
         comm.all_reduce(zeros(1))

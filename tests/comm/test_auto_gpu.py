@@ -29,10 +29,13 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_all_to_all_v,
     test_broadcast,
     test_gather_and_scatter,
+    test_gather_v_and_scatter_v,
     test_large,
     test_reduce,
     test_reduce_scatter,
     test_reduce_scatter_v,
+    test_scan,
+    test_scans_add_in_rank_order,
     test_shapes_and_scalars,
 )
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here

@@ -20,11 +20,17 @@ from tests.comm.ranks import TIMEOUT
 
 __all__ = ["LARGE", "SIZES", "check"]
 
-# Four processes take each dtype and each operation with half of the others; two take all pairs.
-LEFT_OUT = pytest.mark.slow if os.environ.get("OMPI_COMM_WORLD_SIZE") == "4" else ()
-PAIRS = [pytest.param(*pair, marks=LEFT_OUT if i // 2 % 2 else ()) for i, pair in enumerate(REDUCTIONS)]
+# Two processes take every dtype with every operation.  Any others, threads too, take each dtype and each operation with
+# a third of the others, and of dtypes that are only moved one of each size.
+LEFT_OUT = () if os.environ.get("OMPI_COMM_WORLD_SIZE") == "2" else pytest.mark.slow
+PAIRS = [
+    pytest.param(dtype, op, marks=LEFT_OUT if (i + ALL_DTYPES.index(dtype)) % 3 else ())
+    for i, (dtype, op) in enumerate(REDUCTIONS)
+]
+MOVED = [np.dtype(name) for name in (np.bool_, ml_dtypes.bfloat16, np.float32, np.int64, np.complex128)]
 reductions = pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: getattr(x, "name", str(x)))
-every_dtype = pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+DTYPES = [pytest.param(dtype, marks=() if dtype in MOVED else LEFT_OUT) for dtype in ALL_DTYPES]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(failures), *vars(order)}]
 FLOATS = [np.dtype(name) for name in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
 
@@ -54,9 +60,22 @@ def test_reduce(ranks: Any, seed: int, dtype: np.dtype, deterministic: bool) -> 
     ranks.run(lambda comm: results.reduces(comm, seed, "reduce", dtype, op, 0, deterministic))
 
 
-@pytest.mark.parametrize("dtype", [d for d in ALL_DTYPES if d != np.bool_], ids=str)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.values[0] != np.bool_], ids=str)
 def test_reduce_scatter_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
     ranks.run(lambda comm: results.reduces(comm, seed, "reduce_scatter_v", dtype))
+
+
+@every_dtype
+def test_scan(ranks: Any, seed: int, dtype: np.dtype) -> None:
+    """Each dtype with the operations that it is alone in, or that scale."""
+    op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM if dtype.kind in "iu" else ReduceOp.PREMUL_SUM
+    for name in ("scan", "exscan"):
+        ranks.run(lambda comm, name=name: results.reduces(comm, seed, name, dtype, op))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)], ids=str)
+def test_scans_add_in_rank_order(ranks: Any, seed: int, dtype: np.dtype) -> None:
+    ranks.run(lambda comm: results.scans_add_in_rank_order(comm, seed, dtype))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int64], ids=["float32", "int64"])
@@ -92,6 +111,7 @@ test_all_gather_v = moving("all_gather_v")
 test_all_to_all = moving("all_to_all")
 test_all_to_all_v = moving("all_to_all_v")
 test_gather_and_scatter = moving("gather", "scatter")
+test_gather_v_and_scatter_v = moving("gather_v", "scatter_v")
 
 
 @every_dtype

@@ -30,7 +30,7 @@ from kos.errors import (
 )
 from kos.testing import Fault, spawn
 from kos.testing.conformance import cases
-from tests.comm.ranks import TIMEOUT, time_is_up
+from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, time_is_up
 from tests.comm.tcp_ranks import run_threads
 
 F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
@@ -278,6 +278,22 @@ def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
             heard.set()
 
     spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_closing_a_group_after_a_failure_in_another_names_its_cause(wait: str) -> None:
+    MockRanks(3).run(lambda comm: closes_because_of_another(comm, wait))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_closing_a_group_after_a_failure_in_another_names_its_cause_on_mpi(
+    ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    if memory == "none":
+        monkeypatch.setattr(*WITHOUT_MEMORY)
+    for wait in [each for each in WAITS if each != "exchange"]:  # MPI's own ends at the timeout
+        ranks_of_mpi.run(lambda comm, wait=wait: closes_because_of_another(comm, wait))
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

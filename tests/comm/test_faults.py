@@ -16,7 +16,7 @@ from tests.comm.model import NAMES, Step, run
 
 SIZE, SEED = 3, 17
 CULPRIT = 1
-CALLS = {name: Step(name, root=CULPRIT * (name in ("broadcast", "scatter"))) for name in NAMES} | {
+CALLS = {name: Step(name, root=CULPRIT * (name in ("broadcast", "scatter", "scatter_v"))) for name in NAMES} | {
     f"all_reduce {name}": Step("all_reduce", algorithm=number, in_place=True)
     for number, name in enumerate(algorithms("all_reduce"), len(algorithms("all_reduce")))
 }

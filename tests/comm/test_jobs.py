@@ -177,6 +177,7 @@ except kos.errors.RendezvousError:
 }
 
 
+RARE = ("exception without with", "caught, then exit", "late")
 FORK = """
 import multiprocessing, subprocess, warnings
 warnings.filterwarnings("ignore", "This process .* is multi-threaded")
@@ -269,7 +270,7 @@ comm.all_reduce(np.ones(3), async_op=True)
 
 
 @needs_mpirun
-@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize("case", [pytest.param(each, marks=pytest.mark.slow if each in RARE else ()) for each in ENDS])
 def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
     text, code, message = ENDS[case]
     first = re.match(r"rank (\d)", message)  # the others leave it the time to end the job, however slow it is

@@ -18,12 +18,13 @@ from tests.host_compiler import COMPILER
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 RANKS, COUNT = 3, 997
-NAMES = ("reduce_ordered", "scale")
+NAMES = ("reduce_ordered", "scan_ordered", "scale")
 CASES = {
     "reduce_ordered": [
         ("bfloat16", "bfloat16", "SUM"), ("float32", "float16", "SUM"), ("float64", "float64", "AVG"),
         ("int16", "int16", "PROD"), ("uint8", "uint8", "BXOR"), ("int64", "int64", "MIN"),
     ],
+    "scan_ordered": [("bfloat16", "bfloat16", "SUM"), ("float64", "float64", "PROD"), ("int64", "int64", "MIN")],
     "scale": [("bfloat16", "float32", "SUM"), ("float64", "float64", "SUM")],
 }  # fmt: skip
 
@@ -38,7 +39,7 @@ def test_as_the_stand_in(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, 
         x = generator.integers(0, 2**32, RANKS * COUNT, np.uint64)
     with np.errstate(invalid="ignore"):
         x = x.astype(given.numpy)
-    if name == "reduce_ordered" and given.is_float:
+    if name != "scale" and given.is_float:
         x[::101] = np.nan
     results = []
     for kernel in (
@@ -46,10 +47,11 @@ def test_as_the_stand_in(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, 
         HostKernel(KERNELS, name, 0, DTYPE=dtype, RESULT=result, OP=op, RANKS=RANKS),
     ):
         source = x.copy()
-        out = np.zeros(COUNT, DTYPES[result].numpy)
+        out = np.zeros(COUNT * (RANKS if name == "scan_ordered" else 1), DTYPES[result].numpy)
         ends: list[Any] = [address(source), address(out)]
         arguments = {
             "reduce_ordered": [ends[0], COUNT, ends[1], COUNT],
+            "scan_ordered": [ends[0], COUNT, ends[1], COUNT, int(op != "SUM")],
             "scale": [*ends, COUNT, np.float64(0.3)],
         }[name]
         kernel.bind(4, 64, *arguments)(0)

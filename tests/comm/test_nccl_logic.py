@@ -37,10 +37,13 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_to_all_v,
     test_broadcast,
     test_gather_and_scatter,
+    test_gather_v_and_scatter_v,
     test_large,
     test_reduce,
     test_reduce_scatter,
     test_reduce_scatter_v,
+    test_scan,
+    test_scans_add_in_rank_order,
     test_shapes_and_scalars,
 )
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
@@ -384,8 +387,8 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
     if how == "too old":
         monkeypatch.setattr(fake, "get_version", lambda: 22806)
 
-    def shrink(comm: Any, excluded: list[int], name: str) -> Any:
-        assert excluded == [1]
+    def shrink(comm: Any, excluded: list[int], name: str, options: dict[str, Any]) -> Any:
+        assert excluded == [1] and options == {}
         if how == "NCCL fails" and comm.rank == 2:
             raise CollectiveError("no")
         with comm.group.lock:
@@ -523,6 +526,21 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL, monkeypatch: py
     assert log[6:] == [], "the last operation has it"
     comm.backend._last = None
     assert log[6:] == [("free", last)]
+
+
+def test_sizes_do_not_travel_in_a_graph(ranks: FakeRanks) -> None:
+    """Refused before anything is sent; outside of it the rendezvous carries them."""
+
+    def body(gpu: Any) -> None:
+        comm, n = gpu.comm, gpu.comm.size
+        x = Array.from_numpy(np.full(comm.rank, comm.rank, np.float32), 0)
+        with captures(), pytest.raises(InvalidArgument, match="^counts: expected numbers while a CUDA graph is capt"):
+            comm.all_gather_v(x, stream=5)
+        assert comm.all_gather_v(x).numpy().tolist() == [rank for rank in range(n) for _ in range(rank)]
+        work = comm.gather_v(x, root=1, async_op=True)
+        assert (work.wait() is None) == (comm.rank != 1)
+
+    ranks.run(body)
 
 
 def test_a_window_outlives_the_graphs_that_captured_it(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,12 +126,16 @@ def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> Non
     conformance.test_all_reduce(ranks, seed, dtype, op)
 
 
-@pytest.mark.parametrize(("dtype", "op"), [(np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(BF16, ReduceOp.AVG), pytest.param(np.dtype(np.float32), ReduceOp.SUM, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_blocks_of_one_role_each(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     on_gpus.test_blocks_of_one_role_each(ranks, seed, dtype, op)
 
 
-@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS[::2], ids=lambda x: getattr(x, "name", str(x)))
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     for deterministic in (False, True):
         ranks.run(lambda comm, d=deterministic: results.reduces(comm, seed, "reduce_scatter", dtype, op, 0, d))
@@ -140,7 +144,8 @@ def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) ->
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.int64)], ids=str)
 @pytest.mark.parametrize(
     "name",
-    ["reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter"],
+    ["reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
+     "gather_v_and_scatter_v", "scan"],
 )
 def test_operation(ranks: Any, seed: int, name: str, dtype: np.dtype) -> None:
     getattr(conformance, f"test_{name}")(ranks, seed, dtype)
@@ -179,30 +184,61 @@ def test_epochs_start_over(ranks: ThreadRanks, seed: int) -> None:
     assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, packets, 60, RENEW_EPOCH=20)) == [0] * SIZE
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in ("one_shot", "direct") else pytest.mark.slow) for kind in KINDS]
+)
 def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: str) -> None:
     """The negative control: kernels that look at no flag must read what has not come."""
     assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
 
+@pytest.mark.parametrize("count", [8001, 40_003], ids=["small", "large"])
 @pytest.mark.parametrize("first", ["recv", "send"])
-def test_a_send_recv_meets_the_two_one_after_the_other(ranks: ThreadRanks, first: str) -> None:
-    """Of more batches than there are slots, in one channel: the emulation runs blocks one after another."""
+def test_a_send_recv_meets_the_two_one_after_the_other(
+    ranks: ThreadRanks, first: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where one block carries all channels: neither direction waits for the other."""
+    monkeypatch.setattr(peer_engine, "BESIDE_BLOCKS", 1)
 
     def body(rendezvous: Rendezvous) -> None:
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13), rendezvous.rank, (0, 0)
-        x, out = Array.from_numpy(np.full(8001, rank, np.uint8), 0), Array.zeros(8001, np.uint8, 0)
+        assert engine.small < 40_003
+        x, out = Array.from_numpy(np.full(count, rank, np.uint8), 0), Array.zeros(count, np.uint8, 0)
         send, recv = ([none] * SIZE, [none] * SIZE)
         if rank < 2:
             send[1 - rank], recv[1 - rank] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
         apart = [([none] * SIZE, recv), (send, [none] * SIZE)]
         for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
-            engine.bind_exchange(*each)(0)
+            engine.bind_exchange(*each, beside=True)(0)
         engine.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
 
     ranks.run_bare(body)
+
+
+def test_a_sender_runs_ahead_by_two_small_messages_and_no_more(ranks: ThreadRanks, seed: int) -> None:
+    sent, rng = threading.Event(), np.random.default_rng(seed)
+    messages = [rng.integers(0, 256, int(n), np.uint8) for n in rng.integers(1, 2000, 60)]
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        if comm.rank == 0:
+            for data in messages[:2]:
+                comm.send(Array.from_numpy(data, 0), 1)
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            for data in messages[2:]:
+                comm.send(Array.from_numpy(data, 0), 1)
+                sent.set()
+        if comm.rank == 1:
+            assert not sent.wait(0.2), "the third message took the place of the first"
+            for data in messages:
+                out = Array.zeros(data.size, np.uint8, 0)
+                comm.recv(out, 0)
+                np.testing.assert_array_equal(out.numpy(), data)
+
+    ranks.run(body)
 
 
 def test_a_message_beside_others_takes_few_blocks_and_no_turn(
@@ -243,11 +279,13 @@ def test_a_message_beside_others_takes_few_blocks_and_no_turn(
 
 
 def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
-    """A message of another length, and a message where a collective expects its own; nobody waits for long."""
+    """A message of another length, also one that travels in another way, and a message where a collective expects its
+    own; nobody waits for long."""
 
-    def body(gpu: Any, mixed: bool) -> None:
+    def body(gpu: Any, mixed: bool, more: int = 0) -> None:
         comm, rank = gpu.comm, gpu.rank
-        x, out = (Array.zeros(100 + rank * (not mixed), np.float32, 0) for _ in range(2))
+        x, out = (Array.zeros(100 + rank * more, np.float32, 0) for _ in range(2))
+        other = 400 + 4 * more
 
         def call() -> None:
             comm.all_gather(x) if mixed else comm.send_recv(x, out, 1 - rank, 1 - rank)
@@ -263,8 +301,8 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
                 text = str(error).encode()
         texts = b" ".join(comm.rendezvous.allgather(text))
         expected = [
-            b"expected 400 bytes of a message from rank 1, got 404 bytes of a message",
-            b"expected 404 bytes of a message from rank 0, got 400 bytes of a message",
+            b"expected 400 bytes of a message from rank 1, got %d bytes of a message" % other,
+            b"expected %d bytes of a message from rank 0, got 400 bytes of a message" % other,
         ]
         if mixed:
             expected = [b"expected 400 bytes of a collective from rank 0, got 400 bytes of a message"]
@@ -272,11 +310,12 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
         assert any(each in texts for each in expected), texts
         comm.abort()
 
-    ranks.run(lambda gpu: body(gpu, False))
+    for more in (1, 10_000):
+        ranks.run(lambda gpu, more=more: body(gpu, False, more))
     ranks.run(lambda gpu: body(gpu, True))
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv"])
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large"])
 def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels end, the error names the rank, and a new communicator of the others works."""
     monkeypatch.setattr(watchdog, "TICK", 0.03)  # which shows whom the others' kernels wait for
@@ -286,10 +325,12 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
     def body(rendezvous: Rendezvous) -> None:
         comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
         x, out = (Array.zeros(4 * SIZE, np.float32, 0) for _ in range(2))
+        large = [Array.zeros(10_000 * SIZE, np.float32, 0) for _ in range(2)]  # in batches
         calls = {
             "barrier": comm.barrier,
             "broadcast": lambda: comm.broadcast(x, SIZE - 1),
             "send_recv": lambda: comm.send_recv(x, out, SIZE - 1, SIZE - 1),
+            "large": lambda: comm.all_to_all(*large),
         }
 
         def call() -> None:
@@ -297,6 +338,7 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             comm.synchronize()
 
         comm.all_reduce(x)
+        comm.synchronize()  # the timeout below is not for this one
         rendezvous.barrier()
         comm.timeout = timeout
         rendezvous.timeout = 20.0
@@ -305,7 +347,8 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             with pytest.raises((CollectiveTimeout, RankLost)) as raised:
                 call()
             message = str(raised.value)
-            assert f"{kind} #{0 if kind == 'send_recv' else 1}" in message
+            name = "all_to_all" if kind == "large" else kind
+            assert f"{name} #{0 if kind == 'send_recv' else 1}" in message
             if isinstance(raised.value, CollectiveTimeout):
                 absent = rf"rank (\d) did not arrive within {timeout} s \(channel 0, phase"
                 [late] = map(int, re.findall(absent, message))
@@ -402,6 +445,43 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(ranks: 
         comm.abort()
 
     ranks.run_bare(body)
+
+
+def test_views_put_and_get(ranks: ThreadRanks) -> None:
+    """Each rank reaches the arrays of all, in what it allocated and in parts of that, until the group is closed."""
+    views: list[list[Array]] = [[] for _ in range(SIZE)]
+
+    def body(gpu: Any) -> None:
+        comm, me = gpu.comm, gpu.rank
+        comm.allocate(4, np.int64)
+        x = comm.allocate((SIZE, 2), np.float32)
+        mine = views[me] = comm.views(x)
+        for view in mine:
+            assert (view.shape, view.dtype, view.device, view.stream) == (x.shape, x.dtype, x.device, x.stream)
+            view[me].copy_from(np.full(2, me, np.float32))
+        comm.barrier(stream=5)
+        assert x.numpy().tolist() == [[rank] * 2 for rank in range(SIZE)]
+        ends = comm.views(x[SIZE - 1 :])
+        comm.barrier(stream=5)
+        ends[(me + 1) % SIZE].copy_from(np.full((1, 2), 10 + me, np.float32))
+        comm.barrier(stream=5)
+        assert x[SIZE - 1].numpy().tolist() == [10 + (me - 1) % SIZE] * 2
+        for other in (Array.zeros(6, np.float32, 0), np.zeros(6, np.float32)):
+            with pytest.raises(InvalidArgument, match=r"^x: expected an array of allocate, .* another float32\[6\]"):
+                comm.views(other)
+        comm.allocate(2, np.float32)  # frees what no rank uses any more
+        windows = len(comm.backend._windows.memories)
+        del x, ends
+        comm.barrier()
+        comm.allocate(2, np.float32)
+        assert len(comm.backend._windows.memories) == windows, "freed, although there are views of it"
+
+    ranks.run(body)
+    while views:
+        several = views.pop()
+        while several:
+            with pytest.raises(InvalidArgument, match="expected an array with memory, got one that was freed"):
+                as_buffer(several.pop(), "x", writable=False)
 
 
 def test_addresses_mean_nothing_once_their_window_is_freed(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:

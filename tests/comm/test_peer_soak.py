@@ -26,6 +26,9 @@ BACKEND = "peer"
 TOTAL = int(os.environ.get("KOS_SOAK_OPERATIONS", 100_000))
 IN_A_GRAPH = 250
 LARGEST = 4 << 20  # bytes of a buffer
+KINDS = [
+    "all_reduce", "launch", "launch", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv",
+]  # fmt: skip
 TYPES = ["float32", "bfloat16", "float64", "int8", "float8_e4m3fn"]
 LAUNCHES = [
     Launch("one_shot", threads=128), Launch("two_shot", threads=128), Launch("ring", threads=128),
@@ -40,7 +43,7 @@ def plan(comm: kos.Communicator, rng: np.random.Generator, places: list[Any], st
     dtype = DTYPES[TYPES[int(rng.integers(len(TYPES)))]]
     most = LARGEST // dtype.itemsize // n - 16
     count = int(most ** rng.random())
-    kind = str(rng.choice(["all_reduce", "launch", "launch", "all_gather", "reduce_scatter", "all_to_all"]))
+    kind, root = str(rng.choice(KINDS)), int(rng.integers(n))
     symmetric, start = bool(rng.random() < 0.5), int(rng.choice([0, 0, 16 // dtype.itemsize or 1, 1]))
     launch = LAUNCHES[int(rng.integers(len(LAUNCHES)))]
     if kind == "launch" and launch.algorithm == "specialized":
@@ -57,13 +60,20 @@ def plan(comm: kos.Communicator, rng: np.random.Generator, places: list[Any], st
             bind(source.pointer, target.pointer, count, dtype, ReduceOp.SUM, launch=launch)(stream)
         elif kind == "all_reduce":
             comm.all_reduce(source, out=target, stream=stream)
+        elif kind == "broadcast":
+            comm.broadcast(source, root, out=target, stream=stream)
+        elif kind == "reduce":
+            comm.reduce(source, root, out=target if me == root else None, stream=stream)
+        elif kind == "send_recv":
+            comm.send_recv(source, target, (me + 1) % n, (me - 1) % n, stream=stream)
         else:
             getattr(comm, kind)(source, target, stream=stream)
 
-    first, part = {"reduce_scatter": (me * count, 0), "all_to_all": (me * count, count)}.get(
-        kind, (0, count if kind == "all_gather" else 0)
-    )
-    step(dtype, source, target, first, part, run)
+    expected = {  # first element, elements of each rank (0: a sum), of which rank the first
+        "reduce_scatter": (me * count, 0, 0), "all_to_all": (me * count, count, 0), "all_gather": (0, count, 0),
+        "broadcast": (0, count, root), "send_recv": (0, count, (me - 1) % n),
+    }.get(kind, (0, 0, 0))  # fmt: skip
+    step(dtype, source, target, expected, run, 0 if kind == "reduce" and me != root else target.size)
     return f"{kind} {launch.algorithm if kind == 'launch' else ''} {count} {dtype}"
 
 
@@ -79,13 +89,13 @@ def test_soak(gpu_world: kos.Communicator, mpi_world: kos.Communicator, seed: in
         path = Path(__file__).with_name("soak.cu")
         return cuda.load_kernel(path, name, device, DTYPE=dtype.name, OP="SUM", RANKS=comm.size)
 
-    def step(dtype: Any, source: Any, target: Any, first: int, part: int, run: Any) -> None:
+    def step(dtype: Any, source: Any, target: Any, expected: tuple[int, int, int], run: Any, results: int) -> None:
         nonlocal operation
         operation += 1
         sizes = source.pointer, source.size, target.pointer, target.size
         kernel("fill", dtype)(stream, 64, 256, *sizes, comm.rank, operation, turn.pointer)
         run(stream)
-        last = target.pointer, target.size, first, part, operation
+        last = target.pointer, results, *expected, operation
         kernel("check", dtype)(stream, 64, 256, *last, turn.pointer, wrong.pointer)
 
     cuda.synchronize(device)

@@ -13,6 +13,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
+from kos.comm import cached
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import streams
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
@@ -55,7 +56,12 @@ CALLS: dict[str, Callable[[kos.Communicator, Array, Array, Array], Any]] = {
     "all_reduce": lambda comm, x, all_, part: comm.all_reduce(x, out=all_),
     "reduce_scatter": lambda comm, x, all_, part: comm.reduce_scatter(x, part),
     "all_gather": lambda comm, x, all_, part: comm.all_gather(part, all_),
+    "all_to_all": lambda comm, x, all_, part: comm.all_to_all(x, all_),
     "broadcast": lambda comm, x, all_, part: comm.broadcast(x, 1),
+    "reduce": lambda comm, x, all_, part: comm.reduce(x, 1, out=all_ if comm.rank == 1 else None),
+    "gather": lambda comm, x, all_, part: comm.gather(part, 1, all_ if comm.rank == 1 else None),
+    "scatter": lambda comm, x, all_, part: comm.scatter(x if comm.rank == 1 else None, part, 1),
+    "send_recv": lambda comm, x, all_, part: comm.send_recv(x, all_, (comm.rank + 1) % SIZE, (comm.rank - 1) % SIZE),
     "broadcast out of place": lambda comm, x, all_, part: comm.broadcast(x, 2, out=all_),
 }
 
@@ -68,7 +74,12 @@ def expected(name: str, xs: list[np.ndarray], parts: list[np.ndarray], rank: int
         "all_reduce": total,
         "reduce_scatter": np.split(total, SIZE)[rank],
         "all_gather": np.concatenate(parts),
+        "all_to_all": np.concatenate([np.split(x, SIZE)[rank] for x in xs]),
         "broadcast": xs[1],
+        "reduce": total if rank == 1 else None,
+        "gather": np.concatenate(parts) if rank == 1 else None,
+        "scatter": np.split(xs[1], SIZE)[rank],
+        "send_recv": xs[(rank - 1) % SIZE],
         "broadcast out of place": xs[2],
     }[name]
 
@@ -86,14 +97,40 @@ def test_the_third_call_is_ready_and_gives_what_the_first_gave(fake: FakeNCCL, s
             prepared.clear()
             got = CALLS[name](comm, *arrays)
             assert bool(prepared) == (turn < 2), (turn, list(prepared))
-            assert any(got is array for array in arrays)
-            np.testing.assert_array_equal(got.numpy(), expected(name, list(xs), list(parts), comm.rank))
+            want = expected(name, list(xs), list(parts), comm.rank)
+            assert any(got is array for array in arrays) or got is want is None
+            if want is not None:
+                np.testing.assert_array_equal(got.numpy(), want)
         entries = comm.recorder.entries()
-        assert [entry["collective_seq_id"] for entry in entries] == list(range(5))
+        entries = entries[:: len(entries) // 5]  # of a send_recv each has two
+        number = "p2p_seq_id" if name == "send_recv" else "collective_seq_id"
+        assert [entry[number] for entry in entries] == list(range(5))
         sizes = "input_sizes", "output_sizes", "input_dtypes"
         keys = "profiling_name", "reduce_op", "root", "timeout_ms", "state", *sizes
         assert all(entry[key] == entries[0][key] for entry in entries for key in keys)
         assert len({(f["filename"], f["line"]) for entry in entries for f in entry["frames"]}) == 1
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_other_ranks_are_another_call(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        comm, prepared = gpu.comm, Prepared(gpu.comm)
+        x, y = Array.from_numpy(np.full(COUNT, comm.rank), 0), Array.zeros(COUNT, np.int64, 0)
+        for step in (1, 1, 1, 2, 2, 1):
+            to, of = (comm.rank + step) % SIZE, (comm.rank - step) % SIZE
+            comm.send_recv(x, y, to, of)
+            assert (y.numpy() == of).all()
+        for call in (comm.gather, comm.reduce):
+            a, b = (Array.zeros(COUNT * n, np.int64, 0) for n in (1, SIZE if call == comm.gather else 1))
+            for root in (0, 0, 0, 1, 1, 0):
+                a.copy_from(np.full(COUNT, root + 1))
+                b.copy_from(np.full(b.size, -1))
+                result = call(a, root, out=b if comm.rank == root else None)
+                assert (result is b) == (comm.rank == root)
+                want = -1 if comm.rank != root else root + 1 if call == comm.gather else SIZE * (root + 1)
+                assert (b.numpy() == want).all()
+        assert prepared
 
     FakeRanks(SIZE).run(body)
 
@@ -333,7 +370,7 @@ def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
     assert names == ["nccl:all_reduce", "nccl:all_reduce", "nccl:all_gather", "nccl:all_reduce"] * 6
 
 
-def test_auto_repeats_where_it_would_go_the_same_way_within_a_graph(
+def test_auto_repeats_where_a_graph_goes_another_way_too(
     fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = test_auto.ROUTES | {
@@ -343,6 +380,7 @@ def test_auto_repeats_where_it_would_go_the_same_way_within_a_graph(
     monkeypatch.setattr(test_auto.Peer, "table", test_auto.parse(test_auto.changed("routes", to=table), "the test"))
     captured = False
     monkeypatch.setattr(test_auto.auto, "is_captured", lambda stream: captured)
+    monkeypatch.setattr(cached, "capture_of", lambda stream: int(captured))
 
     def body(comm: kos.Communicator, log: test_auto.Log) -> None:
         nonlocal captured
@@ -350,15 +388,16 @@ def test_auto_repeats_where_it_would_go_the_same_way_within_a_graph(
         for _ in range(3):
             comm.all_reduce(small)
             comm.all_reduce(large)
-        assert prepared.by(lambda: comm.all_reduce(small))
+        assert not prepared.by(lambda: comm.all_reduce(small))
         assert not prepared.by(lambda: comm.all_reduce(large))
         assert set(log) == {"nccl"}
-        log.clear()
-        comm.rendezvous.barrier()
-        captured = True
-        comm.rendezvous.barrier()
-        comm.all_reduce(small)
-        comm.all_reduce(large)
-        assert log == ["peer", "nccl"]
+        for turn in range(1, 4):
+            log.clear()
+            comm.rendezvous.barrier()
+            captured = turn % 2 == 1
+            comm.rendezvous.barrier()
+            comm.all_reduce(small)
+            comm.all_reduce(large)
+            assert log == ["peer" if captured else "nccl", "nccl"]
 
     test_auto.run(body)

@@ -18,6 +18,7 @@ import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
+from kos.testing.conformance import results
 from tests.comm.ranks import assert_bits, inputs, poison
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
@@ -109,6 +110,18 @@ def test_movements(seed: int, size: int, dtype: Any) -> None:
             comm.barrier()
 
     run(body, size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(np.float32, ReduceOp.SUM), (ml_dtypes.bfloat16, ReduceOp.PREMUL_SUM), (np.int64, ReduceOp.MAX)],
+    ids=["float32", "bfloat16", "int64"],
+)
+@pytest.mark.usefixtures("small_slots")
+def test_scans(seed: int, size: int, dtype: Any, op: Any) -> None:
+    for name in ("scan", "exscan"):
+        run(lambda comm, name=name: results.reduces(comm, seed, name, np.dtype(dtype), op, sizes=SIZES), size)
 
 
 def test_overflow_is_a_result_whatever_numpy_is_told_of_errors() -> None:

@@ -172,7 +172,11 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 15)", "os._exit(3)", "sys.exit()", "comm.close() or sys.exit()"])
+@pytest.mark.parametrize(
+    "end",
+    ["os.kill(os.getpid(), 15)", "os._exit(3)", "sys.exit()",
+     pytest.param("comm.close() or sys.exit()", marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_the_job_ends_after_a_rank_has(tmp_path: Path, end: str) -> None:
     """However: survivors go on, the last of them when the others have exited.  Of an exit code that is not 0 Open MPI
     tells nobody, so they cannot shrink."""

@@ -23,7 +23,7 @@ from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing.conformance.values import ALL_DTYPES
 from tests.comm import test_conformance as conformance
-from tests.comm.ranks import time_out_beside_others
+from tests.comm.ranks import WAITS, closes_because_of_another, time_out_beside_others
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
     test_barrier_waits_for_all_ranks,
@@ -31,7 +31,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_shapes_and_scalars,
 )
 from tests.comm.test_message_failures import COUNTS, disagree_about_counts, give_up_a_send
-from tests.comm.test_shared_failures import CASES, check_mismatch
+from tests.comm.test_shared_failures import CASES
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
@@ -62,11 +62,14 @@ def test_all_reduce_by_algorithm(ranks: TCPRanks, seed: int, algorithm: str, dty
     conformance.test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype)
 
 
-MOVING = ("all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather_and_scatter", "messages")
-PAIRS = [  # each operation with each dtype, each of both on sockets and in shared memory
+MOVING = (
+    "all_gather_v", "all_to_all", "all_to_all_v", "broadcast", "gather_and_scatter", "gather_v_and_scatter_v",
+    "messages",
+)  # fmt: skip
+PAIRS = [  # each operation with a dtype of each size, each of both on sockets and in shared memory
     pytest.param(("sockets", "shared")[(i + j) % 2], name, dtype, id=f"{name}-{dtype}")
     for i, name in enumerate(MOVING)
-    for j, dtype in enumerate(ALL_DTYPES)
+    for j, dtype in enumerate(conformance.MOVED)
 ]
 
 
@@ -87,14 +90,6 @@ def test_explain_says_what_is_shared(ranks: TCPRanks) -> None:
     for text in ranks.run(lambda comm: comm.explain()):
         assert "shared memory  in use  3 ranks of this host share" in text
         assert re.search(r"tcp +in use +sockets between the ranks\n", text)  # so many as are left after shrink()
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("memory", ["shared"], indirect=True)
-def test_mismatch(ranks: TCPRanks, case: str, odd: int) -> None:
-    messages = ranks.run(lambda comm: check_mismatch(comm, case, odd))
-    assert len(set(messages)) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
@@ -470,18 +465,6 @@ def test_a_message_given_up_half_way(quitter: str) -> None:
     TCPRanks(2).run(body)
 
 
-def test_timeout_names_who_is_awaited() -> None:
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 1:
-            message = r"broadcast #0 of float64\[5\], root 2: not complete after 0.1 s; .* ranks \[[02]\]"
-            with pytest.raises(CollectiveTimeout, match=message):
-                comm.broadcast(np.zeros(5), 2, timeout=0.1)
-        comm.rendezvous.barrier()
-        comm.abort()
-
-    TCPRanks(3).run(body)
-
-
 @pytest.mark.parametrize(
     ("header", "what"),
     [
@@ -517,18 +500,6 @@ def test_a_rank_that_is_lost_ends_what_waits_for_others() -> None:
         comm.abort()
 
     TCPRanks(3).run(body)
-
-
-def test_ranks_hear_why_another_left() -> None:
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 1:
-            comm.abort()
-        else:
-            with pytest.raises(RankLost, match=r"barrier #0: .*rank 1 is gone: it aborted"):
-                comm.barrier()
-        comm.abort()
-
-    TCPRanks(4).run(body)
 
 
 def test_a_rank_that_closed_is_gone_but_what_it_sent_arrives() -> None:
@@ -628,6 +599,11 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
     TCPRanks(3).run(body)
 
 
+@pytest.mark.parametrize("wait", WAITS)
+def test_closing_a_group_after_a_failure_in_another_names_its_cause(ranks: TCPRanks, wait: str) -> None:
+    ranks.run(lambda comm: closes_because_of_another(comm, wait))
+
+
 END = """
 import os, signal
 import numpy as np, kos
@@ -671,26 +647,6 @@ def test_a_killed_or_stopped_rank_is_named(memory: str, signal: str) -> None:
         assert f"{'RankLost' if killed else 'CollectiveTimeout'} world: all_reduce #2 of float64[2, 3] by SUM" in output
         assert ("rank 1 is gone" if killed else "not complete after 1.0 s") in output, output
         assert killed or stopped in output, output
-
-
-FORKED = """
-import os, sys
-import kos, kos.comm.host.backend as host
-
-comm = kos.init(timeout=60)
-child = os.fork()
-if child == 0:
-    sys.exit(len(host._open))  # it may open its own
-assert os.waitpid(child, 0)[1] == 0
-comm.rendezvous.barrier()
-comm.split(0).close()
-comm.close()
-"""
-
-
-def test_a_process_that_a_rank_forked_is_no_rank() -> None:
-    results = run_processes(FORKED, 2)
-    assert [code for code, _ in results] == [0, 0], results
 
 
 LIMITED = """

@@ -143,7 +143,9 @@ def test_mpirun(hosts: Hosts, tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("master", [ADDRESSES[0], HOSTS[0]], ids=["address", "name"])
+@pytest.mark.parametrize(
+    "master", [pytest.param(ADDRESSES[0], id="address", marks=pytest.mark.slow), pytest.param(HOSTS[0], id="name")]
+)
 def test_environment(hosts: Hosts, master: str) -> None:
     results = hosts.start([0, 1, 0, 1], sys.executable, "-c", SCRIPT, MASTER_ADDR=master)
     assert results == [
@@ -152,16 +154,14 @@ def test_environment(hosts: Hosts, master: str) -> None:
 
 
 def test_mismatch(hosts: Hosts, tmp_path: Path) -> None:
-    """Of the one rank on the second host with two that share memory, and of two and two."""
+    """Of the one rank on the second host with two that share memory."""
     lines = hosts.mpirun(tmp_path, 3, sys.executable, "-c", MISMATCH).splitlines()
-    results = hosts.start([0, 1, 0, 1], sys.executable, "-c", MISMATCH)
-    differing = {"float32 against int32", "int32 against float32"}
-    assert len(lines) == 3 and set(lines) <= differing
-    assert [code for code, _ in results] == [0] * 4
-    assert {output.strip() for _, output in results} <= differing, results
+    assert len(lines) == 3 and set(lines) <= {"float32 against int32", "int32 against float32"}
 
 
-@pytest.mark.parametrize(("launcher", "kind"), [("environment", "nccl"), ("mpirun", "auto")])
+@pytest.mark.parametrize(
+    ("launcher", "kind"), [("environment", "nccl"), pytest.param("mpirun", "auto", marks=pytest.mark.slow)]
+)
 def test_mismatch_on_gpus(hosts: Hosts, tmp_path: Path, launcher: str, kind: str) -> None:
     """Of one rank on the second host with two that share memory; the GPUs are stand-ins."""
     program = sys.executable, "-c", ON_GPUS.format(kind=kind)
@@ -173,7 +173,7 @@ def test_mismatch_on_gpus(hosts: Hosts, tmp_path: Path, launcher: str, kind: str
     assert len(lines) == 3 and all(re.search(called, line) for line in lines), lines
 
 
-@pytest.mark.parametrize("call", ["all_reduce(x)", "recv(x, src=1)"])
+@pytest.mark.parametrize("call", ["all_reduce(x)", pytest.param("recv(x, src=1)", marks=pytest.mark.slow)])
 def test_a_killed_rank_is_named_between_hosts(hosts: Hosts, tmp_path: Path, call: str) -> None:
     """On the other host too, where no memory is shared with it; and those that are left go on."""
     text = f"""

@@ -18,8 +18,8 @@ try:
 except BackendUnavailable as error:
     pytestmark = pytest.mark.skip(reason=str(error))
 
-PACKETS = [b"one_shot", b"two_shot", b"ring", b"tree"]
-ORDERED = [b"reduce_ordered", b"scale"]
+PACKETS = [b"one_shot", b"two_shot", b"reduce_scatter", b"ring", b"tree"]
+ORDERED = [b"reduce_ordered", b"scan_ordered", b"scale"]
 CASES = [
     ("barrier.cu", {}, [b"barrier"]),
     ("exchange.cu", {}, [b"exchange"]),
@@ -70,7 +70,7 @@ def test_layout_is_the_hosts() -> None:
     assert f"#define CHANNELS {peer.CHANNELS}\n" in text
     assert f"#define LINE_BYTES {peer._LINE_BYTES}\n" in text
     assert f"#define CAPACITY {peer._CAPACITY} " in text
-    assert f"#define SHARE {peer._SHARE} " in (KERNELS / "exchange.cu").read_text()
+    assert f"#define BOX_PACKETS {peer._BOX_PACKETS}\n" in (KERNELS / "exchange.cu").read_text()
     record = text[text.index("struct Record {") :].split("}")[0]
     names = re.findall(r"\b\w+(?=[,;])", record)
     assert [name.upper().removesuffix("_NS") for name in names] == list(peer._Word.__members__)

@@ -110,6 +110,42 @@ def test_what_fails_on_one_rank_fails_on_all(
     spawn(run, 3, timeout=30)
 
 
+def test_memory_of_the_program_is_mapped_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs_on_the_host(monkeypatch, "")
+
+    def run(comm: Any) -> None:
+        x = np.full(100, comm.rank + 1, np.uint8)
+        memory = SymmetricMemory(comm.rendezvous, 100, comm.rank, x.ctypes.data)
+        assert memory.nbytes == 100 and memory.pointer == x.ctypes.data
+        assert [ctypes.string_at(pointer, 1)[0] for pointer in memory.pointers] == [1, 2, 3]
+        assert memory.offset_of(x.ctypes.data + 90, 10) == 90 and memory.offset_of(x.ctypes.data + 91, 10) is None
+        comm.barrier()
+        memory.close()
+        assert memory.pointers == () and (x == comm.rank + 1).all()
+
+    spawn(run, 3, timeout=30)
+
+
+def test_memory_that_ipc_does_not_share_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs_on_the_host(monkeypatch, "")
+    export = symmetric.ipc.export
+
+    def refuse(pointer: int, nbytes: int, device: int) -> Any:
+        if device == 1:
+            raise PeerMemoryError("IPC: expected memory of cuMemAlloc")
+        return export(pointer, nbytes, device)
+
+    monkeypatch.setattr(symmetric.ipc, "export", refuse)
+
+    def run(comm: Any) -> None:
+        x = np.zeros(100, np.uint8)
+        with pytest.raises(PeerMemoryError, match="IPC: expected memory of cuMemAlloc$") as caught:
+            SymmetricMemory(comm.rendezvous, 100, comm.rank, x.ctypes.data)
+        assert comm.rank == 1 or "could not share its memory: rank 1" in str(caught.value)
+
+    spawn(run, 3, timeout=30)
+
+
 def test_sizes_that_are_refused() -> None:
     alone = SimpleNamespace(rank=0, size=1, allgather=lambda data: [data], barrier=lambda: None)
     with pytest.raises(InvalidArgument, match="^SymmetricMemory: expected 16 bytes or more, got -1$"):
@@ -191,7 +227,7 @@ def bytes_that_do_not_arrive(exchange: Any) -> None:
         stray = ipc.DeviceMemory(1 << 20, 0)
         map_ = SymmetricMemory._map
         SymmetricMemory._map = lambda self, peer, handle: (map_(self, peer, handle), stray.pointer)[peer == 0]
-    with pytest.raises(PeerMemoryError, match="reads differently"):
+    with pytest.raises(PeerMemoryError, match="differ here"):
         SymmetricMemory(exchange, 4096, 0)
 
 

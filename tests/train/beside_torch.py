@@ -8,6 +8,7 @@ import kos
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
 from kos.train.engine.choose import make_engine
+from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
 from tests.train.test_model import torch_llama
@@ -29,10 +30,9 @@ def losses_beside_torch(device, dtype, steps):
     with kos.init() as comm:
         engine = make_engine(config, shape, data, Mesh(comm))
         drawn = Parameters(shape.parameter_shapes())
-        shape.init_weights(drawn, config.seed)
+        init_weights(shape, drawn, config.seed)
         weights = {name: torch.tensor(value, device=device).requires_grad_() for name, value in drawn.items()}
         engine.draw_weights()
-        engine.share_weights()
         ours = []
         for step in range(steps):
             engine.start_step(step, False)

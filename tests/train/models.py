@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from kos.train.checkpoint.huggingface import as_saved
 from kos.train.model.llama import Llama
 from kos.train.model.llama_config import LlamaConfig, RopeScaling
 from kos.train.model.parameters import Parameters
@@ -60,6 +62,11 @@ def make_batch(
     tokens, targets = rng.integers(0, config.vocab_size, (2, samples, length), dtype=np.int32)
     targets[rng.random(targets.shape) < ignored] = -1
     return tokens, targets
+
+
+def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The weights as transformers has them."""
+    return {name: np.ascontiguousarray(as_saved(name, array)) for name, array in weights.items()}
 
 
 def queue(optimizer: Any, gradients: Any, average: float = 1.0, add_up: Any = None) -> None:

@@ -32,8 +32,16 @@ def host(monkeypatch):
     monkeypatch.setattr(on_device, "device_arena", ops.make_arena)
 
 
-@pytest.mark.parametrize("shape", [(2, 77, 4, 2, 64), (1, 130, 1, 1, 128)], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("mma", (2, 77, 4, 2, 64)),
+        ("hopper", (1, 130, 1, 1, 128)),
+        pytest.param("mma", (1, 130, 1, 1, 128), marks=pytest.mark.slow),
+        pytest.param("hopper", (2, 77, 4, 2, 64), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_causal(rng, family, shape):
     on_device.test_tensor_cores(rng, None, family, "bfloat16", shape)
 
@@ -41,7 +49,7 @@ def test_causal(rng, family, shape):
 @pytest.mark.parametrize(
     "shape",
     [
-        (2, 150, 2, 1, 64, (75, 150), (0, 150)),
+        pytest.param((2, 150, 2, 1, 64, (75, 150), (0, 150)), marks=pytest.mark.slow),
         (1, 140, 1, 1, 128, (0, 140), (0, 70)),
         (2, 140, 1, 1, 64, (3, 140), (131, 132)),
         (1, 256, 2, 1, 64, (0, 128), (0, 256)),

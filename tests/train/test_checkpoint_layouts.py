@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -21,7 +22,8 @@ from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, huggingface, saving
 from kos.train.checkpoint.shards import MOMENTS, Shards
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.model import llama_config
+from kos.train.model import initial
+from kos.train.model.initial import InitialWeights, init_weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout
@@ -56,7 +58,9 @@ def layouts(ranks: int) -> list[tuple[Layout, int]]:
 EVERY = [pair for ranks in (1, 2, 4, 6, 8) for pair in layouts(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_every_layout_saves_and_every_other_loads(tmp_path: Path, rng: np.random.Generator, ranks: int) -> None:
     models = [grouped(tie_word_embeddings=tied) for tied in (False, True)]
     wholes = [whole_state(model) for model in models]
@@ -132,7 +136,10 @@ def test_ranks_write_about_equally_much(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize(("layout", "zero"), [(Layout(), False), (Layout(tp=2, dp=2), True), (Layout(tp=4), False)])
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [(Layout(), False), (Layout(tp=2, dp=2), True), pytest.param(Layout(tp=4), False, marks=pytest.mark.slow)],
+)
 def test_host_memory_is_that_of_the_plan(
     tmp_path: Path, layout: Layout, zero: bool, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,28 +179,23 @@ def test_host_memory_is_that_of_the_plan(
     assert at_once or seen[0] > state_bytes, "the bound would hold for anything"
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_initial_weights_are_those_of_one_rank(rng: np.random.Generator, ranks: int, monkeypatch: Any) -> None:
-    """In every layout, drawn by the ranks of a stage together, in rounds and blocks."""
-    monkeypatch.setattr(llama_config, "DRAWN", 500)
+    """In every layout, drawn in blocks."""
+    monkeypatch.setattr(initial, "BLOCK", 500)
     for layout, chunks in layouts(ranks):
         model = grouped(tie_word_embeddings=bool(rng.integers(2)))
         whole = Parameters(model.parameter_shapes())
-        model.init_weights(whole, 5)
-        zero, room = bool(rng.integers(2)), int(rng.integers(2000, 20_000))
-        print(f"{layout}, {chunks = }, {zero = }, {room = }, tied = {model.tie_word_embeddings}")
-        spawn(partial(_draw_together, model, whole, layout, room, chunks=chunks, zero=zero), ranks, timeout=100)
+        init_weights(model, whole, 5)
+        zero = bool(rng.integers(2))
+        print(f"{layout}, {chunks = }, {zero = }, tied = {model.tie_word_embeddings}")
+        spawn(partial(_draw, model, whole, layout, chunks=chunks, zero=zero), ranks, timeout=100)
 
 
-def _draw_together(
-    model: LlamaConfig, whole: Parameters, layout: Layout, room: int, comm: Communicator, **how: Any
-) -> None:
+def _draw(model: LlamaConfig, whole: Parameters, layout: Layout, comm: Communicator, **how: Any) -> None:
     state = make_state(comm, model, layout, master_shards=True, bucket_bytes=2000, **how)
-    stage = state.mesh.stage
-    share = model.shares(stage.size, *state.parts)[stage.rank]
-    drawn = model.draw_share(share, 5, 1, parts=state.parts)
-    assert drawn.size <= whole.flat.size / stage.size + 56 * 24  # the largest tensor
-    state.scatter(drawn, np.empty(room, np.float32))
+    with contextlib.closing(InitialWeights(model, 5, state.placements, threads=2)) as drawn:
+        state.read(drawn)
     zeros = {f"{moment}.{name}": np.zeros_like(whole[name]) for moment in MOMENTS for name in whole}
     assert_holds(state, {**whole, **zeros})
 

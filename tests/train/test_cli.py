@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kos.errors import install
 from kos.train.checkpoint import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
@@ -74,6 +75,13 @@ def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case
     assert "expected" in error and expected in error
 
 
+def test_a_package_that_is_missing_is_named_with_what_brings_it() -> None:
+    code = "import sys\nsys.modules['threadpoolctl'] = None\nfrom kos.train.__main__ import main\nmain([])"
+    done = run_program(sys.executable, "-c", code, env=ENVIRONMENT)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"kos: error: expected the trainer's packages ({install('train')}), got: ")
+
+
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = _run("--data", tmp_path / "nowhere", "--debug", ranks=1)
     assert done.returncode == 1 and "Traceback" in done.stderr
@@ -104,8 +112,8 @@ def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
         for row in read_metrics(tmp_path / ("second" if rows else "first") / "metrics.jsonl"):
             rows.append({key: value for key, value in row.items() if "second" not in key})
     resolved = json.loads((tmp_path / "first" / "config.json").read_text())["config"]
-    told = {"steps": 5, "seed": 21, "batch_size": 8, "seq_len": 32, "lr": 0.002, "min_lr": None, "device": "auto"}
-    assert {key: resolved[key] for key in told} == told
+    found = {"steps": 5, "seed": 21, "batch_size": 8, "seq_len": 32, "lr": 0.002, "min_lr": None, "device": "auto"}
+    assert {key: resolved[key] for key in found} == found
     assert (resolved["model"]["hidden_size"], resolved["model"]["rope_theta"]) == (32, 500.0)
     assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["step-3", "step-5"]
     assert len(rows) == 10 and rows[:5] == rows[5:]
@@ -147,7 +155,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     found = checkpoint.find(tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert found.step == rows[-1]["step"]
-    (command,) = re.findall(f"after step {found.step}; go on by: (.*)", said)
+    (command,) = re.findall(f"after step {found.step}; to go on: (.*)", said)
     command = command.replace(sys.executable, shlex.join(python()))
     more = run_program("sh", "-c", f"{command} --steps {found.step + 2}", env=ENVIRONMENT)
     assert (more.returncode, more.stderr) == (0, ""), more.stderr
@@ -170,7 +178,7 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(child) for child in children if b"kos.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("victim", ["rank", "mpirun"])
+@pytest.mark.parametrize("victim", ["rank", pytest.param("mpirun", marks=pytest.mark.slow)])
 def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0"]
     process = _start(*flags)
@@ -201,7 +209,7 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
         done = _run("--data", text, "--out", disk, "--steps", "8", "--save-every", "1", "--keep", "9")
         assert done.returncode == 1
         assert len(_errors(done)) == 1 and "expected to write a checkpoint" in _errors(done)[0]
-        assert re.search(r"after step \d: .*; the last checkpoint, of step \d, is good, go on by: ", _errors(done)[0])
+        assert re.search(r"after step \d: .*; the last checkpoint, of step \d, is good; to go on: ", _errors(done)[0])
         assert "No space left" in _errors(done)[0]
         found = checkpoint.latest(disk / "checkpoints")
         assert found is not None and not list((disk / "checkpoints").glob(".*"))

@@ -25,7 +25,7 @@ REQUIRED_FLAGS = """
 --preset --data --tokenizer --steps --batch-size --micro-batch-size --seq-len --lr --seed --out --resume
  --eval-every --save-every --log-every --deterministic --config --min-lr --warmup-steps --schedule
 --decay-fraction --weight-decay --beta1 --beta2 --eps --grad-clip --eval-batches --keep
---sample-tokens --device --dtype --grad-dtype --zero --recompute --attention --graph --skip-outliers
+--sample-tokens --device --dtype --grad-dtype --zero --recompute --graph --skip-outliers
 --prompt --temperature --top-k --init-from --debug --backend --dp --tp --pp --cp --timeout --hidden-size
 --num-hidden-layers --num-attention-heads --num-key-value-heads --intermediate-size --vocab-size
 """
@@ -171,7 +171,7 @@ def test_a_config_is_frozen() -> None:
         (["--batch-size=32", "--micro-batch-size=5"], ["--batch-size divisible by --micro-batch-size", "got 32 and 5"]),
         (["--lr", "0.1", "--min-lr", "0.2"], ["--min-lr ≤ --lr", "got 0.2 and 0.1"]),
         (["--seq-len", "9", "--max-position-embeddings", "8"], ["--seq-len ≤ --max-position-embeddings, got 9 and 8"]),
-        (["--init-from", "/nowhere"], ["--init-from: /nowhere/config.json: expected a Hugging Face config.json"]),
+        (["--init-from", "/nowhere"], ["--init-from: /nowhere/config.json: expected", "got no such folder"]),
         (["--config", "/nowhere/run.toml"], ["/nowhere/run.toml", "No such file"]),
         (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
     ],
@@ -235,8 +235,11 @@ def test_a_pipeline_has_two_micro_batches_a_stage_and_an_interleaved_one_whole_g
     for batch, pp, micro in ((36, 4, 4), (24, 4, 3), (8, 4, 1), (6, 4, 1)):
         flags = ["--batch-size", str(batch), "--pp", str(pp), "--seq-len", "16"]
         assert parse(flags).for_world(1).micro_batch_size == micro
-        interleaved = parse([*flags, "--pp-schedule", "interleaved"]).for_world(1).micro_batch_size
-        assert interleaved == (3 if batch == 36 else micro)
+        interleaved = parse([*flags, "--pp-schedule", "interleaved"])
+        if batch % pp == 0:
+            assert interleaved.for_world(1).micro_batch_size == (3 if batch == 36 else micro)
+    with pytest.raises(ConfigError, match="expected a multiple of --pp 4 micro-batches .*, got 6"):
+        interleaved.for_world(1)
 
 
 def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:

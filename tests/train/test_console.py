@@ -122,7 +122,7 @@ def test_mpirun_on_a_terminal_gets_a_bar() -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("target", ["pipe", "file"])
+@pytest.mark.parametrize("target", ["pipe", pytest.param("file", marks=pytest.mark.slow)])
 def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
     """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
     command = [MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER]

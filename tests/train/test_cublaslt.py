@@ -141,7 +141,7 @@ def test_only_a_search_times(library, monkeypatch, caplog):
     (name, _), (damaged, _) = table.items()
     refused = Matmul(0, None, algorithms={name: bytes([99] * ALGORITHM_BYTES).hex(), damaged: "no hex"})
     assert [taken(refused, size) for size in (8, 16)] == [1, 1] and len(timed) == 2 and len(refused.algorithms) == 2
-    (warning,) = caplog.messages  # of what is damaged nobody is told: it is as good as not there
+    (warning,) = caplog.messages  # none of what is damaged: it is as good as not there
     assert warning == f"cuBLASLt does not take the stored algorithm of {name}: another run's bits may differ"
 
 
@@ -185,7 +185,7 @@ def test_what_was_found_is_kept(path, caplog):
 
 
 @pytest.mark.parametrize("content", [b'{"a": "1"', b"[1, 2]", b"\xff"], ids=["cut", "a list", "no text"])
-def test_a_damaged_file_is_told_of_once_and_replaced(path, caplog, content):
+def test_a_damaged_file_is_reported_once_and_replaced(path, caplog, content):
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     damaged = kept()
@@ -196,7 +196,7 @@ def test_a_damaged_file_is_told_of_once_and_replaced(path, caplog, content):
     assert f"cache: {path} cannot be used" in line
 
 
-def test_a_place_that_cannot_be_written_is_told_of_once(path, caplog):
+def test_a_place_that_cannot_be_written_is_reported_once(path, caplog):
     path.parents[1].write_text("where a folder would be")
     for number in range(3):
         kept().keep({str(number): "1"})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from kos.train.engine.cpu import CpuEngine
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops.optimizer import AdamW
-from kos.train.parallel.fixed import LEAST_CHUNK, Cut
+from kos.train.parallel.fixed import LEAST_CHUNK, Split
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
+from tests.forked import python
 from tests.launcher import MPIRUN, run_program
 from tests.train.sharded import tensors_of_run
 from tests.train.test_layouts import SHAPE, layouts, named, train
@@ -81,7 +81,7 @@ def test_the_order_of_sums_shows(layout: Layout) -> None:
     assert differs(layout, 2, True, seq_len=length(layout.cp), deterministic=False)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "schedule", [pytest.param(name, marks=() if name == "zero-bubble-v" else pytest.mark.slow) for name in SCHEDULES]
 )
@@ -110,15 +110,15 @@ def test_options(layout: Layout, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "seq_len", "cut"),
+    ("sizes", "seq_len", "split"),
     [
-        ((16, 8, 24, 40), 32, Cut(8, 1)), ((16, 4, 24, 40), 1024, Cut(4, 8)), ((12, 6, 24, 50257), 512, Cut(1, 4)),
-        ((6, 6, 24, 512), 1000, Cut(2, 4)),
+        ((16, 8, 24, 40), 32, Split(8, 1)), ((16, 4, 24, 40), 1024, Split(4, 8)),
+        ((12, 6, 24, 50257), 512, Split(1, 4)), ((6, 6, 24, 512), 1000, Split(2, 4)),
     ],
 )  # fmt: skip
-def test_the_cut_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: int, cut: Cut) -> None:
-    assert Cut.of(sizes, seq_len) == cut
-    cut.check(cut.features, cut.tokens)
+def test_the_split_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: int, split: Split) -> None:
+    assert Split.of(sizes, seq_len) == split
+    split.check(split.features, split.tokens)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,9 @@ def test_the_cut_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: int
     [
         (Layout(tp=4), {"num_key_value_heads": 4, "intermediate_size": 36, "vocab_size": 52}, None),
         (Layout(tp=3), {"num_key_value_heads": 3, "num_attention_heads": 6, "vocab_size": 42, "intermediate_size": 24},
-         "--deterministic with --tp: expected a divisor of 1, .* got 3"),
-        (Layout(cp=2), {}, "--deterministic with --cp: expected a divisor of 1, the equal parts .* got 2"),
+         "--deterministic --tp 3: expected a divisor of 1, .* got 3"),
+        (Layout(cp=2), {}, "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 256"),
+        (Layout(cp=3), {}, "--deterministic --cp 3: expected --cp 1, 2, 4 or 8"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(layout: Layout, changes: dict[str, int], error: str | None) -> None:
@@ -177,15 +178,15 @@ def test_runs_and_checkpoints_under_mpirun(tmp_path: Path) -> None:
     def run(name: str, ranks: int, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
         launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
         out = tmp_path / name
-        done = run_program(*launcher, sys.executable, "-m", "kos.train", *flags, "--out", str(out), *more)
+        done = run_program(*launcher, *python(), "-m", "kos.train", *flags, "--out", str(out), *more)
         assert done.returncode == 0, done.stderr
         return read_metrics(out / "metrics.jsonl"), tensors_of_run(out)
 
     alone, tensors = run("alone", 1)
-    again = ("--tp", "2", "--pp", "2", "--resume", "split/checkpoints/step-2")
-    others = {"split": ("--tp", "2", "--zero", "1"), "on": again}
+    again = ("--tp", "2", "--resume", "split/checkpoints/step-2")
+    others = {"split": ("--zero", "1"), "on": again}
     for name, more in others.items():
-        rows, got = run(name, 4, *(str(tmp_path / each) if "/" in each else each for each in more))
+        rows, got = run(name, 2, *(str(tmp_path / each) if "/" in each else each for each in more))
         for row, wanted in zip(rows, alone[-len(rows) :], strict=True):
             keys = {"step", "loss", "grad_norm", "val_loss"} & {*wanted}
             assert {key: row[key] for key in keys} == {key: wanted[key] for key in keys}

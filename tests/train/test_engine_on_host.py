@@ -25,12 +25,13 @@ from kos.train import run as loop
 from kos.train.checkpoint import checkpoint
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
-from kos.train.engine import choose, head_start, memory_plan
+from kos.train.engine import choose, memory_plan
 from kos.train.engine import cuda as engine_module
 from kos.train.engine.choose import choose_device
 from kos.train.engine.cuda import CudaEngine
 from kos.train.engine.feed import Feed
-from kos.train.model import llama_config
+from kos.train.model import initial
+from kos.train.model.initial import init_weights
 from kos.train.model.llama import Llama
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import cublaslt
@@ -135,43 +136,40 @@ def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
 
 
 def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):
-    """Attention as it was chosen, the GPU, and what may sum gradients otherwise; nothing of what is not known."""
-    about, chosen, real = {"gpus": ["A", "A"], "backend": "peer"}, ["flash"], loop.provenance
+    """The GPU, and what may sum gradients otherwise; nothing of what is not known."""
+    about, real = {"gpus": ["A", "A"], "backend": "peer"}, loop.provenance
     monkeypatch.setattr(loop, "provenance", lambda comm: real(comm) | about)
-    monkeypatch.setattr(engine_module.cudnn, "choose", lambda *arguments: f"{chosen[0]} (the faster)")
 
-    def resumed(before, ranks=2, asked="auto", takes="flash", gpus=("A",), backend="peer", **changes):
+    def resumed(before, ranks=2, gpus=("A",), backend="peer", **changes):
         caplog.clear()
-        chosen[0], about["gpus"], about["backend"] = takes, list(gpus), backend
+        about["gpus"], about["backend"] = list(gpus), backend
         out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        train(text, out, ranks=ranks, resume=str(tmp_path / before), steps=2, attention=asked, **changes)
+        train(text, out, ranks=ranks, resume=str(tmp_path / before), steps=2, **changes)
         said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("resuming")]
         return [line.removeprefix("resuming with another ").partition(":")[0] for line in said]
 
-    all_else = {"takes": "cuDNN 9", "gpus": ("A", "B"), "backend": "nccl", "zero": 1}
-    train(text, tmp_path / "new", ranks=2, steps=1, attention="auto")
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["derived"]["attention"] == "flash"
-    assert resumed("new") == resumed("new", asked="flash") == []
-    assert resumed("new", **all_else) == ["attention, GPU, zero, backend"]
+    all_else = {"gpus": ("A", "B"), "backend": "nccl", "zero": 1}
+    train(text, tmp_path / "new", ranks=2, steps=1)
+    assert resumed("new") == []
+    assert resumed("new", **all_else) == ["GPU, zero, backend"]
     assert resumed("new", ranks=1, backend="single") == ["number of ranks"]
-    train(text, tmp_path / "fixed", ranks=2, steps=1, attention="auto", deterministic=True)
-    assert resumed("fixed", **{**all_else, "deterministic": True}) == ["attention, GPU"]
+    train(text, tmp_path / "fixed", ranks=2, steps=1, deterministic=True)
+    assert resumed("fixed", **{**all_else, "deterministic": True}) == ["GPU"]
     assert resumed("fixed", backend="nccl", zero=1, deterministic=True) == []
     (manifest,) = (tmp_path / "new" / "checkpoints").glob("*/manifest.json")
     old = json.loads(manifest.read_text())
-    del old["config"]["derived"]["attention"], old["config"]["config"]["zero"]
-    del old["config"]["gpus"], old["config"]["backend"]
-    for asked in ("auto", "cudnn"):
-        old["config"]["config"]["attention"] = asked
-        manifest.write_text(json.dumps(old))
-        assert resumed("new", asked=asked, **all_else) == []
-    assert resumed("new", asked="flash") == ["attention"]
+    del old["config"]["config"]["zero"], old["config"]["gpus"], old["config"]["backend"]
+    manifest.write_text(json.dumps(old))
+    assert resumed("new", **all_else) == []
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [(2, "bfloat16"), *(pytest.param(n, "float32", marks=pytest.mark.slow) for n in (2, 4))],
+)
 def test_ranks(emulated, text, tmp_path, ranks, dtype, monkeypatch):
     """Buckets and shards of several sizes: the losses of one rank, and ZeRO-1 resumed, on other ranks too."""
-    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * ranks * CHUNK)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
     tolerance = 1e-5 if dtype == "float32" else 1e-3
     one = train(text, tmp_path / "one", dtype=dtype)
     both = {zero: train(text, tmp_path / str(zero), ranks=ranks, zero=zero, dtype=dtype) for zero in (0, 1)}
@@ -195,20 +193,19 @@ def test_ranks(emulated, text, tmp_path, ranks, dtype, monkeypatch):
         (2, {"micro_batch_size": 4, "dtype": "bfloat16", "grad_dtype": "bfloat16"}),
     ],
 )
-def test_each_rank_draws_a_share_of_the_initial_weights(emulated, text, tmp_path, ranks, options, monkeypatch):
-    """In rounds and in blocks smaller than a share: the bits of one rank that draws all."""
+def test_initial_weights_are_those_of_one_rank(emulated, text, tmp_path, ranks, options, monkeypatch):
+    """In blocks smaller than a tensor."""
     seed = int(np.random.default_rng().integers(1 << 62))
     print(f"{seed = }")
-    monkeypatch.setattr(llama_config, "DRAWN", 777)
+    monkeypatch.setattr(initial, "BLOCK", 777)
     values = {**SMALL, "data": str(text), "out": tmp_path, "device": "cuda", "seed": seed, **options}
 
     def run(comm):
         trainer = Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm))
         expected = Parameters(trainer.model_config.parameter_shapes())
-        trainer.model_config.init_weights(expected, seed)
+        init_weights(trainer.model_config, expected, seed)
         state = trainer.engine.state
         names, tensors = state.shards.names(comm.rank), [*state.gather()]
-        assert not on_host(trainer.engine.gradients.flat).any(), "the weights came through here"
         assert len(tensors) == 3 * len(names)
         for name, tensor in zip(names, tensors, strict=False):
             np.testing.assert_array_equal(expected[name].ravel(), tensor.ravel(), err_msg=name)
@@ -325,7 +322,7 @@ def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
 
 def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
     """Weights are bfloat16, in checkpoints too; the same bits eager, resumed, on other ranks and with ZeRO-1."""
-    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 8 * CHUNK)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 8 * CHUNK)
     settings = {"dtype": "bfloat16", "master_weights": "none", "deterministic": True}
     near = train(text, tmp_path / "near", dtype="bfloat16")
     one = train(text, tmp_path / "one", **settings)
@@ -336,7 +333,7 @@ def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
     assert all(np.array_equal(w, w.astype(BFLOAT16).astype(np.float32)) for w in weights.values())
     for name, changes in {
         "eager": {"graph": False}, "resumed": {"resume": str(step2)}, "two": {"ranks": 2},
-        "sharded": {"ranks": 4, "zero": 1}, "sharded resumed": {"ranks": 2, "zero": 1, "resume": str(step2)},
+        "sharded resumed": {"ranks": 2, "zero": 1, "resume": str(step2)},
     }.items():  # fmt: skip
         rows = train(text, tmp_path / name, **settings, **changes)
         assert column(rows) == column(one)[-len(rows) :], name
@@ -346,10 +343,10 @@ def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
 def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
     """Of one micro-batch a rank: near fp32's, the same bits eager and resumed, over ranks too.  Several add up in fp32,
     and weights and moments come whole through a checkpoint whatever gradients are."""
-    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * CHUNK)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
     settings = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": "bfloat16"}
     near = train(text, tmp_path / "near", **settings | {"grad_dtype": "float32"})
-    for ranks, zero in ((1, 0), (2, 0), (4, 1)):
+    for ranks, zero in ((1, 0), (2, 1)):
         out, how = tmp_path / f"{ranks}", {**settings, "ranks": ranks, "zero": zero}
         rows = train(text, out, **how)
         assert "gradients, bfloat16" in capsys.readouterr().out
@@ -386,10 +383,12 @@ def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
     assert column(train(text, tmp_path / "run", ranks=ranks, resume="auto", **settings)) == column(whole)
 
 
-@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
     """What the backward of one rank breaks all name, with ZeRO-1 too, where a rank has a part of each gradient."""
-    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * ranks * CHUNK)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
     now, take, ready, how = threading.local(), Feed.take, DataParallel.gradient_ready, {"ranks": ranks, "zero": zero}
 
     def taken(self, step):
@@ -430,8 +429,9 @@ def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monke
     assert checkpoint.find(tmp_path).step == 2
 
 
-@pytest.mark.parametrize("graph", [True, False])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "graph"), [(2, True), (1, False), *(pytest.param(n, n == 1, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkeypatch):
     """Learned of where the host waits, or queues: an error that names step, GPU and checkpoint; nothing after it."""
     settings = {"steps": 8, "save_every": 3, "ranks": ranks, "graph": graph}
@@ -448,7 +448,7 @@ def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkey
             raise CudaError(error)
         return works(*arguments, **options)
 
-    def heard(self):
+    def seen(self):
         try:
             run(self)
         except KosError as failure:
@@ -458,17 +458,18 @@ def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkey
     where, name = (Event, "done") if graph else (QueuedOps, "launch")
     works = getattr(where, name)
     with monkeypatch.context() as patch:
-        for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", heard)):
+        for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", seen)):
             patch.setattr(owner, method, fake)
         go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
-        good = rf"the last checkpoint, of step 6, is good, go on by: \S+ -m kos\.train {go_on}"
+        start = "start the 2 ranks as before, with: " * (ranks > 1)
+        good = rf"the last checkpoint, of step 6, is good; to go on: {start}\S+ -m kos\.train {go_on}"
         for fault, left in ((7, good), (1, "there is no checkpoint yet")):
             out = tmp_path / str(fault)
             with pytest.raises(CudaError):
                 train(text, out, **settings)
             mine = re.escape(f"after step {fault - 1} on cuda:0 (host): {error}; ") + left
             assert type(said[ranks - 1]) is CudaError and re.fullmatch(mine, str(said[ranks - 1]))
-            theirs = rf"after step \d: .*rank 1 is gone: CudaError: {mine}; {left}"
+            theirs = rf"after step \d: .*rank 1 is gone: CudaError: {mine}"
             assert ranks == 1 or (type(said[0]) is RankLost and re.fullmatch(theirs, str(said[0])))
             rows = read_metrics(out / "metrics.jsonl")  # rank 0 finishes what rank 1 had a part in
             assert fault - 1 <= len(rows) <= fault - 1 + 2 * (ranks - 1) and column(rows) == column(whole)[: len(rows)]
@@ -483,29 +484,38 @@ def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
         train(text, tmp_path, grad_dtype="bfloat16")
     with pytest.raises(ConfigError, match="--grad-dtype: expected float32 with --deterministic, got bfloat16"):
         train(text, tmp_path, dtype="bfloat16", grad_dtype="bfloat16", deterministic=True)
-    with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .*takes a smaller model"):
+    with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .* or a smaller model"):
         train(text, tmp_path, model={**SMALL["model"], "intermediate_size": 8_000_000})
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"zero": 1}), (2, {"deterministic": True})])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"zero": 1}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"deterministic": True}, marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_allocated_is_within_the_plan(emulated, text, tmp_path, ranks, options, monkeypatch):
     """And not much less than it: all but the reserve and cuBLASLt's workspace, which the emulated device has not."""
-    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * ranks * CHUNK)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
     monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
     monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
     held, plans, real = threading.local(), [], array_module.pool_of(0).allocate
+    one_at_a_time = threading.Lock()
 
     def allocate(nbytes, *arguments, **options):
         memory = real(nbytes, *arguments, **options)
         held.bytes = getattr(held, "bytes", 0) + nbytes
-        weakref.finalize(memory.raw, let_go, held.__dict__, nbytes)
+        weakref.finalize(memory.raw, freed, held.__dict__, nbytes)
         return memory
 
-    def let_go(mine, nbytes):
+    def freed(mine, nbytes):
         mine["bytes"] -= nbytes
 
     def measures(self, tokens_per_second):
-        gc.collect()  # the emulated operations hold their arrays in cycles
+        with one_at_a_time:  # a collection beside another does nothing
+            gc.collect()  # the emulated operations hold their arrays in cycles
         plans.append((held.bytes, self.plan.total))
         return {}
 
@@ -535,7 +545,6 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
         ({"dtype": "bfloat16"}, "--dtype: expected float32 on"),
         ({"master_weights": "none"}, "--master-weights: expected float32 on"),
         ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 on"),
-        ({"attention": "cudnn"}, "--attention: expected flash on"),
         ({"graph": False}, "--no-graph: expected a GPU, got"),
     ):
         with pytest.raises(ConfigError, match=f"{name} the CPU"):
@@ -569,7 +578,7 @@ def test_which_gpus_do(monkeypatch, caplog):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        monkeypatch.setattr(head_start, "DRIVER", SimpleNamespace(exists=lambda there=driver_is_there: there))
+        monkeypatch.setattr(choose, "DRIVER", SimpleNamespace(exists=lambda there=driver_is_there: there))
         assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
         warned = [f"training on the CPU, not on this machine's GPUs: {why}"]
         assert caplog.messages == warned * (driver_is_there and visible != "")

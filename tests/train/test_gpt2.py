@@ -14,8 +14,10 @@ from kos.errors import CheckpointError, ConfigError
 from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.model.gpt2 import POSITIONS, GPT2Config, make_model
+from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from tests.train.models import tensors_of
 
 CONFIG = GPT2Config(37, 24, 29, 3, 4, 4, 6, 20, 1e-3, tie_word_embeddings=True)
 
@@ -87,7 +89,7 @@ def test_logits_loss_and_gradients(rng: np.random.Generator, length: int, recomp
 def test_initial_weights() -> None:
     weights = Parameters(CONFIG.parameter_shapes())
     weights.flat[:] = np.nan
-    CONFIG.init_weights(weights, 1)
+    init_weights(CONFIG, weights, 1)
     for name, array in weights.items():
         if array.ndim == 1:
             assert (array == name.endswith(".weight")).all(), name
@@ -111,7 +113,7 @@ def test_hub_files_are_read(tmp_path: Path, rng: np.random.Generator) -> None:
     from safetensors.numpy import save_file
 
     weights = make_weights(rng, np.float32)
-    tensors = {name.removeprefix("transformer."): x for name, x in huggingface.tensors_of(weights).items()}
+    tensors = {name.removeprefix("transformer."): x for name, x in tensors_of(weights).items()}
     for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
         assert np.array_equal(tensors[f"h.1.{name}.weight"], weights[f"transformer.h.1.{name}.weight"].T)
     save_file({**tensors, "h.0.attn.bias": np.ones((1, 1, 20, 20), np.float32)}, tmp_path / "model.safetensors")

@@ -66,7 +66,7 @@ def zoo(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["attention_to", "attention_to_backward"])
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
     torch = pytest.importorskip("torch")
     runner = importlib.import_module("benchmarks.kernels.runner")
@@ -77,8 +77,15 @@ def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
     assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name)["fast"] < UNITS[dtype]
 
 
-@pytest.mark.parametrize(("shape", "seq_len", "tokens"), [(TINY, 16, 32), (ODD, 11, 33)], ids=["tiny", "odd"])
-@pytest.mark.parametrize("dtype", UNITS)
+@pytest.mark.parametrize(
+    ("dtype", "shape", "seq_len", "tokens"),
+    [
+        pytest.param("bfloat16", ODD, 11, 33, id="odd-bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", ODD, 11, 33, id="odd-float32", marks=pytest.mark.slow),
+        pytest.param("bfloat16", TINY, 16, 32, id="tiny-bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", TINY, 16, 32, id="tiny-float32", marks=pytest.mark.slow),
+    ],
+)
 def test_both_versions_of_every_operation(zoo, monkeypatch, dtype, shape, seq_len, tokens):
     """As ``benchmarks.kernels`` checks them on a GPU."""
     torch = pytest.importorskip("torch")

@@ -1,6 +1,7 @@
 """The trainer's CUDA kernels, and how they are launched, on machines without a GPU: their threads run as fibers.
 
 The checks are those of ``test_ops_cuda`` and ``test_model_cuda``, on few shapes: each set of macros is compiled.
+By default each shape has one of the two dtypes.
 """
 
 from __future__ import annotations
@@ -42,13 +43,20 @@ def arena(ops):
     return Arena(0, ops.make_arena()._allocate, ops.make_arena()._view)
 
 
+def shapes(names, quick, others=()):
+    """Each quick shape with one dtype, by turns; the rest takes long to compile."""
+    both = [(dtype, *shape) for shape in (*quick, *others) for dtype in on_ops.DTYPES]
+    chosen = [(on_ops.DTYPES[n % 2], *shape) for n, shape in enumerate(quick)]
+    cases = [*chosen, *(pytest.param(*case, marks=pytest.mark.slow) for case in both if case not in chosen)]
+    return pytest.mark.parametrize(("side", *names), cases, indirect=["side"])
+
+
 def test_embedding(ops, side, rng, arena):
     on_ops.test_embedding(ops, side, rng, arena, 1100, 1500, 24 if side.dtype == "bfloat16" else 7)
 
 
-@pytest.mark.parametrize(
-    "check", [on_ops.test_embedding, on_ops.test_rms_norm, on_ops.test_layer_norm, on_ops.test_swiglu, on_ops.test_gelu]
-)
+@shapes(["check"], [(on_ops.test_rms_norm,), (on_ops.test_embedding,), (on_ops.test_swiglu,), (on_ops.test_gelu,)],
+        [(on_ops.test_layer_norm,)])
 def test_random_shapes(ops, side, rng, arena, check):
     """Rows of any number; of few widths, for kernels are compiled for each."""
     widths, rows = (21, 32, 46, 60, 77, 88), 2 if check is on_ops.test_embedding else 1
@@ -61,7 +69,7 @@ def test_embedding_of_one_token_only(ops, side, arena):
         on_ops.test_embedding_of_one_token_only(ops, side, arena, n)
 
 
-@pytest.mark.parametrize(("bounds", "width"), [((0, 2, 11), 7), ((0, 512, 1403), 24)])
+@shapes(["bounds", "width"], [((0, 2, 11), 7), ((0, 512, 1403), 24)])
 def test_embedding_of_parts(ops, side, rng, arena, bounds, width):
     on_ops.test_embedding_of_parts(ops, side, rng, arena, 1100, bounds, width)
 
@@ -72,17 +80,17 @@ def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, outside
         on_ops.test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outside)
 
 
-@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (2, 5120)])
+@shapes(["n", "d"], [(26, 768), (13, 11), (2, 5120)])
 def test_rms_norm(ops, side, rng, arena, n, d):
     on_ops.test_rms_norm(ops, side, rng, arena, n, d)
 
 
-@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (2, 4104)])
+@shapes(["n", "d"], [(13, 11), (26, 768)], [(2, 4104)])
 def test_layer_norm(ops, side, rng, arena, n, d):
     on_ops.test_layer_norm(ops, side, rng, arena, n, d)
 
 
-@pytest.mark.parametrize(("n", "d"), [(13, 11), (300, 520)])
+@shapes(["n", "d"], [(13, 11), (300, 520)])
 def test_sum_rows(ops, side, rng, arena, n, d):
     on_ops.test_sum_rows(ops, side, rng, arena, n, d)
 
@@ -92,7 +100,7 @@ def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
     on_ops.test_rope(ops, side, rng, arena, head_dim, heads, others, length)
 
 
-@pytest.mark.parametrize(("ranks", "kv_heads", "head_dim"), [(2, 1, 6), (3, 2, 10)])
+@shapes(["ranks", "kv_heads", "head_dim"], [(2, 1, 6), (3, 2, 10)])
 def test_attention_of_ranks(ops, side, rng, arena, monkeypatch, ranks, kv_heads, head_dim):
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
     on_ops.test_attention_of_ranks(ops, side, rng, arena, ranks, 2, 3, 2, kv_heads, head_dim)
@@ -108,12 +116,12 @@ def test_gelu(ops, side, rng, arena):
     on_ops.test_gelu_stands_large_inputs(ops, side, arena)
 
 
-@pytest.mark.parametrize(("n", "vocabulary"), [(5, 65), (5, 1000), (7, 60_008), (9, 20_008)])
+@shapes(["n", "vocabulary"], [(5, 65), (5, 1000), (7, 60_008), (9, 20_008)])
 def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
     on_ops.test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary)
 
 
-@pytest.mark.parametrize(("n", "bounds"), [(13, (0, 4, 17)), (5, (0, 256, 1000)), (5, (0, 4008, 20_008))])
+@shapes(["n", "bounds"], [(13, (0, 4, 17)), (5, (0, 4008, 20_008))], [(5, (0, 256, 1000))])
 def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
     on_ops.test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds)
 
@@ -131,7 +139,11 @@ def test_small_things(ops, side, rng):
     on_ops.test_small_things(ops, side, rng, (64, 40))
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [("odd", "bfloat16"), ("odd gpt2", "float32"), ("gpt2", "bfloat16")])
+@pytest.mark.parametrize(("shape", "dtype"), [
+    ("odd", "bfloat16"),
+    pytest.param("odd gpt2", "float32", marks=pytest.mark.slow),
+    pytest.param("gpt2", "bfloat16", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_model(ops, shape, dtype):
     """The model's file on the cuda dialect: loss and every gradient, twice with the same bits in a fixed arena."""
     config = replace((on_models.SHAPES | on_models.GPT2)[shape], num_hidden_layers=2 if shape == "odd" else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,14 @@ from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
 from kos.train.engine.cpu import CpuEngine
 from kos.train.model.generate import generate
+from kos.train.model.initial import init_weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
 from tests.train.test_tensor_parallel import part_of
 
-STEPS = 20
+STEPS = 5
 SHAPE: dict[str, Any] = {
     "hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 2, "intermediate_size": 24,
     "vocab_size": 40, "initializer_range": 0.3,
@@ -49,6 +51,22 @@ def make_data(config: TrainConfig) -> Dataset:
     return Dataset("numbers", train, val, NumberTokenizer(40), *sizes, "")
 
 
+def run_to_its_end(engine: Any, steps: int, to_host: Callable[[Any], np.ndarray], context: int) -> dict[str, Any]:
+    """What a rank knows after these steps; its engine is closed."""
+    rows = []
+    for step in range(steps):
+        engine.start_step(step, False)
+        result = engine.finish_step(step)
+        rows.append((result.loss, result.norm))
+    loss, next_logits = engine.evaluate(), engine.sampler()
+    text = None if next_logits is None else [*generate(next_logits, context, [1, 2, 3], 8, seed=1)]
+    weights = engine.whole_weights()
+    weights = {name: to_host(weights[name]) for name in engine.gradients}
+    engine.close()
+    engine.mesh.close()
+    return {"rows": np.array(rows), "loss": loss, "text": text, "weights": weights, "model": engine.model.config}
+
+
 def train(
     layout: Layout, engine: type[CpuEngine], layers: int, tied: bool, steps: int = STEPS, **changes: Any
 ) -> list[dict[str, Any]]:
@@ -63,22 +81,12 @@ def train(
         mesh, config = Mesh(comm, layout), asked.for_world(layout.dp)
         model = config.model_config_for(40)
         whole = Parameters(model.parameter_shapes(), np.float32)
-        model.init_weights(whole, 3)
+        init_weights(model, whole, 3)
         own = engine(config, model, make_data(config), mesh, lambda what, share: None)
         own.gradients.flat[:] = np.nan
         for name in own.weights:
             own.weights[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
-        rows = []
-        for step in range(steps):
-            own.start_step(step, False)
-            result = own.finish_step(step)
-            rows.append((result.loss, result.norm))
-        loss, next_logits = own.evaluate(), own.sampler()
-        text = None if next_logits is None else [*generate(next_logits, 20, [1, 2, 3], 8, seed=1)]
-        weights = {name: value.copy() for name, value in own.whole_weights().items()}
-        own.close()
-        mesh.close()
-        return {"rows": np.array(rows), "loss": loss, "text": text, "weights": weights, "model": model}
+        return run_to_its_end(own, steps, np.copy, context=20)
 
     return spawn(run, layout.ranks, timeout=200)
 
@@ -118,7 +126,7 @@ def named(layout: Layout) -> str:
 
 
 EVERY = [layout for ranks in (2, 4, 8) for layout in layouts(ranks)] + [Layout(pp=3, tp=2), Layout(pp=6), Layout(pp=3)]
-QUICK = [*layouts(2), Layout(tp=4), Layout(dp=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3), Layout(pp=2, dp=2, tp=2)]
+QUICK = [*layouts(2), Layout(dp=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3)]
 
 
 @pytest.mark.parametrize(
@@ -130,25 +138,40 @@ def test_layout(layout: Layout) -> None:
     check(layout, Precise, max(2, layout.pp + layout.pp // 2), layout.dp % 2 == 0 or layout.pp % 3 == 0)
 
 
-@pytest.mark.parametrize("layout", [Layout(pp=2, tp=2), Layout(dp=2, tp=4)], ids=named)
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2, tp=2), pytest.param(Layout(dp=2, tp=4), marks=pytest.mark.slow)], ids=named
+)
 def test_float32(layout: Layout) -> None:
     """At a learning rate at which rounding does not grow from step to step."""
-    check(layout, CpuEngine, 3, True, lr=1e-3)
+    check(layout, CpuEngine, 3, True, 10, lr=2e-3)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedule(schedule: str, tied: bool) -> None:
     """Two ranks of 2 chunks, of which the last has fewer layers."""
-    check(Layout(pp=2), Precise, 5, tied, 5, pp_schedule=schedule)
+    check(Layout(pp=2), Precise, 5, tied, pp_schedule=schedule)
 
 
-@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
-@pytest.mark.parametrize("schedule", ["zero-bubble", "zero-bubble-v"])
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [
+        ("zero-bubble", "block"),
+        ("zero-bubble-v", "norms"),
+        pytest.param("zero-bubble", "none", marks=pytest.mark.slow),
+        pytest.param("zero-bubble", "norms", marks=pytest.mark.slow),
+        pytest.param("zero-bubble-v", "none", marks=pytest.mark.slow),
+        pytest.param("zero-bubble-v", "block", marks=pytest.mark.slow),
+    ],
+)
 def test_split_backward(schedule: str, recompute: str) -> None:
-    check(Layout(pp=2, tp=2), Precise, 4, True, 5, pp_schedule=schedule, recompute=recompute)
+    check(Layout(pp=2, tp=2), Precise, 4, True, pp_schedule=schedule, recompute=recompute)
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2, tp=2), Layout(pp=2, dp=2), Layout(dp=4, tp=2)], ids=named)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2, tp=2), Layout(pp=2, dp=2), pytest.param(Layout(dp=4, tp=2), marks=pytest.mark.slow)],
+    ids=named,
+)
 def test_zero(layout: Layout) -> None:
-    check(layout, Precise, 3, True, 5, zero=1)
+    check(layout, Precise, 3, True, zero=1)

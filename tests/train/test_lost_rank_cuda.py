@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ TIMEOUT = 4  # seconds that a rank waits for the others
 FLAGS = f"""
 --preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every 20
 --sample-tokens 0 --timeout {TIMEOUT} --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
---num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5 --zero 1
+--num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5
 """.split()
 GPUS = len(cuda.visible_devices())
 both = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, has {GPUS}")
@@ -62,9 +64,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
     """What both backends sum alike: of two ranks there is one order."""
-    return finish(text, tmp_path_factory.mktemp("undisturbed"), "peer")
+
+    @functools.cache
+    def run(layout: str) -> list[float]:
+        return finish(text, tmp_path_factory.mktemp("undisturbed"), "peer", *layout.split())
+
+    return run
 
 
 @pytest.mark.timeout(4 * SECONDS)
@@ -72,10 +79,41 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[fl
 @pytest.mark.parametrize("backend", ["peer", pytest.param("nccl", marks=both), pytest.param("auto", marks=both)])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_lost_in_a_step(
-    text: Path, undisturbed: list[float], tmp_path: Path, backend: str, number: signal.Signals, victim: int
-) -> None:
+    text: Path, undisturbed: Callable[[str], list[float]], tmp_path: Path, backend: str, number: signal.Signals,
+    victim: int,
+) -> None:  # fmt: skip
+    lose(text, undisturbed, tmp_path, backend, number, victim, "--zero 1")
+
+
+@pytest.mark.timeout(4 * SECONDS)
+@pytest.mark.parametrize(
+    ("layout", "backend", "number", "victim"),
+    [
+        ("--tp 2", "peer", signal.SIGSTOP, 1),
+        pytest.param("--tp 2", "nccl", signal.SIGSTOP, 0, marks=both),
+        ("--cp 2", "peer", signal.SIGKILL, 0),
+        pytest.param("--cp 2", "nccl", signal.SIGSTOP, 1, marks=both),
+        ("--pp 2 --pp-schedule zero-bubble-v", "peer", signal.SIGSTOP, 0),
+        ("--pp 2 --pp-schedule 1f1b --no-graph", "peer", signal.SIGSTOP, 1),
+        pytest.param("--pp 2 --pp-schedule interleaved", "nccl", signal.SIGKILL, 1, marks=both),
+        pytest.param("--pp 2 --pp-schedule zero-bubble", "nccl", signal.SIGSTOP, 0, marks=both),
+    ],
+)
+def test_a_rank_of_a_layout_is_lost(
+    text: Path, undisturbed: Callable[[str], list[float]], tmp_path: Path, layout: str, backend: str,
+    number: signal.Signals, victim: int,
+) -> None:  # fmt: skip
+    lose(text, undisturbed, tmp_path, backend, number, victim, layout)
+
+
+def lose(
+    text: Path, undisturbed: Callable[[str], list[float]], tmp_path: Path, backend: str, number: signal.Signals,
+    victim: int, layout: str,
+) -> None:  # fmt: skip
+    """Strike a rank amid the steps, then go on from the last checkpoint."""
+    expected = undisturbed(layout)
     with (tmp_path / "said").open("w") as said:
-        job = command(text, tmp_path, backend)
+        job = command(text, tmp_path, backend, *layout.split())
         process = subprocess.Popen(job, env=OUTSIDE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
         try:
             deadline = time.monotonic() + SECONDS
@@ -99,7 +137,7 @@ def test_a_rank_is_lost_in_a_step(
         assert any(line.startswith(f"kos: error: rank {1 - victim}:") for line in errors) and len(errors) <= 2
         assert all(re.search(rf"(rank {victim}|ranks \[{victim}\]) did not arrive", line) for line in errors), errors
     got = losses(tmp_path)
-    assert ENOUGH <= len(got) < STEPS and got == undisturbed[: len(got)]
+    assert ENOUGH <= len(got) < STEPS and got == expected[: len(got)]
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None and found.step <= len(got)
-    assert finish(text, tmp_path, backend, "--resume", "auto") == undisturbed
+    assert finish(text, tmp_path, backend, "--resume", "auto", *layout.split()) == expected

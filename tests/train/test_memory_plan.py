@@ -9,7 +9,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.engine import memory_plan
-from kos.train.engine.memory_plan import GIB, plan_memory
+from kos.train.engine.memory_plan import GIB, Buckets, plan_memory
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import build
@@ -21,14 +21,12 @@ def plan(*flags, ranks=1, rank=0, **axes):
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in axes.items())]).for_world(ranks, "cuda")
     ops = CudaOps.__new__(CudaOps)
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
-    rounds = config.batch_size // config.micro_batch_size // ranks
+    steps = config.batch_size // config.micro_batch_size // ranks
     model = config.model_config_for(256)
-    schedule = build(config.pp_schedule, layout.pp, rounds, config.pp_chunks)
+    schedule = build(config.pp_schedule, layout.pp, steps, config.pp_chunks)
     stages = [schedule.stage(mesh.pp.rank, chunk) for chunk in range(schedule.chunks)]
     parts = [model.local(mesh.tp.rank, layout.tp, stage, schedule.stages) for stage in stages]
-    return plan_memory(
-        config, model, parts, ops, mesh=mesh, schedule=schedule, head_rows=8192, multiple=1, rounds=rounds
-    )
+    return plan_memory(config, model, parts, ops, mesh, schedule, Buckets(1, 0, 0))
 
 
 def test_the_plan_of_published_models(monkeypatch):
@@ -57,25 +55,16 @@ def test_the_plan_of_published_models(monkeypatch):
     assert taken[0] > 32768 * 16 * 2048 * 2 * 18.5 and taken[1] < 0.72 * taken[0] and taken[2] < 0.2 * taken[0]
 
 
-def test_only_what_can_help_against_too_little_memory_is_said(monkeypatch):
-    free = 1 << 40
-    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, free, 0)))
+def test_what_takes_less_memory_is_said(monkeypatch):
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
     monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
-    for ranks in (1, 2, 8):
-        flags = []
-        for knob in (["--zero", "1"], ["--grad-dtype", "bfloat16"], ["--master-weights", "none"]):
-            before, flags = plan(*flags, ranks=ranks), [*flags, *knob]
-            after = plan(*flags, ranks=ranks)
-            saved = (before.total - before.arena) - (after.total - after.arena)
-            assert before.knobs.get(" ".join(knob), 0) == saved and (saved > 0 or ranks == 1), (ranks, knob)
-            assert " ".join(knob) not in after.knobs
-    tiny = plan("--batch-size", "2")
-    rest, acting = tiny.total - tiny.arena, "a --micro-batch-size below 2 or --recompute norms or block or "
-    other = "--grad-dtype bfloat16 or --master-weights none or "
-    least = rest - sum(tiny.knobs.values())
-    for free, said in ((tiny.total - 1, acting + other), (rest, other), (least + 1, other), (least, "")):
-        with pytest.raises(ConfigError, match=f"; less takes {said}a smaller model$"):
-            tiny._replace(free=free).check()
+    flags = ["--batch-size", "8"]
+    for option in ("--zero 1", "--grad-dtype bfloat16", "--master-weights none", "--recompute block"):
+        before, flags = plan(*flags, ranks=2), [*flags, *option.split()]
+        after = plan(*flags, ranks=2)
+        assert after.total < before.total and any(option.split()[0] in each for each in before.savings), option
+        assert not any(option in each for each in after.savings), option
+    assert after.savings == ["a --micro-batch-size below 4"]
 
 
 def test_the_plan_of_layouts(monkeypatch):

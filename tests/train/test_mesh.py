@@ -141,7 +141,6 @@ def test_layers_are_split_in_order_and_the_longest_stage_is_short() -> None:
     [
         ({"tp": 4}, "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2"),
         ({"tp": 3}, "--tp 3: expected num_attention_heads to be a multiple of 3, got 4"),
-        ({"pp": 9}, "--pp 9: expected at most a stage a layer, 2, got 9"),
     ],
 )
 def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) -> None:
@@ -171,12 +170,13 @@ def test_a_gpt2_stays_data_parallel() -> None:
         (["--tp", "2", "--seq-len", "31"], "--seq-len: expected a multiple of --tp 2 = 2, got 31"),
         (["--cp", "2", "--seq-len", "30"], "--seq-len: expected a multiple of --tp 1 x 2 x --cp 2 = 4, got 30"),
         (["--cp", "2", "--model-type", "gpt2"], "--cp 2: expected 1 with a GPT-2, which is data parallel only, got 2"),
-        (["--pp", "2", "--num-hidden-layers", "1"], "--pp 2: expected at most a stage a layer, 1, got 2"),
-        (["--pp", "2", "--pp-schedule", "zero-bubble-v", "--num-hidden-layers", "3"], "a stage a layer, 3, got 4"),
+        (["--pp", "2", "--num-hidden-layers", "1"], "--pp 2: expected at most one stage a layer, 1, got 2"),
+        (["--pp", "2", "--pp-schedule", "zero-bubble-v", "--num-hidden-layers", "3"],
+         "--pp 2 x 2 stages a rank (--pp-schedule, --pp-chunks): expected at most one stage a layer, 3, got 4"),
         (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "3", "--micro-batch-size", "1"],
-         "interleaved: expected a multiple of 2 micro-batches, got 3"),
+         "--pp-schedule interleaved: expected a multiple of --pp 2 micro-batches of each data-parallel rank, got 3 ("),
         (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "1"],
-         "interleaved: expected a multiple of 2 micro-batches, got 1"),
+         "got 1 (--batch-size 1, --micro-batch-size 1)"),
         (["--pp", "2", "--pp-chunks", "2"], "1f1b: expected no number of chunks, an option of interleaved"),
         (["--dp", "3"], "expected a product of 2, the number of ranks, got 3"),
         (["--tp", "3"], "expected a product that divides the number of ranks, 2, got 3"),

@@ -10,7 +10,8 @@ import pytest
 
 from kos.errors import InvalidArgument
 from kos.train.config.options import TrainConfig
-from kos.train.model import llama_config
+from kos.train.model import initial
+from kos.train.model.initial import init_weights
 from kos.train.model.llama import Gradients, Llama, Slot
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
@@ -267,7 +268,7 @@ def test_init_weights():
     weights, again, other = (Parameters(config.parameter_shapes()) for _ in range(3))
     for parameters, seed in ((weights, 1), (again, 1), (other, 2)):
         parameters.flat[:] = np.nan
-        config.init_weights(parameters, seed)
+        init_weights(config, parameters, seed)
     assert np.array_equal(weights.flat, again.flat)
     for name, shape in weights.shapes.items():
         if len(shape) == 1:
@@ -285,10 +286,10 @@ def test_init_weights_draws_large_tensors_in_blocks(monkeypatch):
     """Each by a generator that is keyed by seed, name and number of the block."""
     config = small(hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
     weights, blocks = (Parameters(config.parameter_shapes()) for _ in range(2))
-    config.init_weights(weights, 2**62 + 5)
-    monkeypatch.setattr(llama_config, "DRAWN", 1000)
+    init_weights(config, weights, 2**62 + 5)
+    monkeypatch.setattr(initial, "BLOCK", 1000)
     blocks.flat[:] = np.nan
-    config.init_weights(blocks, 2**62 + 5)
+    init_weights(config, blocks, 2**62 + 5)
     name = config.embedding  # 37 x 64
     key = [2**62 + 5, zlib.crc32(name.encode())]
     expected = [np.random.default_rng([*key, n]).standard_normal(1000, np.float32) for n in range(3)]
@@ -297,25 +298,28 @@ def test_init_weights_draws_large_tensors_in_blocks(monkeypatch):
     assert np.array_equal(weights[name], whole), "a first block is drawn as a whole tensor was before there were blocks"
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 400])
-def test_shares_are_parts_of_the_initial_weights(ranks, monkeypatch):
-    """Runs of whole blocks, one after another, none longer than an equal part and a block."""
-    monkeypatch.setattr(llama_config, "DRAWN", 1000)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_initial_weights_are_drawn_ahead_but_not_all_at_once(threads, monkeypatch):
+    monkeypatch.setattr(initial, "BLOCK", 1000)
     config = small(hidden_size=64, intermediate_size=128)
     whole = Parameters(config.parameter_shapes())
-    config.init_weights(whole, 5)
-    shares = config.shares(ranks)
-    assert [share.start for share in shares] == [0, *(share.stop for share in shares[:-1])]
-    assert shares[-1].stop == whole.flat.size
-    assert max(share.stop - share.start for share in shares) <= whole.flat.size / ranks + 1000
-    drawn = [config.draw_share(share, 5, threads=2) for share in shares]
-    assert np.array_equal(np.concatenate(drawn), whole.flat)
+    init_weights(config, whole, 5)
+    begun = []
+    real = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda key: begun.append(key) or real(key))
+    drawn = initial.InitialWeights(config, 5, whole, threads)
+    names = list(whole)
+    assert np.array_equal(drawn.read(names[0], (slice(3, 9),)), whole[names[0]][3:9])
+    assert np.array_equal(drawn.read(names[2]), whole[names[2]])
+    drawn.close()
+    ahead = {key[1] for key in begun}
+    assert len(ahead) <= 3 + 2 * threads < len(names), "drawing stops when it is closed"
 
 
 def test_recompute_saves_memory_and_changes_no_bit() -> None:
     config = small(num_hidden_layers=16)
     weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())
-    config.init_weights(weights, 3)
+    init_weights(config, weights, 3)
     tokens, targets = np.random.default_rng(4).integers(0, config.vocab_size, (2, 2, 17), dtype=np.int32)
     results = []
     for recompute in ("none", "norms", "block"):

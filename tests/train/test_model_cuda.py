@@ -12,6 +12,7 @@ from kos import cuda
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.train.model.gpt2 import GPT2Config, make_model
+from kos.train.model.initial import init_weights
 from kos.train.model.llama import Llama
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
@@ -306,7 +307,7 @@ def test_training_lowers_the_loss(ops):
     config = SHAPES["tied"]
     master = Parameters(config.parameter_shapes(), "float32", config.fused_groups(), ops.zeros)
     host = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
-    config.init_weights(host, 1)
+    init_weights(config, host, 1)
     master.flat.copy_from(host.flat, ops.stream)
     weights, gradients = master.like("bfloat16"), master.like()
     optimizer = CudaAdamW(ops, master, weights, Schedule("constant", 3e-3, 0, 60, 5), grad_clip=1.0)

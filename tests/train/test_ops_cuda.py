@@ -205,9 +205,10 @@ def test_linear(ops, side, rng, arena, n, d, f):
     def backward(d_weight, add):
         ops.linear_weight_gradient(d_out, x, d_weight, add, arena)
 
-    weight_gradients(side, rng, (f, d), d_out64.T @ x64, backward, 8)
+    # Sums in fp32 lose more the longer they are: tensor cores cut off what they add.
+    weight_gradients(side, rng, (f, d), d_out64.T @ x64, backward, max(8, n / 100))
     ops.linear_input_gradient(d_out, weight, dx)
-    side.close(dx, d_out64 @ weight64, 4)
+    side.close(dx, d_out64 @ weight64, max(4, f / 1000))
 
 
 @pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768), (8191, 341, 171)])

@@ -208,7 +208,7 @@ def test_activations_kept() -> None:
 # --- time ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=str)
+@pytest.mark.parametrize("costs", [*COSTS[:1], *(pytest.param(x, marks=pytest.mark.slow) for x in COSTS[1:])], ids=str)
 def test_idle_time_is_that_of_the_papers(costs: dict[str, float]) -> None:
     f, i, w = costs.values()
     for ranks, m in sizes("gpipe"):

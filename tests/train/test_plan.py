@@ -14,7 +14,7 @@ from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.flags import make_parser, parse, parse_plan
-from kos.train.engine import choose, head_start
+from kos.train.engine import choose
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools import plan as planning
@@ -159,7 +159,7 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
 def test_what_does_not_divide_is_refused():
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(8)[1]}
     assert "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2" in refused[2, 4, 1, 1]
-    assert "--pp 8: expected at most a stage a layer, 4, got 8" in refused[1, 1, 8, 1]
+    assert "--pp 8: expected at most one stage a layer, 4, got 8" in refused[1, 1, 8, 1]
     assert "--batch-size: expected a multiple of micro-batch size" in refused[8, 1, 1, 1]
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, "--seq-len", "18")[1]}
     assert "--seq-len: expected a multiple of" in refused[1, 1, 1, 4]
@@ -193,7 +193,7 @@ def test_memory_is_the_plan_of_the_engine(sizes, tmp_path):
     plans = spawn(lambda comm: Trainer(config, comm).engine.plan, 2, timeout=100)
     job = make_job(config, config.model_config_for(V), Layout(**sizes), SLOW)
     for rank in range(sizes.get("pp", 1)):
-        assert job.memory(rank).uses == plans[rank].uses and job.memory(rank).knobs.keys() == plans[rank].knobs.keys()
+        assert job.memory(rank).uses == plans[rank].uses and job.memory(rank).savings == plans[rank].savings
 
 
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}])
@@ -247,14 +247,9 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 ranks on H200, 820,352 parameters, 16 x 128 tokens a step")
-    assert lines[1].split()[:4] == ["dp", "tp", "pp", "cp"]
+    assert lines[1].startswith("memory (GiB), and bytes sent a step over each axis (GB)")
+    assert lines[2].split()[:4] == ["dp", "tp", "pp", "cp"]
     assert any(line.startswith("proposal: mpirun -n 2 python -m kos.train --preset tiny --") for line in lines)
-
-
-def test_the_command_initialises_no_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(head_start, "DRIVER", tmp_path)
-    monkeypatch.setattr(head_start.ctypes, "CDLL", lambda name: pytest.fail(f"{name} is loaded"))
-    head_start.begin_cuda(["--plan", "--ranks", "2"])
 
 
 def test_bad_requests_are_refused():
@@ -263,13 +258,13 @@ def test_bad_requests_are_refused():
         (["--ranks", "0"], "of at least 1, got none"),
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 with --plan"),
-        (["--ranks", "3", "--tp", "2"], "expected a layout of 3 ranks, got none"),
+        (["--ranks", "3", "--tp", "2"], "expected a layout of 3 ranks, got none with --tp 2$"),
         (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),
         (["--ranks", "2", "--deterministic"], "expected no --deterministic"),
     ):
         with pytest.raises(ConfigError, match=said):
             planning.report(["--plan", *flags])
-    with pytest.raises(ConfigError, match="--ranks: expected beside --plan alone"):
+    with pytest.raises(ConfigError, match="--ranks: expected only together with --plan, .* mpirun -n N"):
         parse(["--ranks", "2"])
     assert "--plan" in make_parser().format_help()
 

@@ -23,7 +23,7 @@ FLAGS = f"""
 --timeout 30 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --vocab-size 8192
 --batch-size 8 --micro-batch-size 4 --seq-len 64 --lr 5e-4 --warmup-steps 5
 """.split()
-"""Gradients of two buckets, and a vocabulary that is large enough for lookups to be gathered."""
+"""Gradients of two buckets."""
 
 pytestmark = [
     pytest.mark.gpu,

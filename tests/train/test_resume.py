@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError
+from kos.errors import CheckpointError, ConfigError, DataError
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint
+from kos.train.config.options import TrainConfig
+from kos.train.engine.cpu import CpuEngine
 from kos.train.run import Trainer
+from kos.train.tools import commands
 from kos.train.tools.metrics import read_metrics
+from tests.forked import python
 from tests.launcher import needs_mpirun, run_program
 from tests.train.test_cli import ENVIRONMENT, _command
-from tests.train.test_loop import _config, _train, text
+from tests.train.test_loop import SMALL, _config, _train, text
 
 __all__ = ["text"]
 
@@ -86,7 +93,7 @@ class Disk(io.FileIO):
         return super().write(content)
 
 
-def test_a_schedule_that_starts_over_is_told_of(text: Path, tmp_path: Path, caplog: Any) -> None:
+def test_a_schedule_that_starts_over_is_reported(text: Path, tmp_path: Path, caplog: Any) -> None:
     """More steps stretch a cosine: the learning rate jumps. The advice printed at the end goes on where it stood."""
     _train(text, tmp_path, steps=8)
     _train(text, tmp_path, steps=9, resume="auto", schedule="constant", lr=3e-4, warmup_steps=0)
@@ -97,10 +104,63 @@ def test_a_schedule_that_starts_over_is_told_of(text: Path, tmp_path: Path, capl
     assert said.endswith("--schedule constant --lr 0.0003 --warmup-steps 0 keeps it even")
 
 
+def test_a_warm_up_that_is_not_over_goes_on() -> None:
+    """The advice keeps no rate below the peak."""
+    config = TrainConfig.from_preset("tiny", steps=10, warmup_steps=20)
+    assert commands.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
+
+
+def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_path: Path) -> None:
+    _train(text, tmp_path / "a", steps=1)
+    _train(text, tmp_path / "b", steps=1)
+    missing, source = tmp_path / "missing.txt", str(tmp_path / "a")
+    with pytest.raises(ConfigError, match="of another run"):
+        _train(missing, tmp_path / "b", 2, resume=source)
+    with pytest.raises(CheckpointError, match="expected the model of this run, tie_word_embeddings False, got True"):
+        _train(missing, tmp_path / "c", 2, resume=source, model=SMALL["model"] | {"tie_word_embeddings": False})
+    with pytest.raises(DataError):
+        _train(missing, tmp_path / "c", 2, resume=source)
+
+
+def test_another_vocabulary_is_refused_before_a_trial(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    _train(text, tmp_path / "a", steps=1)
+    monkeypatch.setattr(CpuEngine, "trial", None)
+    with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size 260, got 256"):
+        _train(text, tmp_path / "b", 2, resume=str(tmp_path / "a"), model=SMALL["model"] | {"vocab_size": 260})
+
+
+def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> None:
+    how: dict[str, Any] = {"resume": "auto", "eval_every": 0, "model": SMALL["model"] | {"num_hidden_layers": 1}}
+    _train(text, tmp_path, 4, steps=1, tp=2, cp=2, **how)
+    said = capsys.readouterr().out
+    assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting anew\n")
+    assert "(1 layer x 32)" in said and ", 4 ranks (tp 2, cp 2), 8 x 32 tokens a step\n" in said
+    assert "in all: 1 step of " in said
+    _train(text, tmp_path, 2, steps=2, **how)
+    said = capsys.readouterr().out
+    assert "no checkpoint" not in said and ", 2 ranks, 8 x 32 tokens a step\n" in said
+    assert "in all: 1 step of " in said and ", 1 validation of " in said
+
+
+def test_what_a_killed_run_left_of_a_checkpoint_is_removed(text: Path, tmp_path: Path) -> None:
+    """By the next run that goes on in the folder; one that is writing there keeps the others out."""
+    _train(text, tmp_path, steps=1)
+    left = tmp_path / "checkpoints" / ".saving-123"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    with open(tmp_path / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="a run is writing to"):
+            _train(text, tmp_path, steps=1, resume="auto")
+        assert left.exists()
+    _train(text, tmp_path, steps=1, resume="auto")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1"]
+
+
 def _pasted(said: str, what: str) -> str:
-    """The command of the line that begins with ``what``."""
+    """The command of the line that begins with ``what``; its Python need not import kos anew."""
     (line,) = (line for line in said.splitlines() if line.startswith(what))
-    return line.removeprefix(what).strip()
+    return line.removeprefix(what).strip().replace(sys.executable, shlex.join(python()))
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun)])

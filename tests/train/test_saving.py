@@ -144,11 +144,11 @@ def test_an_error_of_all_waits_for_the_checkpoint_before(text: Path, tmp_path: P
     assert checkpoint.find(tmp_path).step == 3
 
 
-@pytest.mark.parametrize("layouts", [[{"dp": 2, "tp": 2, "pp": 2, "zero": 1}, {"tp": 4}, {}, {"pp": 2, "dp": 2}]])
+@pytest.mark.parametrize("layouts", [[{"dp": 2, "tp": 2, "zero": 1}, {}, {"pp": 2, "dp": 2}]])
 def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[dict[str, int]]) -> None:
     """The curve of one rank, in whatever layout each part of it is computed."""
     model = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
-    how: dict[str, Any] = {**SHORT, "steps": 8, "micro_batch_size": 2, "schedule": "constant"}
+    how: dict[str, Any] = {**SHORT, "steps": 6, "micro_batch_size": 2, "schedule": "constant"}
     how["model"] = {**model, "intermediate_size": 48}
     whole = _train(text, tmp_path / "whole", **{**how, "save_every": 0})
     for part, layout in enumerate(layouts, 1):
@@ -157,7 +157,7 @@ def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[d
     rows = read_metrics(tmp_path / "parts" / "metrics.jsonl")
     np.testing.assert_allclose(_losses(rows), _losses(whole), rtol=1e-5)
     saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
-    assert saved == ["step-2", "step-4", "step-6", "step-8"]
+    assert saved == ["step-2", "step-4", "step-6"]
 
 
 CODE = """if True:

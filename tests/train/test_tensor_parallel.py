@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,10 +25,14 @@ def part_of(name, value, config, tp, rank):
     return np.split(value, tp)[rank]
 
 
-@pytest.mark.parametrize("head_rows", [None, 7])
-@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
-@pytest.mark.parametrize("kind", ["tied", "untied", "llama3"])
-@pytest.mark.parametrize("tp", [2, 4])
+CASES = list(itertools.product([2, 4], ["tied", "untied", "llama3"], ["none", "norms", "block"], [None, 7]))
+QUICK = [case for case in CASES if case[:2] in ((2, "tied"), (2, "untied"), (4, "llama3")) and case[2:] != ("block", 7)]
+
+
+@pytest.mark.parametrize(
+    ("tp", "kind", "recompute", "head_rows"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_gradients(kind, tp, recompute, head_rows):
     config, whole, weights, expected = make(
         kind, np.float64, num_key_value_heads=4, num_attention_heads=8, vocab_size=40, intermediate_size=28,

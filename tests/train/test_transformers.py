@@ -19,7 +19,7 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout
-from tests.train.models import SCALING
+from tests.train.models import SCALING, tensors_of
 from tests.train.sharded import save_in, whole_state
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
@@ -68,7 +68,7 @@ def theirs_of(config, weights):
     """transformers' model, with our weights."""
     settings = huggingface.to_huggingface(config)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings)).eval()
-    state = {name: torch.tensor(array) for name, array in huggingface.tensors_of(weights).items()}
+    state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
@@ -111,7 +111,7 @@ def test_logits_loss_and_gradients(dialect, rng, config, length):
     out.loss.backward()
     parameters = dict(theirs.named_parameters())
     assert parameters.keys() == gradients.keys()
-    got = huggingface.tensors_of({name: ops.to_host(gradients[name]) for name in gradients})
+    got = tensors_of({name: ops.to_host(gradients[name]) for name in gradients})
     for name, parameter in parameters.items():
         assert_near(got[name], parameter.grad.numpy(), 2e-5, name)
 
@@ -155,7 +155,7 @@ def test_their_folder_is_read(tmp_path, rng, config, shard):
     weights.flat[:] = np.nan
     huggingface.read_weights(tmp_path, weights)
     state = theirs.state_dict()
-    for name, array in huggingface.tensors_of(weights).items():
+    for name, array in tensors_of(weights).items():
         assert np.array_equal(array, state[name].numpy()), name
 
 
@@ -165,7 +165,7 @@ def test_ours_is_read_by_them_and_comes_back(tmp_path, rng, config):
     from safetensors.numpy import save_file
 
     weights = host_weights(config, rng)
-    tensors = huggingface.tensors_of(weights)
+    tensors = tensors_of(weights)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(huggingface.to_huggingface(config)))
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)

@@ -22,9 +22,10 @@ from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
 from kos.cuda import driver
 from kos.dtypes import DTYPES, DType
-from kos.errors import KosError
+from kos.errors import InvalidArgument, KosError, PeerMemoryError
+from kos.memory import Array, Buffer
 
-_UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
+_UNEVEN = frozenset({"all_to_all_v", "gather_v", "scatter_v", "send", "recv", "send_recv"})
 """Operations whose sizes differ between ranks: they all take the route of ``_UNEVEN_BYTES``."""
 _UNEVEN_BYTES = 1 << 20
 _BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
@@ -126,8 +127,12 @@ class AutoBackend(Backend):
     def details(self) -> list[tuple[str, str, str]]:
         return list(dict.fromkeys(row for part in (self.host, *self.gpus) for row in part.details()))
 
+    @property
+    def parts(self) -> Sequence[Backend]:
+        return (self.host, *self.gpus)
+
     def owns(self, work: Work[Any]) -> bool:
-        return work.backend is self.host or work.backend in self.gpus
+        return work.backend in self.parts
 
     def idle(self) -> Idle:
         return self.host.idle()
@@ -199,6 +204,19 @@ class AutoBackend(Backend):
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
         return self._ordered.allocate(shape, dtype)
+
+    def views(self, x: Buffer) -> list[Any]:
+        return self._ordered.views(x)
+
+    def register(self, buffer: Buffer) -> Array:
+        """By the backend of ``allocate``, else by the other one: all ranks accept or refuse alike."""
+        refusals = []
+        for gpu in sorted(self.gpus, key=lambda gpu: gpu is not self._ordered):
+            try:
+                return gpu.register(buffer)
+            except (InvalidArgument, PeerMemoryError) as error:
+                refusals.append(f"{gpu.name}: {error}")
+        raise InvalidArgument("; ".join(refusals))
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
         host = self.host.split(rendezvous, color, key)

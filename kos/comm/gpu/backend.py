@@ -50,7 +50,7 @@ Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
 KNOWN = 4096
 """Routes that are cached: of calls with the same addresses, which a program makes again and again."""
-_IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v"}
+_IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v", "gather_v", "scatter_v"}
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 _ENDED = "what was in flight was ended, and its results are undefined"
@@ -247,18 +247,18 @@ class DeviceBackend(Backend):
         What follows on the same stream is queued without any of this, until the watchdog has looked at it.
         """
         first, held = calls[0], self.streams
-        for each in calls:
-            held.hold(each.stream, each.queue)
-        alone = all(each.stream == first.stream for each in calls)
-        if alone and self._marks.free:
-            with driver.on_device(self.device):
+        with driver.on_device(self.device):  # the legacy stream is that of the current device
+            for each in calls:
+                held.hold(each.stream, each.queue)
+            alone = all(each.stream == first.stream for each in calls)
+            if alone and self._marks.free:
                 self._queue_marked(calls, first.stream)
-        else:
-            self.queue(calls, None)
-        held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
-        for each in calls:
-            if type(each.queue) is int:
-                self._note_end(each)
+            else:
+                self.queue(calls, None)
+            held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
+            for each in calls:
+                if type(each.queue) is int:
+                    self._note_end(each)
 
     def _queue_marked(self, calls: Sequence[Call], stream: int) -> None:
         """Queue between two events, by which the watchdog knows when the GPU began and ended it."""

@@ -13,6 +13,7 @@ from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import capture_of
 from kos.dtypes import DType
+from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.buffer import Buffer
 from kos.memory.windows import Window, WindowMemory
@@ -41,10 +42,10 @@ def exchange_of(o: Operation, rank: int, size: int) -> tuple[list[Piece], list[P
             return [send] * size, _parts(o.recv, o.recv_counts, size)
         case "all_to_all" | "all_to_all_v":
             return _parts(o.send, o.send_counts, size), _parts(o.recv, o.recv_counts, size)
-        case "gather":
-            return only(root, send), _parts(o.recv, None, size)
-        case "scatter":
-            return _parts(o.send, None, size), only(root, recv)
+        case "gather" | "gather_v":
+            return only(root, send), _parts(o.recv, o.recv_counts, size)
+        case "scatter" | "scatter_v":
+            return _parts(o.send, o.send_counts, size), only(root, recv)
     return only(message.dst, send), only(message.src, recv)
 
 
@@ -133,10 +134,28 @@ class Windows:
         self._dropped: list[int] = []  # windows without arrays on this rank
         self._count = 0
 
-    def add(self, pointer: int, nbytes: int, handle: Any, shape: tuple[int, ...], dtype: DType) -> Array:
+    def register(self, buffer: Buffer, obstacle: str, make: Callable[[], Any]) -> Array:
+        """The array of the program's own memory, which ``make()`` registers; it returns the handle.  Collective.
+
+        Raises InvalidArgument on all ranks if one of them has an ``obstacle``: a text of expected and got.
+        """
+        start, end = buffer.pointer, buffer.pointer + buffer.nbytes
+        if buffer.nbytes == 0:
+            obstacle = "expected at least one element, got none"
+        elif any(start < m.pointer + m.nbytes and m.pointer < end for m in self.memories.values()):
+            obstacle = "expected memory that is not registered yet, got some that is"
+        obstacles = [data.decode() for data in self._rendezvous.allgather(obstacle.encode())]
+        for rank, each in enumerate(obstacles):
+            if each:
+                raise InvalidArgument(f"register: x of rank {rank}: {each}")
+        return self.add(start, buffer.nbytes, make(), buffer.shape, buffer.dtype, buffer.array)
+
+    def add(
+        self, pointer: int, nbytes: int, handle: Any, shape: tuple[int, ...], dtype: DType, owner: Any = None
+    ) -> Array:
         """The array in a window that all ranks have registered; ``free`` uses ``handle``."""
         number, self._count = self._count, self._count + 1
-        self.memories[number] = WindowMemory(pointer, nbytes, handle)
+        self.memories[number] = WindowMemory(pointer, nbytes, handle, owner)
         return Array(pointer, shape, dtype, self._device, owner=Window(self, pointer, number))
 
     def release(self, pointer: int, window: int) -> None:

@@ -44,7 +44,9 @@ from kos.errors import (
     InvalidArgument,
     KosError,
 )
+from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
+from kos.memory.libraries import expandable
 from kos.memory.windows import InWindows, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
@@ -97,7 +99,7 @@ class NCCLBackend(DeviceBackend):
     def _join(self, rendezvous: Rendezvous) -> Callable[[float | None], Any]:
         """Start to create the communicator of all ranks on a thread, since that takes seconds."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
-        join = partial(binding.join, self.size, identities[0], self.rank, "kos")
+        join = partial(binding.join, self.size, identities[0], self.rank, "kos", rendezvous.nccl)
         return on_thread(join, "nccl: init", self.device, self.check_others)
 
     @property
@@ -134,7 +136,8 @@ class NCCLBackend(DeviceBackend):
     ) -> NCCLBackend | None:
         if self._comm is None:  # aborted: the remaining ranks make a new one
             return None if rendezvous is None else NCCLBackend(rendezvous, self.device, None, host)
-        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos"))
+        options = {} if rendezvous is None else rendezvous.nccl
+        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options))
         return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
 
     def revoke(self, reason: str) -> None:
@@ -148,7 +151,7 @@ class NCCLBackend(DeviceBackend):
         excluded = sorted(set(range(self.size)) - {rank for rank, _ in survivors})
         if excluded and all(able for _, able in survivors):
             try:
-                comm = self._bounded(lambda: binding.shrink(revoked, excluded, "kos"))
+                comm = self._bounded(lambda: binding.shrink(revoked, excluded, "kos", rendezvous.nccl))
             except KosError as error:
                 log.warning(
                     "rank %d: NCCL could not shrink the group; creating a new communicator: %s", self.rank, error
@@ -224,21 +227,45 @@ class NCCLBackend(DeviceBackend):
         """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
         nbytes, comm = max(prod(shape) * dtype.itemsize, 1), self._comm
-        if unused := self._windows.unused_everywhere():
-            self.synchronize()
-            self._windows.free(unused)
-        self.forget_routes()
+        self._free_unused()
         with driver.on_device(self.device):
             pointer = self._named(lambda: binding.allocate(nbytes), f"nccl: allocate {nbytes:,} bytes")
         window = self._bounded(lambda: binding.register(comm, pointer, nbytes), "nccl: window")
         return self._windows.add(pointer, nbytes, window, shape, dtype)
+
+    def register(self, buffer: Buffer) -> Array:
+        """A symmetric window in the program's memory, which NCCL requires to be of the driver's virtual memory."""
+        comm, obstacle = self._comm, ""
+        if expandable(buffer.array):
+            obstacle = "expected memory that stays mapped, got a tensor in an expandable segment of torch"
+        elif not binding.is_virtual(buffer.pointer):
+            obstacle = "expected memory of ncclMemAlloc or cuMemCreate, got memory of cudaMalloc or of a pool"
+        elif buffer.pointer % binding.WINDOW_ALIGNMENT:
+            obstacle = f"expected an address that is a multiple of {binding.WINDOW_ALIGNMENT}, got 0x{buffer.pointer:x}"
+        self._free_unused()
+
+        def make() -> Any:
+            window = self._bounded(lambda: binding.register(comm, buffer.pointer, buffer.nbytes), "nccl: window")
+            if not window:
+                raise BackendUnavailable(f"register: NCCL {binding.version()} has no windows on this machine")
+            return window
+
+        return self._windows.register(buffer, obstacle, make)
+
+    def _free_unused(self) -> None:
+        """Free the windows that no rank uses, once queued work has run.  Collective."""
+        if unused := self._windows.unused_everywhere():
+            self.synchronize()
+            self._windows.free(unused)
+        self.forget_routes()
 
     def _free_window(self, memory: WindowMemory) -> None:
         try:
             if self._handle is not None:
                 self._named(partial(binding.deregister, self._handle, memory.handle), "nccl: window")
         finally:
-            binding.free(memory.pointer)
+            if memory.owner is None:
+                binding.free(memory.pointer)
 
     # The operations.
 
@@ -282,7 +309,8 @@ class NCCLBackend(DeviceBackend):
     def _reduction(self, o: Operation) -> Launch:
         reduction, send, recv = o.reduction, o.send, o.recv
         assert reduction is not None and send is not None
-        native = _native(reduction.op, reduction.dtype) if o.name != "reduce_scatter_v" else None
+        lacking = o.name in ("reduce_scatter_v", "scan", "exscan")
+        native = None if lacking else _native(reduction.op, reduction.dtype)
         if o.options.deterministic and reduction.dtype.kind in ("float", "complex"):
             native = None
         if native is None:

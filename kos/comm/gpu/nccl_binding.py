@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ _CUDA_ERROR, _INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = 1,
 _NO_COLOR = -1
 _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
 _HOST_IMMEDIATE = 1
 _REVOKE_LOOKS = 10_000
 """Polls, a millisecond apart: less than the timeout of callers."""
@@ -75,15 +76,15 @@ def unique_id() -> bytes:
     return bytes(library().get_unique_id())
 
 
-def join(size: int, identity: bytes, rank: int, name: str) -> Any:
+def join(size: int, identity: bytes, rank: int, name: str, options: Mapping[str, Any]) -> Any:
     """The communicator of ``size`` ranks with the same ``identity``.  Waits for all of them."""
-    config = _config(name)
+    config = _config(name, options)
     return library().comm_init_rank_scalable(size, rank, 1, bytearray(identity), config.ptr)
 
 
-def split(comm: Any, color: int | None, key: int, name: str) -> Any:
+def split(comm: Any, color: int | None, key: int, name: str, options: Mapping[str, Any]) -> Any:
     """The communicator of the ranks of ``comm`` with this ``color``; None for color None.  Collective."""
-    config = _config(name)
+    config = _config(name, options)
     part = library().comm_split(comm, _NO_COLOR if color is None else color, key, config.ptr)
     return None if color is None else part
 
@@ -99,9 +100,9 @@ def revoke(comm: Any) -> None:
     raise CollectiveError("revoke: still in progress")  # ``comm`` may be aborted now
 
 
-def shrink(comm: Any, excluded: Sequence[int], name: str) -> Any:
+def shrink(comm: Any, excluded: Sequence[int], name: str, options: Mapping[str, Any]) -> Any:
     """The communicator of the ranks of the revoked ``comm`` that are not ``excluded``; only these call it."""
-    config = _config(name)
+    config = _config(name, options)
     return library().comm_shrink(comm, list(excluded), len(excluded), config.ptr, 0)
 
 
@@ -153,8 +154,16 @@ def free(address: int) -> None:
         call(cu.cuMemRelease, handle)
 
 
+def is_virtual(address: int) -> bool:
+    """Whether the memory is of cuMemCreate, the driver's virtual memory management, as NCCL's own is."""
+    status, handle = cu.cuMemRetainAllocationHandle(address)
+    if status == 0:
+        call(cu.cuMemRelease, handle)
+    return bool(status == 0)
+
+
 def register(comm: Any, address: int, nbytes: int) -> Any:
-    """Make memory from ``allocate`` a symmetric window of ``comm``.  Collective, with the same size."""
+    """Make memory a symmetric window of ``comm``; false if NCCL has none here.  Collective, with the same size."""
     require("window")
     return library().comm_window_register(comm, address, nbytes, _SYMMETRIC)
 
@@ -178,8 +187,11 @@ def error_of(error: Exception, what: str) -> KosError | None:
     return kind(f"{what}: NCCL {version()}: {error}; set NCCL_DEBUG=WARN for more")
 
 
-def _config(name: str) -> Any:
+def _config(name: str, options: Mapping[str, Any]) -> Any:
+    """``options`` are those of ``kos.comm.gpu.nccl_options``."""
     config = library().Config()
+    for option, value in options.items():
+        setattr(config, option, value)
     # Blocking: else every call starts a thread, and returns before its work is on the stream.
     config.blocking = _BLOCKING
     config.comm_name = name

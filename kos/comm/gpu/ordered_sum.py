@@ -2,7 +2,8 @@
 
 The vector is split into a part for each rank.  Every rank sends part r of its contribution to rank r, which adds
 the contributions in rank order (fp32 for floats of 16 and 8 bits) and rounds once.  The bytes sent are those of a
-ring.  Small vectors are gathered whole on every rank, and every rank adds all of them.
+ring.  Small vectors are gathered whole on every rank, and every rank adds all of them.  In a scan rank r makes row r'
+of its part for each rank r', the sum over the ranks up to r', and sends it there.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Carrier(Protocol):
 
 
 class OrderedReduction:
-    """The launch of one all_reduce, reduce, reduce_scatter or reduce_scatter_v."""
+    """The launch of one all_reduce, reduce, reduce_scatter, reduce_scatter_v, scan or exscan."""
 
     def __init__(self, backend: Carrier, o: Operation) -> None:
         assert o.send is not None and o.reduction is not None
@@ -79,7 +80,10 @@ class OrderedReduction:
             travels, op = DTYPES[name].accumulate.name, "SUM"
             self._scale = self._load("scale", DTYPE=name, RESULT=travels, OP=op)
         self._itemsize = DTYPES[travels].itemsize
-        self._reduce = self._load("reduce_ordered", DTYPE=travels, RESULT=name, OP=op)
+        self._scans = o.name in ("scan", "exscan")
+        self._reduce = self._load(
+            "scan_ordered" if self._scans else "reduce_ordered", DTYPE=travels, RESULT=name, OP=op
+        )
         self._count = o.send.count * per
         self._whole = o.name == "all_reduce" and self._count * self._itemsize * size <= _ONE_SHOT_BYTES
         if o.send_counts is not None:
@@ -102,7 +106,8 @@ class OrderedReduction:
         backend = self._backend
         scaled = up(self._count * self._itemsize) if self._scale is not None else 0
         pieces = up(backend.size * self._mine * self._itemsize)
-        scratch = backend.scratch(scaled + pieces + self._mine * self._result, stream)
+        results = self._mine * self._result * (backend.size if self._scans else 1)
+        scratch = backend.scratch(scaled + pieces + results, stream)
         if scratch not in self._bound:
             if len(self._bound) == _BOUND:
                 self._bound.clear()
@@ -120,6 +125,12 @@ class OrderedReduction:
             runs.append(self._scale.bind(blocks(self._count), THREADS, source, scaled, self._count, factor))
             source = scaled
         runs.append(self._exchange(source, gathered))
+        if self._scans:
+            exclusive = int(self._name == "exscan")
+            if self._mine:
+                arguments = gathered, self._mine, target, self._mine, exclusive
+                runs.append(self._reduce.bind(blocks(self._mine), THREADS, *arguments))
+            return [*runs, self._distribute_rows(target, exclusive)]
         if self._recv:
             target = self._recv
             if self._name in ("all_reduce", "reduce") and not self._whole:
@@ -146,13 +157,24 @@ class OrderedReduction:
         if self._name == "all_reduce" and self._count % backend.size == 0:
             return partial(backend.collect, target, self._recv, self._mine * size)
         mine, none = (target, self._mine * size), (0, 0)
-        recvs = [none] * backend.size
-        if self._recv:
-            parts = zip(self._starts, self._counts, strict=True)
-            recvs = [(self._recv + start * size, count * size) for start, count in parts]
+        recvs = self._parts_of_result()
         sends = [mine if self._root in (None, r) else none for r in range(backend.size)]
         sends[backend.rank] = recvs[backend.rank] = none  # already in place
         return partial(backend.exchange, sends, recvs)
+
+
+    def _distribute_rows(self, target: int, exclusive: int) -> Run:
+        """Send row r of the part to rank r."""
+        nbytes = self._mine * self._result
+        sends = [(target + r * nbytes, nbytes if r >= exclusive else 0) for r in range(self._backend.size)]
+        return partial(self._backend.exchange, sends, self._parts_of_result())
+
+    def _parts_of_result(self) -> list[Piece]:
+        """Where the parts of the result go on this rank; nowhere if it has none."""
+        if not self._recv:
+            return [(0, 0)] * self._backend.size
+        parts = zip(self._starts, self._counts, strict=True)
+        return [(self._recv + start * self._result, count * self._result) for start, count in parts]
 
 
 def blocks(count: int) -> int:

@@ -11,20 +11,31 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kos.comm.backend import ends_group
-from kos.comm.host.shared import ABORTED, Calls, SharedCollectives, open_segment
+from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, open_segment
 from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.scheduled import ScheduledBackend
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, KosError, RankLost
+from kos.memory import Buffer
 
 
 class MessagingBackend(ScheduledBackend):
-    """Names the ranks that a call waits for."""
+    """Names the ranks that a call waits for, and shares the arrays of ``allocate`` between the ranks of one host."""
+
+    arrays: SharedArrays | None = None
+
+    def allocate(self, shape: Any, dtype: Any) -> Any:
+        return super().allocate(shape, dtype) if self.arrays is None else self.arrays.allocate(shape, dtype)
+
+    def views(self, x: Buffer) -> list[Any]:
+        if self.arrays is None:
+            raise BackendUnavailable(f"views: expected ranks that share memory, got {self.name} on several hosts")
+        return list(self.arrays.views(x))
 
     def absent(self, call: Call) -> list[int]:
         """The ranks that are known not to have begun a collective."""
@@ -97,6 +108,8 @@ class HostBackend(MessagingBackend):
             self.one_host = self._segment.size == self.size
             if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded)
+        if self.one_host:
+            self.arrays = SharedArrays(rendezvous)
 
     @property
     def calls(self) -> Calls | None:
@@ -119,9 +132,11 @@ class HostBackend(MessagingBackend):
         self._begun = call.sequence + 1
         return self._calls.publish(call) if self._calls is not None else None
 
-    def _steps(self, call: Call) -> Steps:
-        steps = self._shared.start(call) if self._shared is not None else None
-        return super()._steps(call) if steps is None else steps
+    def _steps(self, call: Call) -> Steps | None:
+        shared = self._shared
+        if shared is not None and (call.plan is not None or shared.prepare(call)):
+            return shared.start(call)
+        return self._by_messages(call)
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} shared memory" if self._shared is not None else super().route_of(name, nbytes)

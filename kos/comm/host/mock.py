@@ -16,6 +16,7 @@ import numpy as np
 from kos.comm.backend import Probe, ends_group
 from kos.comm.failures import Ledger
 from kos.comm.host.backend import MessagingBackend
+from kos.comm.host.shared import SharedArrays
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
@@ -49,6 +50,7 @@ class MockBackend(MessagingBackend):
         self._state = self._group.shared("mock", _State)
         self._mailboxes = _Mailboxes(self._group, self._state, self.rank, self.ledger)
         self.transport = self._mailboxes
+        self.arrays = SharedArrays(rendezvous)
         self._idle = _WakeUp(self._group, self.rank, self.engine)
         self._watch = self._group.world.watch
         if self._watch is not None:
@@ -74,8 +76,8 @@ class MockBackend(MessagingBackend):
 
     def _steps(self, call: Call) -> Steps:
         if self._watch is not None and call.operation.options.overlap:
-            return self._watch.guard(call, super()._steps)
-        return super()._steps(call)
+            return self._watch.guard(call, self._by_messages)
+        return self._by_messages(call)
 
     def waits_for(self, call: Call) -> list[int]:
         """The world ranks that an operation in flight waits for."""
@@ -105,7 +107,7 @@ class MockBackend(MessagingBackend):
         ]
 
     def close(self) -> None:
-        self._group.close(self.rank, "it closed its communicator", 0.0)
+        self._group.close(self.rank, "it closed its communicator", self.ledger.closing(), 0.0)
 
     def abort(self, reason: str) -> None:
         self.broken = self.broken or CollectiveError(reason)  # operations cancelled from now on are not reported
@@ -136,7 +138,8 @@ class MockBackend(MessagingBackend):
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
                     if (end := group.end_of(peer)) is not None:
-                        raise self.ledger.lost(peer, end[0], call, None, end[1])
+                        why, cause, window = end
+                        raise self.ledger.lost(peer, why, call, cause, window)
             return False
 
         return all_arrived
@@ -236,7 +239,8 @@ class _Message:
                 raise CollectiveMismatch(self.error)
             group.raise_failure()
             if (end := group.end_of(self.other)) is not None:
-                raise self._ledger.lost(self.other, end[0], None, None, end[1])
+                why, cause, window = end
+                raise self._ledger.lost(self.other, why, None, cause, window)
         return False
 
 

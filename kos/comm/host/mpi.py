@@ -88,8 +88,9 @@ class MPIBackend(HostBackend):
     def close(self) -> None:
         super().close()
         if not self._MPI.Is_finalized():
-            self._messages.send_end(self._begun, "it closed its communicator", None)
-            for comm in self._comms:
+            cause = self.ledger.closing()
+            self._messages.send_end(self._begun, "it closed its communicator", cause)
+            for comm in self._comms if cause is None else ():  # Open MPI gives late messages to the next communicator
                 comm.Free()
 
     def report_end(self, reason: str) -> None:
@@ -233,6 +234,8 @@ def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> boo
     """Whether MPI supports this dtype and reduce operation and is not slower than kos's schedule."""
     if nbytes > (_NATIVE_BYTES if collective == "all_reduce" else LARGEST):
         return False
+    if collective in ("scan", "exscan"):
+        return False  # MPI does not promise an order
     if reduction is None:
         return collective in ("broadcast", "all_gather", "all_to_all")
     return _same_everywhere(dtype_of(reduction.carrier), reduction.op)

@@ -171,7 +171,7 @@ class Messages:
                 return error
             end = calls.end_of(calls.segment.ranks.index(peer))
             if why is None and end is not None:
-                return ledger.lost(peer, end[0], None, None, end[1])
+                return end
         return None if why is None else ledger.lost(peer, why, None, cause)
 
     def check_sender(self, peer: int) -> None:

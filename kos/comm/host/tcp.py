@@ -64,7 +64,7 @@ class TCPBackend(HostBackend):
     def close(self) -> None:
         super().close()
         self._poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._mesh.close(CLOSE, "it closed its communicator", None)
+        self._mesh.close(CLOSE, "it closed its communicator", self.ledger.closing())
         if self._mesh.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
             raise again(self.ledger.failure[1])
 

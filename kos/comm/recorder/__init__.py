@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from sys import _getframe
 from time import time_ns
@@ -95,12 +95,17 @@ class Group:
 
 
 class Recorder:
-    """The last operations of one rank, over a communicator and its splits."""
+    """The last operations of one rank, over a communicator and its splits.
+
+    Its methods raise nothing, save ``dump``: OSError where the file cannot be written.  ``reason`` is a text in a dump.
+    """
 
     def __init__(self, rank: int, size: int, job: str = "") -> None:
         self.rank, self.size, self.job = rank, size, job
         self.slots: list[list[Any]] = [[None] * len(_Entry._fields) for _ in range(SLOTS)]
         self.count = 0  # recorded operations
+        # With KOS_RECORDER_TIMING, by the id of a slot: when its operation was recorded, and what returns its duration.
+        self.durations: dict[int, tuple[int, Callable[[], float | None]]] = {}
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._open: set[int] = set()
@@ -125,10 +130,18 @@ class Recorder:
     def entries(self) -> list[dict[str, Any]]:
         """The operations, oldest first, with the keys of PyTorch's entries and four more.
 
-        These are ``reduce_op``, ``root``, ``tag`` and ``error``.  ``send_recv`` becomes two entries.
+        These are ``reduce_op``, ``root``, ``tag`` and ``error``.  ``send_recv`` becomes two entries.  With
+        KOS_RECORDER_TIMING=1 operations that a GPU has completed have ``duration_ms``.
         """
-        copied = [(n, tuple(self.slots[n & _LAST])) for n in range(max(0, self.count - SLOTS), self.count)]
-        return [entry for number, slot in copied if slot[0] for entry in _describe(number, _Entry(*slot))]
+        numbers = range(max(0, self.count - SLOTS), self.count)
+        copied = [(n, tuple(slot), self._duration(slot)) for n in numbers for slot in [self.slots[n & _LAST]]]
+        described = ((_describe(number, _Entry(*slot)), timed) for number, slot, timed in copied if slot[0])
+        return [entry | timed for entries, timed in described for entry in entries]
+
+    def _duration(self, slot: list[Any]) -> dict[str, float]:
+        created, duration = self.durations.get(id(slot), (None, None))
+        milliseconds = duration() if duration is not None and created == slot[1] else None
+        return {} if milliseconds is None else {"duration_ms": milliseconds}
 
     def to_dict(self, reason: str = "") -> dict[str, Any]:
         """The contents of a dump; ``reason`` is why it is written."""
@@ -149,7 +162,7 @@ class Recorder:
         }
 
     def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
-        """Write the record as JSON, atomically; returns the file.
+        """Write the record as JSON to ``path``, atomically; returns the file.
 
         The default is ``<job>/rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, else ``rank_<rank>.json``
         in the working folder.  Raises OSError if it cannot be written.
@@ -169,7 +182,7 @@ class Recorder:
                 log.warning("rank %d: the flight record could not be written: %s", self.rank, error)
 
     def fail(self, error: Exception) -> None:
-        """Dump at the first failure of a rank."""
+        """Dump at the first failure of a rank, ``error``."""
         if not self._failed:
             self._failed = True
             self.try_dump(f"{type(error).__name__}: {error}")

@@ -6,9 +6,10 @@ import json
 import platform
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kos.comm.failures import Ledger, again
@@ -41,6 +42,8 @@ class Rendezvous(ABC):
     connect: Callable[..., dict[int, Any]] | None = None
     device: int | None = None
     """The index in this process of the requested GPU."""
+    nccl: Mapping[str, Any] = MappingProxyType({})
+    """The options of NCCL for this group, the same on all ranks."""
     _near: dict[int, int | None] | None = None
     call = "exchange"  # the program's call, with its arguments; the same on all ranks
     failure: KosError | None = None  # the first
@@ -116,7 +119,7 @@ class Rendezvous(ABC):
 
     def close(self) -> None:
         """Free the resources of the group; safe to call when other ranks are lost."""
-        self._free(self.failure is None, None)
+        self._free(self.failure is None and self.ledger.closing() is None, None)
         self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
 
     def abort(self, code: int | None) -> None:
@@ -133,12 +136,17 @@ class Rendezvous(ABC):
     @property
     def local_rank(self) -> int:
         """Index of this rank among the group's ranks on the same host.  Collective on first use."""
-        return list(self._neighbours).index(self.rank)
+        return self.local_ranks.index(self.rank)
 
     @property
     def local_size(self) -> int:
         """Number of the group's ranks on the same host.  Collective on first use."""
         return len(self._neighbours)
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The group's ranks on the same host as this one, ascending.  Collective on first use."""
+        return list(self._neighbours)
 
     @property
     def local_nodes(self) -> list[int | None]:

@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,25 +274,8 @@ class TCPRendezvous(Rendezvous):
         return local_rank if self._given_local_rank is None else self._given_local_rank
 
 
-class EnvRendezvous(TCPRendezvous):
-    """The ranks named by the environment.  Collective.
-
-    ``timeout`` in seconds bounds the start and every later wait.  Raises RendezvousError for variables that are missing
-    or wrong, a port in use, a wrong secret, a rank that joins twice or with another world size, and missing ranks,
-    which it names.
-    """
-
-    _starts = True
-
-    def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
-        place = Place.read(environ)
-        loopback = is_loopback(place.host)
-        network = Network(b"", place.host if loopback or place.rank else "127.0.0.1", "", loopback)
-        super().__init__(place.rank, place.size, timeout, network, place.local_rank)
-        if self.size > 1:
-            self._address = f"MASTER_ADDR={place.host}"
-            network.secret = load_secret(environ)
-            self._join("", place.ports, place.purpose, None if self.rank else _listen(network, place.ports))
+class World(TCPRendezvous):
+    """The ranks of a whole job: a rank learns its own address when it calls rank 0."""
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         connection = super()._call_hub(host, ports, purpose)
@@ -302,9 +285,40 @@ class EnvRendezvous(TCPRendezvous):
         return connection
 
 
+class PlacedRendezvous(World):
+    """All ranks of a job, which find rank 0 at the address of their ``place``.  Collective.
+
+    ``timeout`` in seconds bounds the start and every later wait.  ``listener``: on rank 0, the socket where it listens
+    already.  Raises RendezvousError for a port in use, a wrong secret, a rank that joins twice or with another world
+    size, and missing ranks, which it names.
+    """
+
+    _starts = True
+
+    def __init__(
+        self, place: Place, timeout: float, secret: Callable[[], bytes], listener: socket.socket | None = None
+    ) -> None:
+        loopback = is_loopback(place.host)
+        network = Network(b"", place.host if loopback or place.rank else "127.0.0.1", "", loopback)
+        super().__init__(place.rank, place.size, timeout, network, place.local_rank)
+        if self.size > 1:
+            self._address = f"{place.names[0]}={place.host}"
+            network.secret = secret()
+            if self.rank == 0 and listener is None:
+                listener = _listen(network, place)
+            self._join("", place.ports, place.purpose, listener)
+
+
+class EnvRendezvous(PlacedRendezvous):
+    """The ranks named by the environment.  Also raises RendezvousError for variables that are missing or wrong."""
+
+    def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__(Place.read(environ), timeout, lambda: load_secret(environ))
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The settings of the environment: the rank of this process, and the address of rank 0."""
+    """The rank of this process, and the address of rank 0."""
 
     rank: int
     size: int
@@ -312,6 +326,8 @@ class Place:
     host: str
     ports: Sequence[int]  # one, or the candidates of rank 0
     purpose: bytes  # different in each job that shares a secret
+    names: tuple[str, str] = ("MASTER_ADDR", "MASTER_PORT")
+    """The user's names of host and port, for errors."""
 
     @staticmethod
     def is_given(environ: Mapping[str, str] = os.environ) -> bool:
@@ -358,8 +374,9 @@ def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
     return int(text)
 
 
-def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
+def _listen(network: Network, place: Place) -> socket.socket:
     """A listener at the first port that is free."""
+    ports, name = place.ports, place.names[1]
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
         for port in ports:
@@ -368,11 +385,11 @@ def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
             except OSError as error:
                 problem = error
                 if error.errno != errno.EADDRINUSE:
-                    raise RendezvousError(f"MASTER_PORT: rank 0 cannot listen at {port}: {error}") from error
+                    raise RendezvousError(f"{name}: rank 0 cannot listen at {port}: {error}") from error
         if time.monotonic() >= deadline:
             tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
             raise RendezvousError(
-                f"MASTER_PORT: expected {tried} to be free for rank 0, got one in use "
+                f"{name}: expected {tried} to be free for rank 0, got one in use "
                 f"(by another job, another rank 0, or torch.distributed?)"
             ) from problem
         time.sleep(0.05)

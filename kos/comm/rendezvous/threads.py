@@ -110,7 +110,7 @@ class ThreadGroup:
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
         self.failure: KosError | None = None
-        self._closed: dict[int, tuple[str, float | None]] = {}
+        self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
@@ -147,15 +147,15 @@ class ThreadGroup:
         self.world.wait(self.members[rank], remaining, lambda: waits)
         return True
 
-    def end_of(self, rank: int) -> tuple[str, float | None] | None:
-        """Why group rank ``rank`` has ended, and the maximum age of a failure that may be the cause; or None."""
+    def end_of(self, rank: int) -> tuple[str, KosError | None, float | None] | None:
+        """Why group rank ``rank`` has ended, the cause, and the maximum age of another that may be it; or None."""
         why = self.world.ends.get(self.members[rank])
-        return self._closed.get(rank) if why is None else (why, None)
+        return self._closed.get(rank) if why is None else (why, None, None)
 
-    def close(self, rank: int, why: str, window: float | None = None) -> None:
+    def close(self, rank: int, why: str, cause: KosError | None = None, window: float | None = None) -> None:
         """Record that rank ``rank`` has closed this group; its completed operations stay valid."""
         with self.world.lock:
-            self._closed.setdefault(rank, (why, window))
+            self._closed.setdefault(rank, (why, cause, window))
             self.notify_all()
 
 
@@ -180,7 +180,8 @@ class ThreadRendezvous(Rendezvous):
                 group.raise_failure()
                 for rank in missing:
                     if (end := group.end_of(rank)) is not None:
-                        raise self.ledger.lost(rank, end[0], "rendezvous", None, end[1])
+                        why, cause, window = end
+                        raise self.ledger.lost(rank, why, "rendezvous", cause, window)
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
                     group.fail(self._overdue("rendezvous", missing))  # late ranks must not join another exchange
             # All ranks have completed the previous exchange, since they are in this one.

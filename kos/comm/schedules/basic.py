@@ -141,6 +141,38 @@ def one_shot_reduce_scatter(n: int, c: int) -> Rounds:
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c, space="input", to=r * 0, to_space="output")
 
 
+def _hops(n: int, c: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The senders of each round of a chain, c chunks behind one another, and the chunk that each sends on."""
+    for time in range(n + c - 2):
+        rank = np.arange(max(0, time - c + 1), min(time, n - 2) + 1)
+        yield rank, time - rank
+
+
+@algorithm("scan", "chain", ordered=True)
+def chain_scan(n: int, c: int) -> Rounds:
+    """Rank r gets the sum of the ranks before it from rank r - 1, adds its own, and sends that on.
+
+    Sanders, Träff, "Parallel prefix (scan) algorithms for MPI" (2006), the linear pipeline.
+    """
+    for rank, chunk in _hops(n, c):
+        after = rank + 1
+        yield [Moves(rank, after, chunk, to_space="scratch")]
+        yield [Moves(after, after, chunk, to_space="scratch", reduce=True)]
+        yield [Moves(after, after, chunk, space="scratch", to_space="data")]
+
+
+@algorithm("exscan", "chain", ordered=True)
+def chain_exscan(n: int, c: int) -> Rounds:
+    """As the chain of scan; rank r keeps what it gets, and sends on the sum with its own."""
+    for rank, chunk in _hops(n, c):
+        after, first = rank + 1, rank == 0
+        yield [Moves(rank[first], after[first], chunk[first], to_space="scratch"),
+               Moves(rank[~first], after[~first], chunk[~first] + c, chunk[~first], space="scratch")]
+        yield [Moves(after, after, chunk, chunk + c, space="scratch")]
+        yield [Moves(after, after, chunk, chunk + c, to_space="scratch", reduce=True)]
+        yield [Moves(after, after, chunk, space="scratch", to_space="data")]
+
+
 @algorithm("broadcast", "one_shot")
 def one_shot_broadcast(n: int, c: int, root: int) -> Rounds:
     """The root sends everything to every rank."""

@@ -28,7 +28,7 @@ from kos.errors import KosError
 
 Indices: TypeAlias = "np.ndarray | int"
 
-IN_PLACE = ("all_reduce", "broadcast", "reduce")
+IN_PLACE = ("all_reduce", "broadcast", "reduce", "scan", "exscan")
 """Collectives whose ranks all hold one vector in the space "data"; the others use "input" and "output"."""
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 

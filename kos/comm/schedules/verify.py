@@ -155,6 +155,8 @@ def postcondition(schedule: Schedule) -> Iterator[tuple[int, str, int, int, int]
         space, units = {  # of each unit of the space: (the unit it began as, ranks)
             "all_reduce": ("data", [(0, everybody)]),
             "reduce": ("data", [(0, everybody)] if rank == root else []),
+            "scan": ("data", [(0, 2 * each[rank] - 1)]),
+            "exscan": ("data", [(0, each[rank] - 1)] if rank else []),
             "broadcast": ("data", [(0, each[root])]),
             "reduce_scatter": ("output", [(rank, everybody)]),
             "scatter": ("output", [(rank, each[root])]),

@@ -30,6 +30,9 @@ UNKNOWN = "unknown links"
 UNMEASURED = ((None, "nccl"),)
 """The route of an operation that a table does not contain."""
 
+_MEASURED = {"send": "send_recv", "recv": "send_recv", "scan": "all_to_all", "exscan": "all_to_all"}
+"""The measured operation most like one that is not; a scan is two exchanges."""
+
 Route = tuple[tuple[int | None, str], ...]
 """(largest number of bytes, backend), sorted; None in the last row is no limit."""
 
@@ -57,7 +60,7 @@ class Table:
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
         """The backend of the operation by size; an unmeasured case takes the route of the most similar one."""
         flags = itertools.product((wide, not wide), (symmetric, not symmetric), (graph, not graph))
-        measured = {"send": "send_recv", "recv": "send_recv"}.get(operation, operation.removesuffix("_v"))
+        measured = _MEASURED.get(operation, operation.removesuffix("_v"))
         names = [key(measured, *each) for each in flags]
         return next((self.routes[name] for name in names if name in self.routes), UNMEASURED)
 

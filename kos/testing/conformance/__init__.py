@@ -53,8 +53,8 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
                 for name in ("all_reduce", "reduce_scatter"):
                     add(results.reduces, name, dtype, op, name=name)
         op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
-        for name in ("reduce", "reduce_scatter", "reduce_scatter_v"):
-            add(results.reduces, name, dtype, op, 0, name != "reduce_scatter_v", name=name)
+        for name in ("reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan"):
+            add(results.reduces, name, dtype, op, 0, name in ("reduce", "reduce_scatter"), name=name)
         for name in MOVING[:-1]:
             add(results.moves, name, dtype, name=name)
         add(results.messages, dtype)
@@ -64,12 +64,13 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
             add(results.reduces, name, np.dtype(np.float32), ReduceOp.SUM, algorithm, False, sizes, name=name)
     for kind in (np.float32, ml_dtypes.bfloat16):
         add(results.deterministic_adds_in_rank_order, np.dtype(kind))
+        add(results.scans_add_in_rank_order, np.dtype(kind))
     add(results.sums_of_16_bits_in_fp32, np.dtype(ml_dtypes.bfloat16))
     for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars, results.large, *order.ALL):
         add(call)
     for what in failures.MISMATCHES:
         add(failures.mismatch, what, ranks=2)
-    for call in (failures.refused, failures.absent, failures.lost, failures.messages):
+    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.lost, failures.messages):
         add(call, ranks=2)
     return found
 

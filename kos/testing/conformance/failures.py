@@ -40,6 +40,33 @@ def refused(comm: Communicator) -> None:
     assert (comm.all_reduce(np.ones(3)) == n).all()
 
 
+def refused_sizes(comm: Communicator) -> None:
+    """Where sizes travel, one that is wrong on one rank raises on every rank, and the communicator is intact."""
+    n, last = comm.size, comm.size - 1
+    odd, total = comm.rank == last, n * (n + 1) // 2
+    x: Any = np.ones(comm.rank + 1)
+    wrong: dict[str, Callable[[], Any]] = {
+        f"out: expected {total} elements on rank {last}, got {total + 1}": lambda: comm.all_gather_v(
+            x, out=np.empty(total + odd)),
+        f"out: expected {total} elements on rank {last}, got {total + 2}": lambda: comm.gather_v(
+            x, root=last, out=np.empty(total + 2) if odd else None),
+        f"out: expected {n} elements on rank {last}, got {n + 1}": lambda: comm.all_to_all_v(
+            np.ones(n), [1] * n, out=np.empty(n + odd)),
+        f"x: expected {total} elements on rank {last}, got {total + 1}": lambda: comm.scatter_v(
+            np.ones(total + 1) if odd else None, None, x.copy(), last),
+        f"x: expected {total} elements on rank {last}, got {total + 2}": lambda: comm.reduce_scatter_v(
+            np.ones(total + 2 * odd), out=np.empty(comm.rank + 1)),
+    }  # fmt: skip
+    for text, call in wrong.items():
+        with raises(InvalidArgument, text):
+            call()
+    with raises(InvalidArgument, "counts: expected numbers in a batch"), comm.batch():
+        comm.all_gather_v(x)
+    with raises(InvalidArgument, "recv_counts: expected numbers in a batch and for a persistent operation, got None"):
+        comm.all_to_all_v_init(np.ones(n), [1] * n)
+    assert (comm.all_gather_v(x) == np.ones(total)).all()
+
+
 MISMATCHES: dict[str, Callable[[Communicator, bool], Any]] = {
     "operation": lambda comm, other: comm.barrier() if other else comm.all_reduce(np.ones(4)),
     "dtype": lambda comm, other: comm.all_reduce(np.ones(4, np.float32 if other else np.int32)),
@@ -51,6 +78,8 @@ MISMATCHES: dict[str, Callable[[Communicator, bool], Any]] = {
     "counts": lambda comm, other: comm.all_gather_v(
         np.ones(2 + (other and comm.rank > 0)), [2] * (comm.size - 1) + [2 + other]
     ) if comm.rank in (0, comm.size - 1) else comm.all_gather_v(np.ones(2), [2] * comm.size),
+    "purpose": lambda comm, other: comm.scatter_v(
+        None if comm.rank else np.ones(2 * comm.size), None, np.ones(2)) if other else comm.gather_v(np.ones(2)),
 }  # fmt: skip
 """Calls by their difference; ``other`` is true on the rank whose call differs."""
 
@@ -71,7 +100,7 @@ def mismatch(comm: Communicator, what: str) -> None:
 
 def absent(comm: Communicator) -> None:
     """A missing rank is named when the timeout has passed."""
-    part, late, began = comm.duplicate(), comm.size - 1, time.monotonic()
+    began, late, part = time.monotonic(), comm.size - 1, comm.duplicate()  # before any rank begins the call
     if comm.rank != late:
         with raises((CollectiveTimeout, RankLost), rf"ranks? \[?{late}\]?"):
             part.all_reduce(np.ones(5), timeout=SHORT)

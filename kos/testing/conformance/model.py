@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ from kos.testing.conformance.values import inputs
 
 Array = np.ndarray[Any, Any]
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
 MOVING = (
-    "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather", "scatter", "send_recv",
+    "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter",
+    "scatter_v", "send_recv",
 )  # fmt: skip
-ROOTED = ("reduce", "broadcast", "gather", "scatter")
+IN_PLACE = ("all_reduce", "reduce", "scan", "exscan", "broadcast")
+ROOTED = ("reduce", "broadcast", "gather", "gather_v", "scatter", "scatter_v")
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,11 @@ class Step:
     algorithm: int = 0  # 0: auto; else by number
     deterministic: bool = False
     in_place: bool = False
+    sized: bool = field(default=True, kw_only=True)  # whether a form with counts gets them
 
 
 def uneven(step: Step, n: int) -> list[int]:
-    """The elements of each rank in an all_gather_v or a reduce_scatter_v."""
+    """The elements of each rank in a form with one list of counts."""
     return [(step.count + rank) % 4 for rank in range(n)]
 
 
@@ -51,7 +54,9 @@ def lengths(step: Step, n: int) -> list[int]:
     if step.name == "all_to_all_v":
         return [sum(row) for row in pairs(step, n)]
     counts = uneven(step, n)
-    return {"reduce_scatter_v": [sum(counts)] * n, "all_gather_v": counts}.get(step.name, [step.count] * n)
+    if step.name in ("reduce_scatter_v", "scatter_v"):
+        return [sum(counts)] * n
+    return counts if step.name in ("all_gather_v", "gather_v") else [step.count] * n
 
 
 def contributions(seed: int, step: Step, n: int) -> list[Array]:
@@ -62,8 +67,10 @@ def contributions(seed: int, step: Step, n: int) -> list[Array]:
 def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
     """The parts of rank ``me``'s result, to be reduced or concatenated; None if it has no result."""
     n, root = len(xs), step.root % len(xs)
-    if step.name in ("reduce", "gather") and me != root:
+    if step.name in ("reduce", "gather", "gather_v") and me != root:
         return None
+    if step.name in ("scan", "exscan"):
+        return xs[: me + (step.name == "scan")] or None
     if step.name in ("reduce_scatter", "all_to_all"):
         return [x.reshape(n, -1)[me] for x in xs]
     if step.name == "reduce_scatter_v":
@@ -72,6 +79,8 @@ def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
         return [np.split(x, np.cumsum(row)[:-1])[me] for x, row in zip(xs, pairs(step, n), strict=True)]
     if step.name == "scatter":
         return [xs[root].reshape(n, -1)[me]]
+    if step.name == "scatter_v":
+        return [np.split(xs[root], np.cumsum(uneven(step, n))[:-1])[me]]
     if step.name in ("broadcast", "send_recv"):
         return [xs[root if step.name == "broadcast" else me - 1]]
     return xs if step.name != "barrier" else None
@@ -86,14 +95,18 @@ def arguments(comm: Communicator, step: Step, x: Any, out: Any) -> tuple[list[An
     if step.name in collectives() and step.algorithm:
         known = algorithms(step.name, ordered=True if options.get("deterministic") else None)
         options["algorithm"] = known[step.algorithm % len(known)]
-    if step.name in ("all_reduce", "reduce", "broadcast") and not step.in_place:
+    if step.name in IN_PLACE and not step.in_place:
         options["out"] = out
-    counts, table = uneven(step, n), pairs(step, n)
+    counts, table = uneven(step, n) if step.sized else None, pairs(step, n)
+    from_each = [row[me] for row in table] if step.sized else None
     return {
-        "all_reduce": [x], "reduce": [x, root], "reduce_scatter": [x, out], "broadcast": [x, root],
+        "all_reduce": [x], "scan": [x, step.op], "exscan": [x, step.op],
+        "reduce": [x, root], "reduce_scatter": [x, out], "broadcast": [x, root],
         "reduce_scatter_v": [x, counts, out, step.op], "all_gather": [x, out], "all_gather_v": [x, counts, out],
-        "all_to_all": [x, out], "all_to_all_v": [x, table[me], [row[me] for row in table], out],
+        "all_to_all": [x, out], "all_to_all_v": [x, table[me], from_each, out],
         "gather": [x, root, out if me == root else None], "scatter": [x if me == root else None, out, root],
+        "gather_v": [x, counts, root, out if me == root else None],
+        "scatter_v": [x if me == root else None, counts, out, root],
         "barrier": [], "send_recv": [x, out, (me + 1) % n, (me - 1) % n],
     }[step.name], options  # fmt: skip
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
-from kos.errors import CollectiveError, InvalidArgument
+from kos.comm.backend import Backend
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, InvalidArgument
 from kos.testing.conformance.values import raises
 
 
@@ -66,6 +67,44 @@ def messages_of_duplicates_do_not_match(comm: Communicator) -> None:
         assert other.recv(x, 0) == 2
         assert comm.recv(x, 0) == 1
     comm.barrier()
+
+
+def views_put_and_get(comm: Communicator) -> None:
+    """Where ranks share host memory, each reads and writes the arrays of all; a backend need not offer it."""
+    if type(comm.backend).views is Backend.views:
+        return
+    n, me = comm.size, comm.rank
+    x, other = (comm.allocate((n, 3), np.float32) for _ in range(2))
+    x[:] = -1.0
+    other[:] = 9.0
+    if comm.local_size < n:
+        with raises(BackendUnavailable, "views: expected ranks that share memory, got .* on several hosts"):
+            comm.views(x)
+        return
+    views = comm.views(x)
+    assert [view.shape for view in views] == [(n, 3)] * n and all(view.dtype == x.dtype for view in views)
+    comm.barrier()
+    for view in views:
+        view[me] = me
+    comm.barrier()
+    assert (x == np.arange(n)[:, None]).all() and (other == 9).all()
+    x[0] = me
+    comm.barrier()
+    firsts = comm.views(x[0, 1:])  # parts at their place
+    assert [first.tolist() for first in firsts] == [[rank] * 2 for rank in range(n)]
+    comm.barrier()
+    with raises(InvalidArgument, "x: expected an array of allocate, or a part of one, got another float32"):
+        comm.views(x.copy())
+    del x, other  # views keep the memory
+    views[(me + 1) % n][:] = me
+    comm.barrier()
+    assert (views[me] == (me - 1) % n).all()
+    if n > 1:
+        part = comm.duplicate()
+        with raises(CollectiveMismatch, r"for allocate of int32\[4\]"):
+            part.allocate(4 + (me == n - 1), np.int32)
+        part.abort()
+        comm.barrier()
 
 
 def batch(comm: Communicator) -> None:
@@ -139,4 +178,5 @@ def bytes_of_any_length(comm: Communicator) -> None:
 ALL = (
     barrier_waits_for_all_ranks, waiting_for_one_advances_the_other_across_groups, split_of_a_split,
     messages_of_duplicates_do_not_match, batch, close, several_in_flight, persistent, bytes_of_any_length,
+    views_put_and_get,
 )  # fmt: skip

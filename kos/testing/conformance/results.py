@@ -56,7 +56,9 @@ def reduces(
             check(out, mine, op, factors)
         if name == "all_reduce":
             assert_same_on_all_ranks(comm, out, str(step))
-        if name != "reduce_scatter_v":
+        if name == "reduce_scatter_v":
+            assert_bits(call(comm, replace(step, sized=False), x, untouched.copy()), out, f"sizes travel: {step}")
+        else:
             own = x.reshape(comm.size, -1)[me] if name == "reduce_scatter" else x
             call(comm, replace(step, in_place=True), x, own)
             assert_bits(own, xs[me] if mine is None else out, f"in place: {step}")
@@ -74,14 +76,19 @@ def moves(comm: Communicator, seed: int, name: str, dtype: Any, sizes: Sequence[
         mine, x = parts(step, xs, me), xs[me].copy()
         if mine is None:  # given an array by the root, and made by it
             assert call(comm, step, x, None) is call(comm, step, x, None) is None
+            if name.endswith("_v"):
+                assert call(comm, replace(step, sized=False), x, None) is None
             continue
         expected = np.concatenate(mine)
         out = poison(expected.size, dtype)
         assert call(comm, step, x, out) is out
         assert_bits(x, xs[me], f"input of {step}")
         assert_bits(out, expected, str(step))
-        if name not in ("broadcast", "scatter", "send_recv"):
+        if name not in ("broadcast", "scatter", "scatter_v", "send_recv"):
             assert_bits(call(comm, step, x, None).reshape(-1), expected, f"made output of {step}")
+        if name.endswith("_v"):
+            unsized = call(comm, replace(step, sized=False), x, poison(out.size, dtype))
+            assert_bits(unsized, expected, f"sizes travel: {step}")
         if name in ("broadcast", "all_gather"):
             own = x if name == "broadcast" else out.reshape(n, -1)[me]
             out = own if name == "broadcast" else out
@@ -123,8 +130,11 @@ def shapes_and_scalars(comm: Communicator) -> None:
     a: Any = np.zeros((2 * n, 3), np.int8)
     shapes = [call(a).shape for call in (comm.all_gather, comm.reduce_scatter, comm.all_to_all)]
     assert shapes == [(n, 2 * n, 3), (2, 3), (2 * n, 3)]
-    lengths = [len(data) for data in comm.all_gather_bytes(b"x" * comm.rank)]
-    assert lengths == list(range(n))
+    mine, everyone = bytes([comm.rank]) * comm.rank, [bytes([rank]) * rank for rank in range(n)]
+    assert comm.all_gather_bytes(mine) == everyone
+    for root in range(n):
+        assert comm.gather_bytes(mine, root) == (everyone if comm.rank == root else None)
+        assert comm.broadcast_bytes(mine if comm.rank == root else None, root) == everyone[root]
 
 
 def deterministic_adds_in_rank_order(comm: Communicator, seed: int, dtype: Any) -> None:
@@ -145,6 +155,21 @@ def deterministic_adds_in_rank_order(comm: Communicator, seed: int, dtype: Any) 
             part = comm.reduce_scatter(xs[comm.rank], deterministic=True)
             whole = in_rank_order(xs).reshape(comm.size, -1)
             assert_bits(part, whole[comm.rank], f"reduce_scatter, {count} elements")
+
+
+def scans_add_in_rank_order(comm: Communicator, seed: int, dtype: Any) -> None:
+    """The same bits on every backend and by every schedule, of numbers of which any other order differs."""
+    for count in (1, 7, 70_001):
+        xs = inputs(seed, comm.size, count, dtype)
+        xs = [(x.astype(np.float64) * 16.0 ** (r % 3)).astype(dtype) for r, x in enumerate(xs)]
+        for algorithm in ("auto", *algorithms("scan")):
+            out = poison(count, dtype)
+            assert comm.scan(xs[comm.rank], out=out, algorithm=algorithm) is out
+            assert_bits(out, in_rank_order(xs[: comm.rank + 1]), f"scan by {algorithm}, {count} elements")
+            x = xs[comm.rank].copy()
+            got = comm.exscan(x, algorithm=algorithm)
+            assert got is (x if comm.rank else None)
+            assert_bits(x, in_rank_order(xs[: comm.rank] or xs[:1]), f"exscan by {algorithm}, {count} elements")
 
 
 def sums_of_16_bits_in_fp32(comm: Communicator, dtype: Any) -> None:

@@ -75,7 +75,7 @@ def reduced(contributions: list[Array], op: ReduceOp, factors: list[float]) -> A
     if op is ReduceOp.AVG:
         return x.mean(axis=0)
     if op is ReduceOp.PREMUL_SUM:
-        return (x * np.array(factors)[:, None]).sum(axis=0)
+        return (x * np.array(factors[: len(x)])[:, None]).sum(axis=0)
     return _UFUNCS[op].reduce(x, axis=0)
 
 

@@ -66,7 +66,7 @@ def save(
     folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
     before: int, run: str = "", at_once: bool = True,
 ) -> Saving:  # fmt: skip
-    """Begin to write ``folder/step-N``, and give up the state. ``Saving.finish`` waits for it. Collective.
+    """Begin to write ``folder/step-N``, and copy the state. ``Saving.finish`` waits for it. Collective.
 
     Once it is there, all but the newest ``keep`` up to it are deleted. Those later than ``before``, the step that the
     run saved or went on from last, are deleted too: the run went back behind them, or they are damaged. ``run`` is a
@@ -96,11 +96,16 @@ def _begin(folder: Path, temporary: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
-        for left in folder.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(left, ignore_errors=True)
+        remove_unfinished(folder)
         temporary.mkdir()
     except OSError as error:
         raise CheckpointError(f"{folder}: expected to write a checkpoint, got {error}") from error
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what runs that were killed have left of checkpoints; no run may be writing there."""
+    for left in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _publish(
@@ -119,7 +124,7 @@ def _publish(
     layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
     manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
     write_json(temporary / MANIFEST, manifest)
-    if final.exists():  # out of the way, where ``latest`` finds it should we be killed before the next line
+    if final.exists():  # renamed, so that ``latest`` finds it if this is killed before the next line
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     temporary.rename(final)
@@ -196,9 +201,12 @@ def find(path: Path, weights_only: bool = False) -> Checkpoint:
     """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder."""
     expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
     try:
+        is_there = path.exists()
         is_one = (path / MANIFEST).exists() or _NAME.fullmatch(path.name)
     except OSError as error:
         raise CheckpointError(f"{expected}, got {error}") from error
+    if not is_there:
+        raise CheckpointError(f"{expected}, got no such folder")
     found = verify(path, weights_only) if is_one else latest(path / "checkpoints", weights_only)
     if found is None:
         raise CheckpointError(f"{expected}, got none")

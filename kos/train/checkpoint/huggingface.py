@@ -108,6 +108,9 @@ def read_config(directory: Path) -> LlamaConfig:
     path = directory / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing = "file" if directory.is_dir() else "folder"
+        raise CheckpointError(f"{path}: expected a Hugging Face config.json, got no such {missing}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a Hugging Face config.json, got {error}") from error
     return from_huggingface(settings, str(path))
@@ -120,11 +123,6 @@ def as_saved(name: str, array: np.ndarray) -> np.ndarray:
 
 def shape_as_saved(name: str, shape: Shape) -> Shape:
     return tuple(shape)[::-1] if name.endswith(TRANSPOSED) else tuple(shape)
-
-
-def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weights as transformers has them."""
-    return {name: np.ascontiguousarray(as_saved(name, array)) for name, array in weights.items()}
 
 
 def read_weights(directory: Path, weights: Parameters) -> None:

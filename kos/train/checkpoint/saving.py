@@ -1,4 +1,4 @@
-"""A checkpoint on its way to the disk: each rank writes its files on a thread, then rank 0 shows the whole.
+"""Writing a checkpoint: each rank writes its files on a thread, then rank 0 publishes the whole.
 
 A rank's thread leaves the size and SHA-256 of each of its files in ``rank-N.json`` of the temporary folder. Rank 0's
 thread waits for those of all ranks, and then writes the manifest and renames the folder. The threads use no

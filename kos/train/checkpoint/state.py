@@ -14,7 +14,6 @@ import numpy as np
 
 from kos.memory.arena import Arena
 from kos.memory.array import as_dtype
-from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.shards import MOMENTS, Shards
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
@@ -24,7 +23,13 @@ from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Mesh
 
 FLOAT32 = np.dtype(np.float32)
-ALIGNED = 128  # elements: other ranks reach into what is gathered vector by vector
+
+
+class Tensors(Protocol):
+    """Whole tensors by name, of which slices are read: of files (``TensorFiles``), or drawn (``InitialWeights``)."""
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or a slice of it."""
 
 
 class Optimizer(Protocol):
@@ -68,7 +73,7 @@ class ShardedState:
         first = here - mesh.tp.rank
         near = {name for name, rank in self.shards.writers.items() if first <= rank < first + mesh.tp.size}
         tensor = np.empty(0, FLOAT32)
-        for bucket, values, room in self._buckets(held):
+        for bucket, values, buffer in self._buckets(held):
             for name, span in self.spans.items():
                 start, stop = max(span.start, bucket.start), min(span.stop, bucket.stop)
                 if name not in near or start >= stop:
@@ -76,24 +81,24 @@ class ShardedState:
                 placement, mine = self.placements[name], self.shards.writers[name] == here
                 if start == span.start and mine:
                     tensor = np.empty((placement.shards, span.stop - span.start), FLOAT32)
-                each = len(room) // placement.shards if placement.shards > 1 else stop - start
+                each = len(buffer) // placement.shards if placement.shards > 1 else stop - start
                 for at in range(start, stop, each):
                     end = min(at + each, stop)
                     piece = values[at - bucket.start : end - bucket.start]
-                    of_all = self._of_all(piece, placement.shards, room)
+                    of_all = self._of_all(piece, placement.shards, buffer)
                     for shard in range(placement.shards if mine else 0):
                         self.ops.copy(of_all[shard], tensor[shard, at - span.start : end - span.start])
                 if stop == span.stop and mine:
                     yield _joined(tensor, placement.shape, placement.dim)
 
-    def _of_all(self, piece: Array, shards: int, room: Array) -> Sequence[Array]:
+    def _of_all(self, piece: Array, shards: int, buffer: Array) -> Sequence[Array]:
         """The same piece of each tensor-parallel part."""
         if shards == 1:
             return [piece]
         size = len(piece)
-        self.mesh.tp.comm.all_gather(piece, room[: shards * size])
+        self.mesh.tp.comm.all_gather(piece, buffer[: shards * size])
         self.mesh.tp.comm.synchronize()
-        return [room[shard * size : (shard + 1) * size] for shard in range(shards)]
+        return [buffer[shard * size : (shard + 1) * size] for shard in range(shards)]
 
     def _buckets(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array]]:
         """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""
@@ -104,7 +109,7 @@ class ShardedState:
         largest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
         with ops.step(self.arena):
             whole = self.arena.take((largest,), FLOAT32)
-            room = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
+            buffer = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
             for bucket, (part, local) in zip(parallel.buckets, parts, strict=True):
                 values = whole[: bucket.stop - bucket.start]
                 mine = values[part.start - bucket.start : part.stop - bucket.start]
@@ -112,11 +117,11 @@ class ShardedState:
                 if parallel.sharded:
                     parallel.axis.comm.all_gather(mine, values)
                     parallel.axis.comm.synchronize()  # what waits for a GPU next knows no timeout
-                yield bucket, values, room
+                yield bucket, values, buffer
 
-    # --- from files ----------------------------------------------------------------------------------
+    # --- from files, or drawn ------------------------------------------------------------------------
 
-    def read(self, weights: TensorFiles, moments: TensorFiles | None = None, step: int = 0) -> None:
+    def read(self, weights: Tensors, moments: Tensors | None = None, step: int = 0) -> None:
         """Fill the weights, and the moments unless they begin as zeros. Waits for no other rank."""
         self._read(self.optimizer.weights, weights)
         if moments is not None:
@@ -124,13 +129,13 @@ class ShardedState:
                 self._read(getattr(self.optimizer, moment), moments, f"{moment}.")
         self.optimizer.step_count = step
 
-    def _read(self, held: Parameters | Shard, files: TensorFiles, prefix: str = "") -> None:
+    def _read(self, held: Parameters | Shard, tensors: Tensors, prefix: str = "") -> None:
         dtype = as_dtype(held.flat.dtype).numpy
         for name, placement in self.placements.items():
             first, row = self.spans[name].start, max(1, int(np.prod(placement.local[1:])))
             for start, stop, at in self._held(held, self.spans[name]):
                 rows = range((start - first) // row, -(-(stop - first) // row))
-                values = files.read(prefix + name, placement.rows(rows.start, rows.stop))
+                values = tensors.read(prefix + name, placement.rows(rows.start, rows.stop))
                 flat = np.ascontiguousarray(values, dtype).reshape(-1)
                 skipped = start - first - rows.start * row
                 self.ops.copy(flat[skipped : skipped + stop - start], held.flat[at : at + stop - start])
@@ -142,39 +147,6 @@ class ShardedState:
             start, stop = max(span.start, part.start), min(span.stop, part.stop)
             if start < stop:
                 yield start, stop, local.start + start - part.start
-
-    # --- initial weights -----------------------------------------------------------------------------
-
-    def scatter(self, drawn: np.ndarray, room: Array) -> None:
-        """Give the ranks of a pipeline stage the initial weights of which each has drawn its share. Collective.
-
-        They go through ``room``, fp32 memory that ranks may reach into, in as many rounds as that takes.
-        """
-        stage, weights = self.mesh.stage, self.optimizer.weights
-        shares = self.model.shares(stage.size, *self.parts)
-        each = max(len(room) // stage.size // ALIGNED * ALIGNED, 1)
-        room = room[: stage.size * each]
-        mine = room[stage.rank * each : (stage.rank + 1) * each]
-        runs, whole = [], 0  # of the whole tensors, one after another: from where to where, and where they go
-        for name, placement in self.placements.items():
-            span = self.spans[name]
-            size = span.stop - span.start
-            shift = whole + placement.shard * size - span.start
-            runs += [(start + shift, stop + shift, at) for start, stop, at in self._held(weights, span)]
-            whole += size * placement.shards
-        for at in range(0, max(share.stop - share.start for share in shares), each):
-            piece = drawn[at : at + each]
-            self.ops.copy(piece, mine[: len(piece)])
-            if stage.size > 1:
-                stage.comm.all_gather(mine, room, async_op=True).wait()
-            for rank, share in enumerate(shares):
-                first, end = share.start + at, min(share.start + at + each, share.stop)
-                there = rank * each - first
-                for from_, to, here in runs:
-                    start, stop = max(first, from_), min(end, to)
-                    if start < stop:
-                        target = weights.flat[here + start - from_ : here + stop - from_]
-                        self.ops.copy(room[there + start : there + stop], target)
 
 
 def _joined(parts: np.ndarray, shape: tuple[int, ...], dim: int | None) -> np.ndarray:

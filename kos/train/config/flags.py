@@ -153,7 +153,8 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
         raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
     given = vars(arguments)
     if lost := {"plan", "ranks", "gpu"} & given.keys():
-        raise ConfigError(f"--{min(lost)}: expected beside --plan alone, got it in a run")
+        how = "; a run has the ranks that its launcher starts: mpirun -n N" if "ranks" in lost else ""
+        raise ConfigError(f"--{max(lost)}: expected only together with --plan, got no --plan{how}")
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))

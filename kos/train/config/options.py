@@ -1,4 +1,4 @@
-"""What a run is told: one typed, frozen configuration.
+"""The settings of a run: one typed, frozen configuration.
 
 ``TrainConfig`` is the only list of the trainer's options: the command-line flags (``kos.train.config.flags``)
 and the keys of a ``--config`` file are made from its fields.  Wrong values end as ``ConfigError``, one
@@ -23,7 +23,7 @@ from kos.train.model.llama_config import LlamaConfig, Section
 from kos.train.ops.optimizer import Schedule
 
 DETERMINISTIC_MICRO_BATCHES = 8
-"""``--deterministic`` cuts the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
+"""``--deterministic`` splits the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
 
 MICRO_BATCH_TOKENS = 2048
 """Most tokens in a micro-batch whose size was not given: its activations stay in a core's caches (4 to 8% faster than
@@ -34,7 +34,7 @@ CUDA_MICRO_BATCH_TOKENS = 32_768
 
 ON_CPU: dict[str, tuple[Any, ...]] = {
     "dtype": ("auto", "float32"), "master_weights": ("float32",), "grad_dtype": ("float32",),
-    "attention": ("auto", "flash"), "graph": (True,),
+    "graph": (True,),
 }  # fmt: skip
 """Options that mean something on GPUs only, and what they may be on a CPU."""
 
@@ -135,9 +135,6 @@ class TrainConfig(Section):
     recompute: Literal["none", "norms", "block"] = option(
         "Device", "what the backward computes again to save memory: none, norms (and SwiGLU) or whole blocks", "none"
     )
-    attention: Literal["flash", "cudnn", "auto"] = option(
-        "Device", "of GPUs: flash (our own), cudnn (16-bit; extra cudnn), or auto: the faster, measured", "flash"
-    )
     graph: bool = option("Device", "of GPUs: replay each step as one CUDA graph", True)
 
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
@@ -189,7 +186,7 @@ class TrainConfig(Section):
         micro-batches a stage at least, and an interleaved one a multiple of its ranks, where the batch allows it.
 
         Raises:
-            ConfigError: the batch cannot be cut evenly; an option that the device does not have.
+            ConfigError: the batch cannot be split evenly; an option that the device does not have.
         """
         dtype, most = self.dtype, CUDA_MICRO_BATCH_TOKENS
         if device == "cpu":
@@ -220,6 +217,11 @@ class TrainConfig(Section):
             raise ConfigError(
                 f"--batch-size: expected a multiple of micro-batch size × {ranks} = {micro} × {size} = "
                 f"{micro * size}, got {batch}"
+            )
+        if self.pp_schedule == "interleaved" and (steps := batch // (micro * size)) % self.pp:
+            raise ConfigError(
+                f"--pp-schedule interleaved: expected a multiple of --pp {self.pp} micro-batches of each data-parallel "
+                f"rank, got {steps} (--batch-size {batch}, --micro-batch-size {micro})"
             )
         grad_dtype = self.grad_dtype if batch == micro * size else "float32"
         chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}
@@ -288,8 +290,8 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         for key, value in flatten(source, values).items():
             merged[key] = value
             label[key] = flag_of(key) if source == "flags" else f"{source}: {key}"
-            told = source in ("flags", "argument") or source.startswith("preset")
-            origin[key.rpartition(".")[2]] = "" if told else f" of {source}"
+            plain = source in ("flags", "argument") or source.startswith("preset")
+            origin[key.rpartition(".")[2]] = "" if plain else f" of {source}"
     if merged.get("model.model_type") == "gpt2":
         for key in (f"model.{name}" for name in LLAMAS):
             if label.get(key, "").startswith("preset"):

@@ -82,7 +82,7 @@ class Dataset:
     seq_len: int
     eval_batches: int
     fingerprint: str
-    """SHA-256 of the tokens (of very large shards: of their ends): tells other data when resuming."""
+    """SHA-256 of the tokens (of very large shards: of their ends), compared when resuming."""
 
     def __post_init__(self) -> None:
         least = self.seq_len + 1

@@ -143,7 +143,7 @@ def _visible_files(folder: Path) -> list[Path]:
 
 
 def _token_corpus(name: str, paths: Sequence[Path]) -> Corpus:
-    """Token files, those for validation told by their names."""
+    """Token files; their names say which are for validation."""
     val = [path for path in paths if "val" in path.name]
     train = [path for path in paths if "train" in path.name and path not in val]
     if not train or not val:

@@ -1,7 +1,7 @@
 """The default corpus: sources of Python's own standard library, real text that every Python ships.
 
 The selection is fixed: files that CPython 3.11 to 3.14 all have, also Debian's, without tests, platform stubs
-and tables of data.  What they say differs between versions of Python; the fingerprint of the data tells.
+and tables of data.  Their text differs between versions of Python, and so does the fingerprint of the data.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from kos.errors import CheckpointError, ConfigError, DataError, install
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 
 PIECE = 1 << 20
-"""Characters that a Hugging Face tokenizer is given at once: longer text is cut, at a line's end."""
+"""Characters that a Hugging Face tokenizer is given at once: longer text is split, at a line's end."""
 
 PORTION = 32  # pieces, which it encodes side by side
 
@@ -207,7 +207,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces of up to PIECE characters, cut at the ends of lines where there are any."""
+    """``text`` in pieces of up to PIECE characters, split at the ends of lines where there are any."""
     return (match[0] for match in re.finditer(rf"(?s).{{0,{PIECE - 1}}}(?:\n|\Z)|.{{{PIECE}}}", text))
 
 

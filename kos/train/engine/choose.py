@@ -12,8 +12,8 @@ from kos.cuda.kernels import nvrtc_version
 from kos.errors import ConfigError, KosError, install
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.engine import head_start
-from kos.train.engine.protocol import Engine, Show
+from kos.train.engine.base import Engine, Show
+from kos.train.engine.machine import DRIVER
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.failures import same_on_all
 from kos.train.parallel.mesh import AXES, Layout, Mesh
@@ -72,7 +72,7 @@ def choose_device(asked: str, comm: Communicator) -> str:
     if asked == "cuda":
         raise ConfigError(f"--device cuda: expected a GPU for every rank, got none for rank {rank}: {reason}")
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
-    if comm.rank == 0 and (unavailable() is None or (head_start.DRIVER.exists() and not hidden)):
+    if comm.rank == 0 and (unavailable() is None or (DRIVER.exists() and not hidden)):
         _log.warning("training on the CPU, not on this machine's GPUs: %s", reason)
     return "cpu"
 

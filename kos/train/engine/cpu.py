@@ -14,24 +14,21 @@ from kos.memory.arena import Arena
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
-from kos.train.engine import head_start
+from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
-from kos.train.engine.protocol import Show, StepResult
 from kos.train.engine.stage import fixes_order
-from kos.train.engine.step import StepProgram
-from kos.train.model.fixed import LOOKUPS, cut_of
+from kos.train.model.fixed import LOOKUPS, split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient
-from kos.train.parallel import schedules
-from kos.train.parallel.data import DataParallel, TreeSum, deal, waiting_subtrees
+from kos.train.parallel.data import DataParallel, TreeSum, waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Schedule
+from kos.train.train import StepResult
 
 
 def plan_memory(
@@ -55,15 +52,15 @@ def plan_memory(
         "tensors to be saved": saved,
     }
     free = free_memory() // ranks
-    knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
     assert config.micro_batch_size is not None
-    if config.micro_batch_size > 1:
-        knobs[f"a --micro-batch-size below {config.micro_batch_size}"] = 0
-    if config.recompute != "block":
-        knobs["--recompute block"] = 0
+    savings = {
+        "fewer ranks on this machine": ranks > 1,
+        f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
+        "--recompute block": config.recompute != "block",
+    }
     where = "this machine" + f" for each of {ranks} ranks" * (ranks > 1)
     uses = {use: size for use, size in uses.items() if size}
-    return MemoryPlan(uses, uses["activations"], free, where, knobs)
+    return MemoryPlan(uses, uses["activations"], free, where, [*filter(savings.get, savings)])
 
 
 class Sizing:
@@ -93,28 +90,22 @@ class Sizing:
         return lambda *operands: None
 
 
-class CpuEngine(StepProgram):
+class CpuEngine(Engine):
     """Weights and moments are fp32 arrays of the host; with ``--zero 1`` a rank holds its share of the moments."""
 
     lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
-        self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
-        self.chosen: dict[str, str] = {}
-        assert config.micro_batch_size is not None  # for_world has chosen it
-        self.rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
-        self.accumulation_steps, self._micro_batches = len(self.rounds), mesh.dp.size * len(self.rounds)
-        schedule = schedules.build(config.pp_schedule, mesh.pp.size, self.accumulation_steps, config.pp_chunks)
-        self.pipeline = Pipeline(mesh.pp, schedule)
-        parts = self.locals(model)
+        super().__init__(config, model, data, mesh, show)
+        parts, schedule, self.comm = self.parts, self.pipeline.schedule, mesh.world
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
         silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
         dp, steps, fixed = mesh.dp, self.accumulation_steps, fixes_order(config, model)
         if fixed:
-            cut_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
+            split_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
         waiting = waiting_subtrees(dp.rank, steps) if config.deterministic else 0
-        saved = Shards(model, mesh.layout, self.stages()).host_bytes(mesh.world.rank, config.save_async)
+        saved = Shards(model, mesh.layout, schedule.stages_of_ranks).host_bytes(mesh.world.rank, config.save_async)
         plan = plan_memory(config, model, parts, silent, schedule, of_host, shards, saved, waiting)
         self.plan = together(self.comm, plan.check)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
@@ -133,8 +124,8 @@ class CpuEngine(StepProgram):
         )  # fmt: skip
         self.state = self.make_state(model)
         self.schedule = config.make_schedule()
-        self.count, self.known = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
-        self.known_of_all = self.known[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.known.size))
+        self.count, self.report = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
+        self.reports = self.report[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.report.size))
 
     def describe(self) -> str:
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
@@ -153,39 +144,32 @@ class CpuEngine(StepProgram):
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}
 
-    def draw_weights(self) -> None:
-        model, seed, layout = self.model.config, self.config.seed, self.mesh.layout
-        if layout.ranks > layout.pp:
-            self.drawn = head_start.draw_weights(model, seed, layout, self.mesh.world.rank, self.stages())
-        else:  # its stages are this rank's alone
-            model.init_weights(self.weights, seed, *self.state.parts)
-
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""
         began, self._step = time.perf_counter(), step
-        self.known[0] = stop
-        self.count[0] = self.data.targets_per_micro_batch(step, len(self.rounds[0]))
+        self.report[0] = stop
+        self.count[0] = self.data.targets_per_micro_batch(step, len(self.micro_batches[0]))
         self.queue_step()
-        losses = self.known_of_all[self.reporters(), 1:]
-        loss = math.fsum(losses.flat) / self._micro_batches
-        stopped = bool(self.known_of_all[:, 0].any())
+        losses = self.reports[self.reporters(), 1:]
+        loss = math.fsum(losses.flat) / self.micro_batches_of_all
+        stopped = bool(self.reports[:, 0].any())
         self._result = StepResult(loss, self._norm, self._lr, time.perf_counter() - began, stopped)
 
     def queue_gradients(self) -> None:
         super().queue_gradients()
-        self.known[0] = self.known[0] or self.asked()  # meanwhile
+        self.report[0] = self.report[0] or self.asked()  # meanwhile
 
     def make_array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)
 
     def micro_batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         self.show(f"step {self._step + 1}", index / self.accumulation_steps)
-        tokens, targets = self.data.rows(self._step, self.rounds[index])
+        tokens, targets = self.data.rows(self._step, self.micro_batches[index])
         return self.context.take(tokens), self.context.take(targets)
 
     def queue_norm(self) -> None:
         if self.config.deterministic:
-            self._norm = self._exact_norm() / self._micro_batches
+            self._norm = self._exact_norm() / self.micro_batches_of_all
             return
         sums = self.optimizer.squares(self.gradients, self.counted())
         if self.parallel.sharded:
@@ -193,7 +177,7 @@ class CpuEngine(StepProgram):
         total = math.fsum(sums)
         if self.mesh.model.size > 1:
             total = math.fsum(self.mesh.model.comm.all_gather(np.array(total)))
-        self._norm = math.sqrt(total) / self._micro_batches
+        self._norm = math.sqrt(total) / self.micro_batches_of_all
 
     def _exact_norm(self) -> float:
         """The same bits however tensors are cut: of sums without rounding."""
@@ -218,7 +202,7 @@ class CpuEngine(StepProgram):
         if not math.isfinite(norm) or (config.skip_outliers and norm > config.skip_outliers):
             self.optimizer.step_count += 1
         else:
-            scale = clip_coefficient(norm, config.grad_clip) / self._micro_batches
+            scale = clip_coefficient(norm, config.grad_clip) / self.micro_batches_of_all
             self.optimizer.step(self.gradients, self._lr, scale)
 
     def finish_step(self, step: int) -> StepResult:

@@ -15,12 +15,13 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from kos.comm.communicator import Communicator
 from kos.comm.rendezvous.base import host_id
 from kos.cuda import driver
 from kos.cuda.devices import device_info
@@ -30,139 +31,79 @@ from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
-from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.shards import Shards
+from kos.train.checkpoint.state import Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.engine import head_start
+from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
-from kos.train.engine.memory_plan import MemoryPlan, plan_memory
-from kos.train.engine.protocol import Show, StepResult
-from kos.train.engine.step import StepProgram
+from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, plan_memory
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
-from kos.train.model.shapes import Local
-from kos.train.ops.cuda import cublaslt, cudnn
-from kos.train.ops.cuda.adamw import CHUNK, STATE, CudaAdamW
-from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
-from kos.train.parallel import schedules
+from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.adamw import STATE, CudaAdamW
+from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel, deal, waiting_subtrees
+from kos.train.parallel.data import DataParallel
 from kos.train.parallel.failures import together
-from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.pipeline import Pipeline
-from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.tensor import TensorParallel
+from kos.train.train import StepResult
 
-BUCKET_BYTES = 64 << 20  # at least
-BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
-ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
-HEAD_ROWS = 8192  # tokens whose logits are in memory at once
 DRAWN = 250_000  # elements of the weights drawn for the search; no power of two, or rows were each other's copies
 _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
 
 
-class Buckets(NamedTuple):
-    """How the gradients of a rank lie in memory, and how they are summed over ranks."""
-
-    multiple: int  # elements
-    nbytes: int  # of a bucket
-    staging: int  # bytes to which copy engines bring what is added
-    lookups: bool  # whether the embedding's lookups are gathered instead of its gradient
-
-    @classmethod
-    def of(
-        cls, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, rounds: int, reaches: bool
-    ) -> Buckets:
-        """Of a rank of ``mesh``; ``reaches``: the ranks of a machine reach into one another's memory."""
-        ranks, nbytes = mesh.gradients.size, BUCKET_BYTES
-        if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-            itemsize = DTYPES[config.grad_dtype].itemsize
-            nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
-        multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
-        staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
-        lookups = ranks == mesh.layout.ranks > 1 and gathers_lookups(config, model, ranks, rounds)
-        return cls(multiple, nbytes, staging, lookups)
-
-    def plan(
-        self, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, mesh: Mesh,
-        schedule: Schedule, sharing: int = 1, free: int | None = None,
-    ) -> MemoryPlan:  # fmt: skip
-        """The memory of a rank of ``mesh``, a silent one, one of ``sharing`` on its GPU."""
-        bucket = max(self.nbytes // DTYPES[config.grad_dtype].itemsize, self.multiple)
-        return plan_memory(
-            config, model, parts, ops, mesh=mesh, schedule=schedule, head_rows=HEAD_ROWS, multiple=self.multiple,
-            rounds=(rounds := schedule.micro_batches), sharing=sharing, lookups=self.lookups, staging=self.staging,
-            waiting=waiting_subtrees(mesh.dp.rank, rounds) if config.deterministic else 0, bucket=bucket, free=free,
-        )  # fmt: skip
-
-
-class CudaEngine(StepProgram):
+class CudaEngine(Engine):
     """One GPU of this rank; with ``--zero 1`` it holds its share of master weights and moments only."""
 
     lag = 1
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
-        comm, group = mesh.world, mesh.gradients
-        self.config, self.data, self.mesh, self.comm, self.group, self.show = config, data, mesh, comm, group, show
+        super().__init__(config, model, data, mesh, show)
+        self.comm, self.group = comm, group = mesh.world, mesh.gradients
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
         ops = CudaOps(device)
-        assert config.micro_batch_size is not None  # for_world has chosen it
-        rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
-        self.accumulation_steps, self._micro_batches = len(rounds), mesh.dp.size * len(rounds)
-        schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(rounds), config.pp_chunks)
-        self.pipeline = Pipeline(mesh.pp, schedule)
-        parts = self.locals(model)
-        if config.resume is None and config.init_from is None:  # beside what follows, if not begun already
-            head_start.weights(model, config.seed, mesh.layout, comm.rank, self.stages())
+        parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, self.accumulation_steps
         self.sharded = config.zero == 1 and group.size > 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self._reaches = group.size > 1 and "peer" in group.comm.backend_name
+        self._reaches = _reaches(group)
         silent = Mesh.silent(mesh.layout, comm.rank)
-        buckets = Buckets.of(config, model, parts, silent, len(rounds), self._reaches)
-        multiple, self.lookups = buckets.multiple, buckets.lookups
+        buckets = Buckets.of(config, model, parts, silent, self._reaches)
+        multiple = buckets.multiple
 
-        shards = Shards(model, mesh.layout, self.stages())
+        shards = Shards(model, mesh.layout, schedule.stages_of_ranks)
 
         def plan() -> MemoryPlan:
             saved = {"tensors to be saved": shards.host_bytes(comm.rank, config.save_async)}
-            MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}", {}).check()
+            MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}").check()
             sharing = uuids.count(uuids[comm.rank])
-            return buckets.plan(config, model, parts, ops, silent, schedule, sharing).check()
+            return plan_memory(config, model, parts, ops, silent, schedule, buckets, sharing).check()
 
-        heads = (parts[0].heads, parts[0].kv_heads, model.head_dim)
-        shape = cudnn.Shape(config.micro_batch_size, config.seq_len // mesh.cp.size, *heads, config.dtype)
-        asked: str = config.attention
-        if config.deterministic or mesh.cp.size > 1:  # not by time; another rank's keys are for our own kernels
-            asked = config.attention.replace("auto", "flash")
-        self.attention = cudnn.choose(asked, shape, ops, comm, plan)
-        self.chosen = {"attention": self.attention.partition(" (")[0]}
-        pool_of(ops.device).trim()  # what was measured
         self.plan = together(comm, plan)
         self.ops = ops
         if not config.deterministic:
-            ops.algorithms.update(self._search(model, len(rounds)))
+            ops.algorithms.update(self._search(model, accumulation_steps))
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         self.gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, multiple)
         self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
         self.build_models(model, ops, DTYPES[config.dtype], head_rows=HEAD_ROWS, recompute=config.recompute)
         for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self._free)):
-            arena.reserve(size)
+            arena.reserve(size, partial(_reachable, mesh.tp.comm, ops) if _reaches(mesh.tp) else None)
             arena.fix()
         if mesh.pp.size > 1:
-            micro, evaluated = config.micro_batch_size, [len(batch()[0]) for batch in data.val_batches()[:1]]
+            micro, evaluated = len(self.micro_batches[0]), [len(batch()[0]) for batch in data.val_batches()[:1]]
             sizes = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
             for rows in sorted(sizes):
                 own = self.tensor.rows(rows * config.seq_len // mesh.cp.size)
-                self.pipeline.connect(self._rooms[True][0].array[:own])
+                self.pipeline.connect(self._buffers[True][0].array[:own])
         self.parallel = DataParallel(
-            group, self.gradients, ops, in_order=(mesh.dp, len(rounds)) if config.deterministic else None,
+            group, self.gradients, ops, in_order=(mesh.dp, accumulation_steps) if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.nbytes // 4, sharded=self.sharded,
-            lookups=model.embedding if self.lookups else None, tied=model.tie_word_embeddings,
         )  # fmt: skip
         dtype = config.master_dtype
         master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)
@@ -178,25 +119,24 @@ class CudaEngine(StepProgram):
             seed=config.seed, counted=self.counted() if mesh.model.size > 1 else None,
         )  # fmt: skip
         self.state = self.make_state(model)
-        self.feed = Feed(data, rounds, self.context, ops)
+        self.feed = Feed(data, self.micro_batches, self.context, ops)
         self.count = self.feed.count
         # What a rank knows after a step: whether it was asked to stop, and its losses.
-        self.known = ops.zeros(1 + len(rounds), np.float64)
-        self.known_of_all = self.known if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
+        self.report = ops.zeros(1 + accumulation_steps, np.float64)
+        self.reports = self.report if comm.size == 1 else ops.zeros((comm.size, 1 + accumulation_steps), np.float64)
         self._graph: Graph | None = None
-        self._late = [_Late(self.known_of_all, self.optimizer.state) for _ in range(self.lag + 2)]
-        self._newest: _Late | None = None  # of the steps under way
+        self._pending = [_PendingResult(self.reports, self.optimizer.state) for _ in range(self.lag + 2)]
+        self._newest: _PendingResult | None = None  # of the steps under way
 
     def _zeros(self, size: int, dtype: Any) -> Array:
         """Memory that the ranks of a machine reach into, where they can: collectives beside a pass leave it all SMs."""
         if not self._reaches:
             return self.ops.zeros(size, dtype)
-        memory = self.group.comm.allocate(size, dtype)
-        array = Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)
+        array = _reachable(self.group.comm, self.ops, size, dtype)
         self.ops.zero(array)
         return array
 
-    def _search(self, model: LlamaConfig, rounds: int) -> dict[str, str]:
+    def _search(self, model: LlamaConfig, accumulation_steps: int) -> dict[str, str]:
         """The fastest algorithms found for the matrix products: by one rank of a machine, for all and for later.
 
         Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need; where
@@ -215,7 +155,7 @@ class CudaEngine(StepProgram):
             chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
             about = hashlib.blake2b(
-                repr((model, chosen, tp.size, cp.size, self.attention, rounds > 1, sorted(sizes))).encode()
+                repr((model, chosen, tp.size, cp.size, accumulation_steps > 1, sorted(sizes))).encode()
             )
             for path in sorted(code):
                 about.update(path.read_bytes())
@@ -224,7 +164,6 @@ class CudaEngine(StepProgram):
             if about.hexdigest() in found:
                 return found
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
-            trying.cudnn = ops.cudnn
             trial = make_model(
                 model, trying, head_rows=HEAD_ROWS, recompute=config.recompute, local=local,
                 tensor=TensorParallel(trying, tp, local.vocabulary.start), context=ContextParallel(trying, cp),
@@ -236,7 +175,7 @@ class CudaEngine(StepProgram):
             _draw_quickly(weights, random, trying)
             shape = config.micro_batch_size or 1, config.seq_len // cp.size
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
-            for accumulate in {False, rounds > 1}:
+            for accumulate in {False, accumulation_steps > 1}:
                 with trying.step(trial.arena):
                     trial.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=accumulate)
             for size in sizes:
@@ -254,7 +193,6 @@ class CudaEngine(StepProgram):
     def describe(self) -> str:
         about = device_info(self.ops.device)
         how = "one CUDA graph a step" if self.config.graph else "no graph"
-        how += f", attention by {self.attention}"
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
 
     def trial(self) -> None:
@@ -270,42 +208,26 @@ class CudaEngine(StepProgram):
             columns |= {f"mfu_{name}": each * per_token / peak for name, per_token in flops._asdict().items()}
         return columns
 
-    # --- state ---------------------------------------------------------------------------------------
+    # --- steps ---------------------------------------------------------------------------------------
 
-    def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
+    def read(self, weights: Tensors, moments: Tensors | None = None, step: int = 0) -> None:
         super().read(weights, moments, step)
         self.optimizer.refresh_copy()
 
-    def draw_weights(self) -> None:
-        model, mesh = self.model.config, self.mesh
-        self.drawn = head_start.weights(model, self.config.seed, mesh.layout, mesh.world.rank, self.stages()).result()
-
-    def share_weights(self) -> None:
-        super().share_weights()
-        head_start.weights.cache_clear()
-        self.optimizer.refresh_copy()
-
-    def spare_memory(self) -> Array:
-        flat = self.gradients.flat
-        shape = (flat.nbytes // FLOAT32.itemsize,)
-        return Array(flat.pointer, shape, FLOAT32, flat.device, owner=flat, stream=flat.stream)
-
-    # --- steps ---------------------------------------------------------------------------------------
-
     def start_step(self, step: int, stop: bool) -> None:
-        stream, late = self.ops.stream, self._late[step % len(self._late)]
+        stream, result = self.ops.stream, self._pending[step % len(self._pending)]
         driver.set_device(self.ops.device)
-        late.begin(stream, self._newest)
-        late.asked[0] = stop
+        result.begin(stream, self._newest)
+        result.asked[0] = stop
         self.feed.take(step)
-        self.known[:1].copy_from(late.asked, stream)
+        self.report[:1].copy_from(result.asked, stream)
         if self.config.graph:
             self._graph = self._graph or self._capture()
             self._graph.replay(stream)
         else:
             self.queue_step()
-        late.fetch(self.known_of_all, self.optimizer.state, stream)
-        self._newest = late
+        result.fetch(self.reports, self.optimizer.state, stream)
+        self._newest = result
         if step + 1 < self.config.steps:
             self.feed.fetch(step + 1)
 
@@ -328,13 +250,13 @@ class CudaEngine(StepProgram):
         self.optimizer.queue_norm(self.gradients, of_parts, of_model)
 
     def queue_update(self) -> None:
-        self.optimizer.queue_update(self.gradients, 1 / self._micro_batches)
+        self.optimizer.queue_update(self.gradients, 1 / self.micro_batches_of_all)
 
     def finish_step(self, step: int) -> StepResult:
-        late = self._late[step % len(self._late)]
+        result = self._pending[step % len(self._pending)]
 
         def over() -> bool:
-            done = late.there.done()
+            done = result.there.done()
             if not done:
                 time.sleep(_LOOK_EVERY)
             return done
@@ -343,15 +265,15 @@ class CudaEngine(StepProgram):
             self.synchronize(until=over)
         while not over():
             pass
-        if self._newest is late:
+        if self._newest is result:
             self._newest = None
-        answers = late.answers.reshape(self.comm.size, -1)
+        answers = result.answers.reshape(self.comm.size, -1)
         losses = answers[self.reporters(), 1:]
-        after = dict(zip(STATE, map(float, late.state), strict=True))
-        loss = float(losses.sum()) / self._micro_batches
+        after = dict(zip(STATE, map(float, result.state), strict=True))
+        loss = float(losses.sum()) / self.micro_batches_of_all
         if math.isfinite(loss):
-            loss = math.fsum(losses.flat) / self._micro_batches
-        return StepResult(loss, after["norm"], after["lr"], late.seconds(), bool(answers[:, 0].any()))
+            loss = math.fsum(losses.flat) / self.micro_batches_of_all
+        return StepResult(loss, after["norm"], after["lr"], result.seconds(), bool(answers[:, 0].any()))
 
     def not_finite(self, step: int) -> str | None:
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
@@ -372,16 +294,15 @@ class CudaEngine(StepProgram):
         self.pipeline.close()
 
 
-def gathers_lookups(config: TrainConfig, model: LlamaConfig, ranks: int, rounds: int) -> bool:
-    """Whether the rows that all ranks look up in a step are fewer bytes on the wire than the embedding's gradient.
+def _reaches(axis: Axis) -> bool:
+    """Whether the ranks of an axis reach into one another's memory."""
+    return axis.size > 1 and "peer" in axis.comm.backend_name
 
-    That is the last gradient of a backward, and no computation is left to hide its sum.
-    """
-    if config.deterministic or config.micro_batch_size is None:
-        return False
-    gathered = ranks * config.micro_batch_size * config.seq_len * DTYPES[config.dtype].itemsize
-    summed = (2 - config.zero) * DTYPES[config.grad_dtype].itemsize * model.vocab_size  # an all-reduce moves it twice
-    return gathered < summed and (model.tie_word_embeddings or rounds == 1)
+
+def _reachable(comm: Communicator, ops: CudaOps, size: int, dtype: Any = np.uint8) -> Array:
+    """An uninitialised array, at the same place on each rank, where the collectives of ``comm`` are fastest."""
+    memory = comm.allocate(size, dtype)
+    return Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=ops.stream)
 
 
 def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps) -> None:
@@ -399,7 +320,7 @@ def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps
             flat[span].copy_from(constant, ops.stream)
 
 
-class _Late:
+class _PendingResult:
     """What the host sends and gets of a step, in pinned memory, while the device goes on to the next."""
 
     def __init__(self, answers: Array, state: Array) -> None:
@@ -410,7 +331,7 @@ class _Late:
         self.there, self._began = Event(device, timed=True), Event(device, timed=True)
         self._since = self._began
 
-    def begin(self, stream: object, before: _Late | None) -> None:
+    def begin(self, stream: object, before: _PendingResult | None) -> None:
         """Queue the mark that a step is timed from: where one before it is under way, that one's end."""
         self._since = self._began if before is None else before.there
         if before is None:

@@ -27,14 +27,14 @@ class _Slot(NamedTuple):
 
 
 class Feed:
-    """This rank's rows of each step: ``batch`` (rounds, 2, B, T), tokens and targets, where the step reads them.
+    """This rank's rows of each step: ``batch`` (micro_batches, 2, B, T), tokens and targets, where the step reads them.
 
     ``count`` (1,) is what the sums of a micro-batch are divided by (``Dataset.targets_per_micro_batch``).
     """
 
-    def __init__(self, data: Dataset, rounds: Sequence[range], context: ContextParallel, ops: CudaOps) -> None:
-        self._data, self._rounds, self._context, self._ops = data, rounds, context, ops
-        shape = (len(rounds), 2, len(rounds[0]), data.seq_len // context.size)
+    def __init__(self, data: Dataset, micro_batches: Sequence[range], context: ContextParallel, ops: CudaOps) -> None:
+        self._data, self._micro_batches, self._context, self._ops = data, micro_batches, context, ops
+        shape = (len(micro_batches), 2, len(micro_batches[0]), data.seq_len // context.size)
         self.batch, self.count = ops.zeros(shape, np.int32), ops.zeros(1, np.float32)
         self._stream = create_stream(ops.device)
         self._slots = [
@@ -56,9 +56,9 @@ class Feed:
         """Read the rows of ``step`` and start to copy them; does not wait for the step that runs."""
         slot = self._slots[step % 2]
         slot.copied.synchronize()  # of the step before the last
-        for index, rows in enumerate(self._rounds):
+        for index, rows in enumerate(self._micro_batches):
             slot.host[index] = [self._context.take(tokens) for tokens in self._data.rows(step, rows)]
-        slot.host_count[0] = self._data.targets_per_micro_batch(step, len(self._rounds[0]))
+        slot.host_count[0] = self._data.targets_per_micro_batch(step, len(self._micro_batches[0]))
         slot.taken.hold(self._stream)
         slot.device.copy_from(slot.host, self._stream)
         slot.device_count.copy_from(slot.host_count, self._stream)

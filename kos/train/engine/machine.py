@@ -9,14 +9,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy  # noqa: F401 - loads BLAS
+from threadpoolctl import ThreadpoolController
+
 from kos.comm.communicator import Communicator
 from kos.comm.rendezvous.base import host_id
 from kos.cuda.devices import visible_devices
-from kos.train.engine.head_start import thread_pools
+
+DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 
 PEAK_FLOPS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
 """Dense bf16 flops a second by a part of the GPU's name, the first that fits: NVIDIA's data sheets."""
@@ -25,6 +30,13 @@ PACKAGES = (
     "kos", "numpy", "ml_dtypes", "mpi4py", "safetensors", "pydantic", "tokenizers", "cuda-core", "nccl4py",
     "nvidia-cuda-nvrtc", "nvmath-python",
 )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def thread_pools() -> ThreadpoolController:
+    """Those of BLAS. To be called before other threads import: the look-up holds the loader's lock and waits for
+    Python's, an import the other way round."""
+    return ThreadpoolController()
 
 
 def limit_threads(comm: Communicator, threads: int | None = None) -> int:

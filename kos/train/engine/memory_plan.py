@@ -23,10 +23,16 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops.cuda import attention, cublaslt
+from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.parallel.data import waiting_subtrees
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
 
+BUCKET_BYTES = 64 << 20  # at least
+BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
+ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
+HEAD_ROWS = 8192  # tokens whose logits are in memory at once
 RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
 GIB = 1 << 30
 
@@ -34,7 +40,7 @@ GIB = 1 << 30
 class MemoryPlan(NamedTuple):
     """Bytes by what they are for, and how many are free; ``arena`` of them are for activations.
 
-    ``knobs`` are the options that take less: how many bytes beside the arena, 0 for those that act on the arena.
+    ``savings`` are the options that take less and are not used yet.
     ``scratch`` and ``slot`` are the bytes of the arenas: that of what is computed and that of a micro-batch in flight.
     """
 
@@ -42,7 +48,7 @@ class MemoryPlan(NamedTuple):
     arena: int
     free: int
     device: str
-    knobs: dict[str, int]
+    savings: Sequence[str] = ()
     scratch: int = 0
     slot: int = 0
 
@@ -54,14 +60,11 @@ class MemoryPlan(NamedTuple):
         """This plan; ConfigError, with the options that can help, where it does not fit."""
         if self.total <= self.free:
             return self
-        rest = self.total - self.arena
-        fits = rest - sum(self.knobs.values()) < self.free
-        helpful = [knob for knob, saved in self.knobs.items() if fits and (saved or rest < self.free)]
         uses = sorted(self.uses.items(), key=lambda use: -use[1])
         raise ConfigError(
             f"memory: expected at most {self.free / GIB:.2f} GiB, which are free on {self.device}, "
             f"got {self.total / GIB:.2f} GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in uses)}; "
-            f"less takes {' or '.join([*helpful, 'a smaller model'])}"
+            f"less takes {' or '.join([*self.savings, 'a smaller model'])}"
         )
 
     def __str__(self) -> str:
@@ -70,32 +73,50 @@ class MemoryPlan(NamedTuple):
         return "\n".join(rows)
 
 
+class Buckets(NamedTuple):
+    """How the gradients of a rank lie in memory, and how they are summed over ranks."""
+
+    multiple: int  # elements
+    nbytes: int  # of a bucket
+    staging: int  # bytes to which copy engines bring what is added
+
+    @classmethod
+    def of(
+        cls, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool
+    ) -> Buckets:
+        """Of a rank of ``mesh``; ``reaches``: the ranks of a machine reach into one another's memory."""
+        ranks, nbytes = mesh.gradients.size, BUCKET_BYTES
+        if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
+            itemsize = DTYPES[config.grad_dtype].itemsize
+            nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
+        multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
+        staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
+        return cls(multiple, nbytes, staging)
+
+
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, *, mesh: Mesh, schedule: Schedule,
-    head_rows: int, multiple: int, rounds: int, sharing: int = 1, waiting: int = 0, lookups: bool = False,
-    staging: int = 0, bucket: int = 0, free: int | None = None,
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, mesh: Mesh, schedule: Schedule,
+    buckets: Buckets, sharing: int = 1, free: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank of ``mesh``, a silent one, which holds ``parts`` of the model, a stage each.
 
-    ``sharing``: ranks on this GPU.  ``waiting``: copies of the gradients that are summed in order.
-    ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
-    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice.
-    ``free``: bytes of a GPU that is not there."""
+    ``sharing``: ranks on this GPU.  ``free``: bytes of a GPU that is not there."""
     assert config.micro_batch_size is not None
-    ranks = mesh.gradients.size
-    count = -(-model.num_parameters(*parts) // multiple) * multiple
+    ranks, accumulation_steps = mesh.gradients.size, schedule.micro_batches
+    waiting = waiting_subtrees(mesh.dp.rank, accumulation_steps) if config.deterministic else 0
+    count = -(-model.num_parameters(*parts) // buckets.multiple) * buckets.multiple
     itemsize = DTYPES[config.dtype].itemsize
     sharded = config.zero == 1 and ranks > 1
     held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
     master = config.master_dtype
     has_copy = sharded or config.dtype != master
     tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
-    rows = min(head_rows, tokens)
+    rows = min(HEAD_ROWS, tokens)
     logits = rows * len(parts[0].vocabulary) * itemsize * any(part.last for part in parts)
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
-    looking = ranks if lookups else 1
     sizing = ops if isinstance(ops, Sizing) else Sizing(ops)
-    scratch, slot = peaks(config, model, parts, sizing, mesh, split, head_rows=head_rows, looking=looking)
+    scratch, slot = peaks(config, model, parts, sizing, mesh, split, head_rows=HEAD_ROWS)
+    bucket = max(buckets.nbytes // DTYPES[config.grad_dtype].itemsize, buckets.multiple)  # of the state, to be saved
     scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
@@ -107,41 +128,35 @@ def plan_memory(
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (1 + waiting),
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
         f"logits of {rows} tokens": logits,
-        "tokens, cuBLASLt's workspace": 3 * 8 * rounds * tokens + cublaslt.WORKSPACE,
-        "kernels, graph, communication": RESERVE + staging,
+        "tokens, cuBLASLt's workspace": 3 * 8 * accumulation_steps * tokens + cublaslt.WORKSPACE,
+        "kernels, graph, communication": RESERVE + buckets.staging,
     }
-    shard, master_size = count // ranks, DTYPES[master].itemsize
-    knobs = {f"a --micro-batch-size below {config.micro_batch_size}": 0} if config.micro_batch_size > 1 else {}
-    if config.recompute != "block":
-        knobs[f"--recompute {'norms or block' if config.recompute == 'none' else 'block'}"] = 0
-    if ops.cudnn is not None:
-        knobs["--attention flash"] = 0
-    if not config.zero and ranks > 1:
-        knobs["--zero 1"] = (8 + master_size) * (count - shard) - (0 if has_copy else count * itemsize)
-    if config.dtype != config.grad_dtype and rounds == 1 and not config.deterministic:
-        knobs["--grad-dtype bfloat16"] = (DTYPES[config.grad_dtype].itemsize - itemsize) * count
-    if config.dtype != master:  # after ZeRO-1, of which a copy for the passes is left
-        knobs["--master-weights none"] = (master_size - (itemsize if ranks > 1 else 0)) * shard
+    savings = {
+        f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
+        "--recompute norms or block": config.recompute == "none",
+        "--recompute block": config.recompute == "norms",
+        "--zero 1": not config.zero and ranks > 1,
+        "--grad-dtype bfloat16": config.dtype != config.grad_dtype and accumulation_steps == 1
+        and not config.deterministic,
+        "--master-weights none": config.dtype != master,
+    }  # fmt: skip
     if free is None:
         free, _ = call(cu.cuMemGetInfo)
     name, uses = f"cuda:{ops.device}", {use: size for use, size in uses.items() if size}
-    return MemoryPlan(uses, arena, free // sharing, name, knobs, scratch, slot)
+    return MemoryPlan(uses, arena, free // sharing, name, [*filter(savings.get, savings)], scratch, slot)
 
 
 def peaks(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], sizing: Any, mesh: Mesh, split: bool, *,
-    head_rows: int | None = None, looking: int = 1,
+    head_rows: int | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """Bytes that passes take from the arena of scratch memory, and a micro-batch in flight from its own, at most.
 
     ``mesh`` is silent, and ``sizing`` are operations that do nothing.  ``split``: gradients of weights are left for
-    later; ``looking``: ranks whose lookups a backward gathers."""
+    later."""
     dtype, scratch, slots = sizing.dtype(config.dtype), sizing.make_arena(), [0]
     assert config.micro_batch_size is not None
     loss = sizing.zeros(1, np.float64)
-
-    def lookups(*mine: Array) -> Any:
-        return [scratch.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
 
     for local in parts:
         llama = make_stage(
@@ -154,8 +169,7 @@ def peaks(
         gradients = weights.like(config.grad_dtype)
         slot, rows = Slot(sizing.make_arena()), (llama.tensor.rows(math.prod(shape)), model.hidden_size)
         of = ChainMap[str, Any]({LOOKUPS: gradients.flat}, gradients)  # type: ignore[arg-type]
-        gathered, deferred = lookups if looking > 1 else None, slot.deferred if split else None
-        into = Gradients(of, False, lambda name: None, gathered, deferred)
+        into = Gradients(of, False, lambda name: None, slot.deferred if split else None)
         with sizing.step(scratch):
             received = None if local.first else slot.arena.take(rows, dtype)
             llama.queue_forward(weights, slot, tokens, received)
@@ -177,7 +191,7 @@ class Sizing(CudaOps):
     """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
 
     def __init__(self, ops: CudaOps) -> None:
-        self.device, self.stream, self.cudnn = ops.device, ops.stream, ops.cudnn
+        self.device, self.stream = ops.device, ops.stream
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
 
     def family(self, dtype: str, head_dim: int) -> str:
@@ -205,16 +219,12 @@ class Sizing(CudaOps):
         pass
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, lse: Array, arena: Arena) -> None:
-        if self.cudnn is not None:
-            self.cudnn.forward(qkv, heads, kv_heads, out, lse, arena, dry=True)
+        pass
 
     def attention_backward(
         self, d_out: Any, qkv: Any, out: Any, lse: Array, heads: int, kv_heads: int, d_qkv: Any, arena: Arena
     ) -> None:
-        if self.cudnn is not None:
-            self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
-        else:
-            self._attention_scratch(qkv, lse, heads, kv_heads, arena)
+        self._attention_scratch(qkv, lse, heads, kv_heads, arena)
 
     def attention_to(self, *operands: Any) -> None:
         pass

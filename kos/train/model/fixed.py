@@ -10,17 +10,17 @@ from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
-from kos.train.parallel.fixed import Cut, FixedContext, FixedOrder, FixedTensor
+from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor, Split
 from kos.train.parallel.mesh import Axis
 
 LOOKUPS = "lookups"
 """In ``Gradients.of``: a tied embedding's gradient by its lookups, apart from that of the head."""
 
 
-def cut_of(config: LlamaConfig, seq_len: int) -> Cut:
-    """How the sums of a model are cut, in every layout."""
+def split_of(config: LlamaConfig, seq_len: int) -> Split:
+    """How the sums of a model are split, in every layout."""
     sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size, config.vocab_size)
-    return Cut.of(sizes, seq_len)
+    return Split.of(sizes, seq_len)
 
 
 class FixedLlama(Llama):
@@ -32,7 +32,7 @@ class FixedLlama(Llama):
     def __init__(
         self, config: LlamaConfig, ops: Any, *, seq_len: int, local: Local, tp: Axis, cp: Axis, **options: Any
     ) -> None:
-        self.order = FixedOrder(ops, cut_of(config, seq_len), tp, cp)
+        self.order = FixedOrder(ops, split_of(config, seq_len), tp, cp)
         tensor, context = FixedTensor(self.order, local.vocabulary.start), FixedContext(self.order)
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
         A, kv = local.heads * config.head_dim, local.kv_heads * config.head_dim

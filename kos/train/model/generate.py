@@ -16,19 +16,19 @@ NextLogits = Callable[[np.ndarray], np.ndarray]
 
 def generate(
     next_logits: NextLogits, context: int, prompt: Sequence[int], count: int, *, seed: int,
-    temperature: float = 0.8, top_k: int = 0, stop: int | None = None, cut: Callable[[], bool] = lambda: False,
+    temperature: float = 0.8, top_k: int = 0, stop: int | None = None, stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:  # fmt: skip
     """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
 
     Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The model sees the last ``context``
-    tokens. Ends early at token ``stop``, or when ``cut`` says so.
+    tokens. Ends early at token ``stop``, or when ``stopped`` says so.
     """
     rng = np.random.default_rng(seed)
     ids = list(prompt)
     for _ in range(count):
         seen = np.asarray([ids[-context:]], np.int32)
         token = _draw(next_logits(seen), temperature, top_k, rng)
-        if token == stop or cut():
+        if token == stop or stopped():
             return
         ids.append(token)
         yield token

@@ -28,7 +28,7 @@ class GPT2Config(LlamaConfig):
     model_type: ClassVar[str] = "gpt2"
     embedding: ClassVar[str] = "transformer.wte.weight"
     final_norm: ClassVar[str] = "transformer.ln_f.weight"
-    lookups: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
+    tables: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
     residual: ClassVar[tuple[str, ...]] = (".c_proj.weight",)
 
     def __post_init__(self) -> None:

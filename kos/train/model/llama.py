@@ -1,7 +1,7 @@
 """LLaMA, forward and backward by hand, over the vocabulary of ``kos.train.ops``.
 
 The model is a row of stages: ``embed``, ``block`` 0 … L-1, ``head``; each has a forward and a backward,
-and what a block's forward keeps for its backward is one named tuple.  Parallelism cuts between the stages
+and what a block's forward keeps for its backward is one named tuple.  Parallelism splits between the stages
 (``queue_forward`` and ``queue_backward`` are those of a rank's part) and inside the blocks, where
 ``kos.train.parallel.tensor`` and ``kos.train.parallel.context`` have the operations that are split over ranks.
 
@@ -28,14 +28,10 @@ from kos.train.parallel.tensor import TensorParallel
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 
 Weights = Mapping[str, Array]
-Lookups = Callable[[Array, Array], tuple[Array, Array]]
 
 
 class Gradients(NamedTuple):
-    """Where a backward puts the gradients of weights, whether it adds to them, and whom it tells.
-
-    ``lookups(tokens_N, d_rows_ND)`` gives those of all ranks, where every rank works out for all what the embedding
-    gets from its lookups: a few rows, of which the sum over ranks would be the whole table.
+    """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
 
     ``deferred`` takes the matrices' gradients that are left for later, by name: the two arrays that each is the product
     of, in the slot's memory (``Llama.queue_weight_gradients``).
@@ -44,7 +40,6 @@ class Gradients(NamedTuple):
     of: Weights
     accumulate: bool
     final: Callable[[str], object]
-    lookups: Lookups | None = None
     deferred: list[tuple[str, Array, Array]] | None = None
 
 
@@ -137,16 +132,13 @@ class Llama:
 
     def queue_loss_and_gradients(
         self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, loss: Array, *, accumulate: bool,
-        on_gradient: Callable[[str], object] | None = None, lookups: Lookups | None = None, count: Array | None = None,
+        on_gradient: Callable[[str], object] | None = None, count: Array | None = None,
     ) -> None:  # fmt: skip
         """As ``loss_and_gradients``, inside ``ops.step`` of the caller: the loss goes to ``loss`` (1,), float64.
 
-        With ``lookups`` (see ``Gradients``) a tied embedding is final once the head has put its share there, and one
-        that is not tied never is: what follows is no longer this rank's alone.
-
         Waits for nothing, so that a dialect that queues its work may have the pass captured.
         """
-        into = Gradients(gradients, accumulate, on_gradient or (lambda name: None), lookups)
+        into = Gradients(gradients, accumulate, on_gradient or (lambda name: None))
         _check_shapes(tokens, targets)
         with self.arena.scope():
             slot = Slot(self.arena)
@@ -276,12 +268,8 @@ class Llama:
         """The last of all; a tied head has already put its share there."""
         name = self.config.embedding
         accumulate = into.accumulate or (self.config.tie_word_embeddings and self.holds_last)
-        with self.arena.scope():
-            if into.lookups is not None:
-                tokens_N, dx_nD = into.lookups(tokens_N, dx_nD)
-            self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], accumulate, self.arena)
-        if into.lookups is None:
-            into.final(name)
+        self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], accumulate, self.arena)
+        into.final(name)
 
     def block(
         self, layer: int, weights: Weights, x_nD: Array, seq_len: int, out_nD: Array, keep: Arena
@@ -396,7 +384,7 @@ class Llama:
                     ops.linear_weight_gradient(logits_NV, normed_ND[rows], sum_VD, add, arena)
             if not in_place:
                 ops.copy(sum_VD, d_weight)
-            if into.lookups is not None or not self.config.tie_word_embeddings or not self.holds_first:
+            if not self.config.tie_word_embeddings or not self.holds_first:
                 into.final(name)
             ops.zero(dx_nD)
             d_normed_nD = d_normed_ND
@@ -430,8 +418,10 @@ class Llama:
     def _column_linear_backward(
         self, weights: Weights, name: str, d_out_NF: Array, x_nD: Array, dx_nD: Array, into: Gradients, keep: Arena
     ) -> None:
-        x_ND = self.tensor.column_linear_backward(d_out_NF, x_nD, weights[name], dx_nD, keep, self.arena)
-        self._weight_gradient(name, d_out_NF, x_ND, into)
+        self.tensor.column_linear_backward(
+            d_out_NF, x_nD, weights[name], dx_nD, keep, self.arena,
+            lambda x_ND: self._weight_gradient(name, d_out_NF, x_ND, into),
+        )  # fmt: skip
 
     def _row_linear_backward(
         self, weights: Weights, name: str, d_out_nD: Array, x_NF: Array, dx_NF: Array, into: Gradients, keep: Arena

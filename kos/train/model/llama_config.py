@@ -6,22 +6,13 @@ Field names, tensor names and layouts (linears are (out, in)) are Hugging Face's
 from __future__ import annotations
 
 import math
-import os
-import threading
-import zlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from kos.errors import ConfigError
-from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local, Placement, Stages, split_layers
-
-DRAWN = 1 << 26  # initial weights that have a random generator of their own: half a second of one core
 
 
 class Section(BaseModel):
@@ -69,17 +60,6 @@ class LayerNames(NamedTuple):
     down: str
 
 
-class _Block(NamedTuple):
-    """Initial weights that one random generator draws."""
-
-    name: str  # of the tensor
-    number: int  # among the blocks of that
-    start: int  # in the whole tensors, one after another
-    size: int
-    constant: bool
-    together: slice  # what one rank must draw alone
-
-
 @dataclass(frozen=True)
 class LlamaConfig:
     """The shape of a model, in Hugging Face's field names.  ConfigError where it cannot be."""
@@ -87,7 +67,7 @@ class LlamaConfig:
     model_type: ClassVar[str] = "llama"
     embedding: ClassVar[str] = "model.embed_tokens.weight"
     final_norm: ClassVar[str] = "model.norm.weight"
-    lookups: ClassVar[tuple[str, ...]] = (embedding,)  # tables whose rows are read, not multiplied
+    tables: ClassVar[tuple[str, ...]] = (embedding,)  # whose rows are read, not multiplied
     residual: ClassVar[tuple[str, ...]] = (".o_proj.weight", ".down_proj.weight")  # ends of what adds to the stream
 
     vocab_size: int
@@ -132,13 +112,11 @@ class LlamaConfig:
     def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
         """The part of one rank of ``tp`` times ``pp``; the whole model unless told otherwise.
 
-        ConfigError where heads, intermediate size or vocabulary do not divide, or a stage would have no layer.
+        ConfigError where heads, intermediate size or vocabulary do not divide.
         """
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             if (got := getattr(self, name)) % tp:
                 raise ConfigError(f"--tp {tp}: expected {name} to be a multiple of {tp}, got {got}")
-        if pp > self.num_hidden_layers:
-            raise ConfigError(f"--pp {pp}: expected at most a stage a layer, {self.num_hidden_layers}, got {pp}")
         rows = self.vocab_size // tp
         return Local(
             split_layers(self.num_hidden_layers, pp, pp_rank, self._head_cost()),
@@ -153,8 +131,12 @@ class LlamaConfig:
         return self.vocab_size / (heads + self.up_size + self.intermediate_size)
 
     def parts(self, tp_rank: int, tp: int, pp_rank: int, stages: Stages) -> tuple[Local, ...]:
-        """Of one rank, a stage each."""
-        count = sum(map(len, stages))
+        """Of one rank, a stage each. ConfigError where a stage would have no layer, and as in ``local``."""
+        count, pp = sum(map(len, stages)), len(stages)
+        if count > self.num_hidden_layers:
+            chunks = f" x {count // pp} stages a rank (--pp-schedule, --pp-chunks)" * (count > pp)
+            most = f"at most one stage a layer, {self.num_hidden_layers}"
+            raise ConfigError(f"--pp {pp}{chunks}: expected {most}, got {count}")
         return tuple(self.local(tp_rank, tp, stage, count) for stage in stages[pp_rank])
 
     def placements(self, *parts: Local) -> dict[str, Placement]:
@@ -212,7 +194,7 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""
         shapes = self.parameter_shapes()
-        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.lookups)
+        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.tables)
         if self.tie_word_embeddings:
             matmul += math.prod(shapes[self.embedding])
         scores = self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
@@ -223,75 +205,3 @@ class LlamaConfig:
         d = self.head_dim
         frequencies = [self.rope_theta ** (-2 * i / d) for i in range(d // 2)]
         return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
-
-    def init_weights(self, weights: Parameters, seed: int, *parts: Local) -> None:
-        """Norms at 1, biases at 0, the rest normal(0, initializer_range), ``residual`` over sqrt(2 L), as GPT-2.
-
-        A tensor's values depend on ``seed``, its name and its shape alone; blocks of ``DRAWN`` are drawn side by side.
-        """
-        self._draw(weights.flat, self._blocks(*parts), seed, min(64, os.cpu_count() or 1))
-
-    def shares(self, ranks: int, *parts: Local) -> list[slice]:
-        """The whole tensors of a pipeline stage, one after another, in a run for each rank, about equally long.
-
-        A tensor that is sharded by columns is in one run.
-        """
-        blocks = self._blocks(*parts)
-        ends, whole = [0] * (ranks + 1), blocks[-1].start + blocks[-1].size
-        for block in blocks:  # goes to the rank in whose equal part its middle lies
-            rank = (block.together.start + block.together.stop) * ranks // (2 * whole)
-            ends[rank + 1 :] = [block.start + block.size] * (ranks - rank)
-        return [slice(*ends[rank : rank + 2]) for rank in range(ranks)]
-
-    def draw_share(
-        self, share: slice, seed: int, threads: int, unwanted: threading.Event | None = None,
-        parts: Sequence[Local] = (),
-    ) -> np.ndarray:  # fmt: skip
-        """The initial weights of a share, in fp32; not all of them once they are ``unwanted``.
-
-        A tensor that is sharded by columns lies there part by part: any rank's part of any tensor is one run.
-        """
-        values, placements = np.empty(share.stop - share.start, np.float32), self.placements(*parts)
-        blocks = [block for block in self._blocks(*parts) if share.start <= block.start < share.stop]
-        self._draw(values, blocks, seed, threads, unwanted)
-        for block in blocks:
-            placement = placements[block.name]
-            if placement.dim == 1 and placement.shards > 1 and block.number == 0:
-                start, rows = block.start - share.start, placement.shape[0]
-                tensor = values[start : start + math.prod(placement.shape)]
-                tensor[:] = tensor.reshape(rows, placement.shards, -1).swapaxes(0, 1).ravel()
-        return values
-
-    def _blocks(self, *parts: Local) -> list[_Block]:
-        found, start = [], 0
-        for name, placement in self.placements(*parts).items():
-            shape, size = placement.shape, math.prod(placement.shape)
-            whole = slice(start, start + size) if placement.dim == 1 and placement.shards > 1 else None
-            for number, at in enumerate(range(start, start + size, DRAWN)):
-                length = min(DRAWN, start + size - at)
-                found.append(_Block(name, number, at, length, len(shape) == 1, whole or slice(at, at + length)))
-            start += size
-        return found
-
-    def _draw(
-        self, into: np.ndarray, blocks: list[_Block], seed: int, threads: int, unwanted: threading.Event | None = None
-    ) -> None:
-        """Fill ``into``, which is these blocks, one after another."""
-        first = blocks[0].start if blocks else 0
-
-        def draw(block: _Block) -> None:
-            if unwanted is not None and unwanted.is_set():
-                return
-            flat = into[block.start - first :][: block.size]
-            if block.constant:
-                flat[...] = not block.name.endswith(".bias")
-                return
-            std = self.initializer_range
-            if block.name.endswith(self.residual):
-                std /= math.sqrt(2 * self.num_hidden_layers)
-            rng = np.random.default_rng([seed, zlib.crc32(block.name.encode()), block.number])
-            rng.standard_normal(out=flat, dtype=np.float32)
-            flat *= std
-
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(draw, sorted(blocks, key=lambda block: -block.size)))

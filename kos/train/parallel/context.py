@@ -1,6 +1,6 @@
 """Context parallelism: the tokens of a sequence split over ranks; attention alone looks at more than a rank's own.
 
-A sequence is cut into 2 cp chunks of c tokens; rank r holds chunks r and 2 cp - 1 - r, one after the other (zigzag:
+A sequence is split into 2 cp chunks of c tokens; rank r holds chunks r and 2 cp - 1 - r, one after the other (zigzag:
 Llama 3, arXiv:2407.21783; the balance: Brandon et al. 2023, arXiv:2311.09431). A rank's attention is then
 
 - to its own keys: causal, as of one sequence of 2c tokens;
@@ -8,17 +8,14 @@ Llama 3, arXiv:2407.21783; the balance: Brandon et al. 2023, arXiv:2311.09431). 
 - to those of a rank after it: of the second chunk's queries to all.
 
 Only the first has a mask, and the others cost the same on every rank. Their results are merged by the logarithms of
-their sums of exponentials, exactly. Keys and values reach the ranks by one of two routes with the same results:
-
-- ``ring`` (Liu et al. 2023, arXiv:2310.01889): from neighbour to neighbour, the next ones on their way while these are
-  worked with. In the backward their gradients go round behind them, and end at their owner.
-- ``gather``: an all-gather before, in the backward a reduce-scatter after. Needs memory for the keys of all ranks.
+their sums of exponentials, exactly. Keys and values go round a ring (Liu et al. 2023, arXiv:2310.01889), from neighbour
+to neighbour, while a rank works with those that it has. In the backward their gradients follow and end at their owner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
@@ -33,9 +30,8 @@ class ContextParallel:
 
     pieces = 1  # of a sequence, which ``take`` gives as samples of their own
 
-    def __init__(self, ops: Ops, axis: Axis = ALONE, route: Literal["ring", "gather"] = "ring") -> None:
+    def __init__(self, ops: Ops, axis: Axis = ALONE) -> None:
         self.ops, self.axis, self.size = ops, axis, axis.size
-        self._exchange = self._ring if route == "ring" else self._gather
 
     def positions(self, tokens: int) -> Sequence[int]:
         """Where in the whole sequence the ``tokens`` of this rank stand."""
@@ -61,7 +57,7 @@ class ContextParallel:
             return
         with arena.scope():
             mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
-            for owner, kv, _ in self._exchange(mine, None, arena):
+            for owner, kv, _ in self._ring(mine, None, arena):
                 if owner == self.axis.rank:
                     ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
                     merged = self._widen(out, arena)
@@ -83,7 +79,7 @@ class ContextParallel:
         with arena.scope():
             mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
             d_mine = arena.take(mine.shape, ops.statistics_dtype(qkv.dtype))
-            for owner, kv, d_kv in self._exchange(mine, d_mine, arena):
+            for owner, kv, d_kv in self._ring(mine, d_mine, arena):
                 if owner == self.axis.rank:
                     ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
                     total = self._widen(d_qkv, arena)
@@ -111,11 +107,12 @@ class ContextParallel:
         self.ops.copy(x, copy)
         return copy
 
-    # Both routes give, of each rank, this one first: the rank, its keys and values, and, with ``d_mine``, where their
-    # gradient is to be written before the next ones are asked for. At the end ``d_mine`` has that of this rank's keys
-    # and values, the sum of what the other ranks wrote.
-
     def _ring(self, kv: Array, d_mine: Array | None, arena: Arena) -> Parts:
+        """Of each rank, this one first: the rank, its keys and values, and, with ``d_mine``, where their gradient goes.
+
+        It is to be written before the next ones are asked for. At the end ``d_mine`` has that of this rank's keys and
+        values, the sum of what the other ranks wrote.
+        """
         comm, rank, size = self.axis.comm, self.axis.rank, self.size
         after, before = (rank + 1) % size, (rank - 1) % size
         buffers = min(2, size - 1)
@@ -138,17 +135,3 @@ class ContextParallel:
             d_arriving = comm.send_recv(d_kv, d_mine, after, before, async_op=True)
         if d_arriving is not None:
             d_arriving.wait()
-
-    def _gather(self, kv: Array, d_mine: Array | None, arena: Arena) -> Parts:
-        comm, rank, size = self.axis.comm, self.axis.rank, self.size
-        of_all = arena.take((size, *kv.shape), kv.dtype)
-        d_of_all = None if d_mine is None else arena.take((size, *kv.shape), d_mine.dtype)
-        arriving = comm.all_gather(kv, of_all, async_op=True)
-        yield rank, kv, None
-        arriving.wait()
-        for step in range(1, size):
-            owner = (rank - step) % size
-            yield owner, of_all[owner], None if d_of_all is None else d_of_all[owner]
-        if d_of_all is not None:
-            self.ops.zero(d_of_all[rank])
-            comm.reduce_scatter(d_of_all, d_mine)

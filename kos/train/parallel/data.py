@@ -1,6 +1,6 @@
 """Data parallelism: every rank holds the whole model and works on its share of the batch.
 
-A step's batch is cut into micro-batches, of which each rank works on a run of equal length.
+A step's batch is split into micro-batches, of which each rank works on a run of equal length.
 
 *Default*: a rank adds up its own gradients over its micro-batches, and during the last one buckets of the flat
 gradient are summed over the ranks as the backward finishes them.
@@ -27,19 +27,19 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Axis
 
 
-def deal(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
-    """The rows of the batch that ``rank`` works on, a range a micro-batch; ``batch_size`` is cut evenly."""
+def shard_batch(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
+    """The rows of the batch that ``rank`` works on, a range a micro-batch; ``batch_size`` is divided evenly."""
     rows = batch_size // size
     starts = range(rank * rows, (rank + 1) * rows, micro_batch_size)
     return [range(start, start + micro_batch_size) for start in starts]
 
 
-def cut(end: int, total: int, multiple: int, largest: int, least: int) -> list[slice]:
-    """``total`` elements in buckets of ``largest``, rounded to ``multiple``; towards ``end``, where the backward ends,
+def make_buckets(total: int, multiple: int, largest: int, least: int) -> list[slice]:
+    """``total`` elements in buckets of ``largest``, rounded to ``multiple``; towards the end, where the backward ends,
     of a quarter of what is left, down to ``least``: the sum of the last one overlaps nothing."""
     buckets, start = [], 0
     while start < total:
-        size = largest if start >= end else max(min(largest, (end - start) // 4), least)
+        size = max(min(largest, (total - start) // 4), least)
         stop = min(start + max(1, size // multiple) * multiple, total)
         buckets.append(slice(start, stop))
         start = stop
@@ -147,46 +147,28 @@ class DataParallel:
     ``axis`` joins the ranks that hold the same weights, ``ops`` is the dialect whose arrays they are.  With ``sharded``
     (ZeRO-1) only this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of
     the ranks.  ``in_order``, the axis dp and the number of this rank's micro-batches, makes ``tree``, whose ``add`` is
-    then called in place of ``gradient_ready``.  ``lookups`` names the embedding whose lookups are gathered: its sum
-    over the ranks begins early, if it is ``tied``, or not at all.
+    then called in place of ``gradient_ready``.
     """
 
     def __init__(
-        self,
-        axis: Axis,
-        gradients: Parameters,
-        ops: Any = numpy_ops,
-        *,
-        in_order: tuple[Axis, int] | None = None,
-        bucket_bytes: int = 4 << 20,
-        sharded: bool = False,
-        least_bytes: int | None = None,
-        lookups: str | None = None,
-        tied: bool = False,
-    ) -> None:
+        self, axis: Axis, gradients: Parameters, ops: Any = numpy_ops, *, in_order: tuple[Axis, int] | None = None,
+        bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
+    ) -> None:  # fmt: skip
         self.axis, self.gradients, self.ops = axis, gradients, ops
         self.sharded = sharded
         total, spans = gradients.flat.size, gradients.spans
         sizes = (size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes))
-        self.buckets = cut(spans[lookups].start if lookups else total, total, gradients.multiple, *sizes)
+        self.buckets = make_buckets(total, gradients.multiple, *sizes)
         self._members = [
-            {
-                name
-                for name, span in spans.items()
-                if span.start < b.stop and b.start < span.stop and (tied or name != lookups)
-            }
-            for b in self.buckets
+            {name for name, span in spans.items() if span.start < bucket.stop and bucket.start < span.stop}
+            for bucket in self.buckets
         ]
         self.tree = None if in_order is None else TreeSum(*in_order, gradients, self.buckets, ops)
-        self._missing: list[set[str]] = []  # of each bucket, in the last round
+        self._missing: list[set[str]] = []  # of each bucket, in the last micro-batch
         self._in_flight: list[Work] = []
 
-    def accumulates(self, round_index: int) -> bool:
-        """Whether the backward of this round adds to ``gradients`` rather than writing them."""
-        return round_index > 0 and self.tree is None
-
     def gradient_ready(self, name: str) -> None:
-        """Called in the last round as the backward finishes each gradient: starts the buckets it completes."""
+        """Called in the last micro-batch as the backward finishes each gradient: sums the buckets it completes."""
         if self.axis.size == 1:
             return
         flat = self.gradients.flat
@@ -196,36 +178,20 @@ class DataParallel:
                 missing.remove(name)
                 if missing:
                     continue
-                x = flat[bucket]
-                work = (
-                    self.axis.comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
-                    if self.sharded
-                    else self.axis.comm.all_reduce(x, async_op=True)
-                )
+                x, comm = flat[bucket], self.axis.comm
+                if self.sharded:
+                    work: Work = comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
+                else:
+                    work = comm.all_reduce(x, async_op=True)
                 self._in_flight.append(work)
 
-    def gather_lookups(self, arena: Any, tokens_N: Array, d_rows_ND: Array) -> tuple[Array, Array]:
-        """Those of all ranks, in memory of ``arena``; all gradients that were begun have come then."""
-        both = []
-        for mine in (tokens_N, d_rows_ND):
-            of_all = arena.take((self.axis.size, *mine.shape), mine.dtype)
-            self._in_flight.append(self.axis.comm.all_gather(mine, of_all, async_op=True))
-            both.append(of_all.reshape(-1, *mine.shape[1:]))
-        self._await()
-        return both[0], both[1]
-
-    def finish_round(self, round_index: int, rounds: int) -> None:
-        """Called after each backward; after the last, ``gradients`` hold the sum over all micro-batches."""
-        if round_index + 1 == rounds:
-            if self.tree is not None:
-                self.tree.finish(whole=not self.sharded)
-            self._await()
-            self._missing = []
-
-    def _await(self) -> None:
+    def finish(self) -> None:
+        """Called after the last backward: now ``gradients`` hold the sum over all micro-batches."""
+        if self.tree is not None:
+            self.tree.finish(whole=not self.sharded)
         for work in self._in_flight:
             work.wait()
-        self._in_flight.clear()
+        self._in_flight, self._missing = [], []
 
     # ZeRO-1.
 
@@ -233,13 +199,13 @@ class DataParallel:
         """This rank's part of each bucket."""
         return [self._part(bucket) for bucket in self.buckets]
 
-    def gather(self, weights: Parameters) -> Arriving:
+    def gather(self, weights: Parameters) -> GatheredWeights:
         """Start to gather the parts of ``weights``, which the first look at a tensor then waits for."""
         works = {}
         for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
             part = weights.flat[self._part(bucket)]
             works[bucket.start] = bucket, self.axis.comm.all_gather(part, weights.flat[bucket], async_op=True)
-        return Arriving(weights, works)
+        return GatheredWeights(weights, works)
 
     def _part(self, bucket: slice) -> slice:
         length = (bucket.stop - bucket.start) // self.axis.size
@@ -247,7 +213,7 @@ class DataParallel:
         return slice(start, start + length)
 
 
-class Arriving(Mapping[str, Array]):
+class GatheredWeights(Mapping[str, Array]):
     """Weights whose buckets are being gathered, by the names of ``Parameters``."""
 
     def __init__(self, weights: Parameters, works: dict[int, tuple[slice, Work]]) -> None:

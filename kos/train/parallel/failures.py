@@ -1,4 +1,4 @@
-"""What fails on one rank must fail on all: the same error everywhere, said once, nobody left waiting."""
+"""What fails on one rank must fail on all: the same error everywhere, printed once, no rank left waiting."""
 
 from __future__ import annotations
 
@@ -23,48 +23,48 @@ _log = logging.getLogger(__name__)
 
 
 def alone(comm: Communicator, action: Callable[[], T]) -> T:
-    """``together`` on rank 0 alone: what it gave, which JSON can hold, on all.
+    """``together`` on rank 0 alone: its result, which JSON can hold, on all.
 
     The others have nothing to do: rank 0 waits for them by the timeout only.
     """
     first = comm.rank == 0
-    _, answers = _meet(comm, action if first else lambda: None, json.dumps, 0.0 if first else PATIENCE)
+    _, answers = _run_and_compare(comm, action if first else lambda: None, json.dumps, 0.0 if first else PATIENCE)
     return cast(T, json.loads(answers[0]))
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank that calls this; where it fails on any, raise on all.
 
-    The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  Others are waited for
-    for ``PATIENCE``, or the timeout, if that is longer; that the timeout is over is said.
+    The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  A rank waits ``PATIENCE``
+    for the others, or the timeout if that is longer, and logs when the timeout is over.
     """
-    return _meet(comm, action, lambda result: "", PATIENCE)[0]
+    return _run_and_compare(comm, action, lambda result: "", PATIENCE)[0]
 
 
-def _meet(
-    comm: Communicator, action: Callable[[], T], tell: Callable[[T], str], patience: float
+def _run_and_compare(
+    comm: Communicator, action: Callable[[], T], encode: Callable[[T], str], patience: float
 ) -> tuple[T, list[str]]:
-    """What ``action`` gave here, and what every rank tells of it."""
+    """The result of ``action`` here, and every rank's encoded result."""
     failure: KosError | None = None
     try:
         result = action()
-        said = f"+{tell(result)}"
+        answer = f"+{encode(result)}"
     except KosError as error:
         failure = error
     except (OSError, MemoryError) as error:
         failure = KosError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
     if failure is not None:
-        said = f"{type(failure).__name__}\n{failure}"
+        answer = f"{type(failure).__name__}\n{failure}"
     patience = max(patience, comm.timeout)
-    late = "waiting for another rank for %g s: it is stopped, or at work (giving up after %g s)"
+    late = "waiting for another rank for %g s: it is stopped, or at work (timeout: %g s)"
     watch = threading.Timer(comm.timeout, _log.warning, (late, comm.timeout, patience))
     watch.daemon = True
     if patience > comm.timeout:
         watch.start()
     try:
-        told = said.encode(errors="surrogatepass")  # a path may have bytes that are no text
-        answers = [answer.decode(errors="surrogatepass") for answer in comm.all_gather_bytes(told, timeout=patience)]
+        mine = answer.encode(errors="surrogatepass")  # a path may have bytes that are no text
+        answers = [each.decode(errors="surrogatepass") for each in comm.all_gather_bytes(mine, timeout=patience)]
     finally:
         watch.cancel()
     first = next((rank for rank, answer in enumerate(answers) if not answer.startswith("+")), None)

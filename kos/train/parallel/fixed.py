@@ -2,9 +2,9 @@
 
 A sum's bits depend on its order, and a matrix product's also on its shape. So one rank computes what many would:
 
-- *features*: heads, intermediate features and the vocabulary are cut in ``Cut.features`` equal parts. A product is
+- *features*: heads, intermediate features and the vocabulary are split in ``Split.features`` equal parts. A product is
   computed part by part. A sum over features is ``Ops.add_tree``, a binary tree over the parts.
-- *tokens*: a sequence is cut in chunks, and chunks i and last - i are a piece (the zigzag of ``parallel.context``).
+- *tokens*: a sequence is split in chunks, and chunks i and last - i are a piece (the zigzag of ``parallel.context``).
   A micro-batch of N tokens is held piece by piece: (pieces, samples, 2, chunk), so that a rank's tokens are a run of
   rows. Products are computed piece by piece, and a sum over tokens is a tree over the pieces.
 
@@ -33,35 +33,35 @@ PARTS = 8
 LEAST_CHUNK = 64  # tokens: shorter ones make products and blocks of queries small
 
 
-class Cut(NamedTuple):
-    """Into how many parts features are cut, and into how many pieces a sequence: powers of two."""
+class Split(NamedTuple):
+    """Into how many parts features are split, and into how many pieces a sequence: powers of two."""
 
     features: int = 1
     tokens: int = 1
 
     @classmethod
-    def of(cls, sizes: Sequence[int], seq_len: int) -> Cut:
+    def of(cls, sizes: Sequence[int], seq_len: int) -> Split:
         """For a model whose ``sizes`` tensor parallelism divides; depends on no layout."""
         pieces = (n for n in (8, 4, 2) if seq_len % (2 * n) == 0 and seq_len // (2 * n) >= LEAST_CHUNK)
         return cls(math.gcd(PARTS, *sizes), next(pieces, 1))
 
     def check(self, tp: int, cp: int) -> None:
         """ConfigError where a rank would not hold whole subtrees."""
-        for axis, size, cut, of in (
-            ("tp", tp, self.features, "heads, intermediate features and vocabulary into at most 8"),
-            ("cp", cp, self.tokens, f"a sequence into at most 8, of two chunks of at least {LEAST_CHUNK} tokens"),
-        ):
-            if cut % size:
-                expected = f"expected a divisor of {cut}, the equal parts that it cuts {of}"
-                raise ConfigError(f"--deterministic with --{axis}: {expected}, got {size}")
+        if self.features % tp:
+            why = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
+            raise ConfigError(f"--deterministic --tp {tp}: expected a divisor of {self.features}, {why}, got {tp}")
+        if self.tokens % cp:
+            length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * LEAST_CHUNK}"
+            expected = length if cp in (2, 4, 8) else "--cp 1, 2, 4 or 8"
+            raise ConfigError(f"--deterministic --cp {cp}: expected {expected}")
 
 
 class FixedOrder:
-    """Sums and products in the order of ``cut``, for one rank of ``tp`` and ``cp``."""
+    """Sums and products in the order of ``split``, for one rank of ``tp`` and ``cp``."""
 
-    def __init__(self, ops: Any, cut: Cut, tp: Axis, cp: Axis) -> None:
-        self.ops, self.cut, self.tp, self.cp = ops, cut, tp, cp
-        self.parts, self.pieces = cut.features // tp.size, cut.tokens // cp.size
+    def __init__(self, ops: Any, split: Split, tp: Axis, cp: Axis) -> None:
+        self.ops, self.split, self.tp, self.cp = ops, split, tp, cp
+        self.parts, self.pieces = split.features // tp.size, split.tokens // cp.size
 
     def tree(
         self, leaf: Callable[[int, Array], None], out: Array, arena: Arena, first: int = 0, count: int = 0
@@ -113,7 +113,7 @@ class FixedOrder:
     def weight_gradient(
         self, d_out: Array, x: Array, d_weight: Array, arena: Arena, stacked: Sequence[int] | None
     ) -> None:
-        """``Ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: cut by columns."""
+        """``Ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: split by columns."""
         first = 0
         for size in stacked or ():
             f = size // self.parts
@@ -133,7 +133,7 @@ class FixedOrder:
     ) -> None:
         """``Ops.rms_norm_backward``, with the whole ``d_weight`` on every rank."""
         rows = len(x) * self.tp.size // self.pieces
-        parts = self.pieces * math.gcd(self.cut.features, rows) // self.tp.size
+        parts = self.pieces * math.gcd(self.split.features, rows) // self.tp.size
         self.ops.rms_norm_backward(d_out, x, weight, rstd, dx, d_weight, False, arena, parts)
         for axis in (self.tp, self.cp):
             self.over_ranks(axis, d_weight, arena)
@@ -272,7 +272,7 @@ class FixedContext(ContextParallel):
     def __init__(self, order: FixedOrder) -> None:
         super().__init__(order.ops, order.cp)
         self.order, self.pieces = order, order.pieces
-        self.chunks = 2 * order.cut.tokens
+        self.chunks = 2 * order.split.tokens
         self.mine = range(self.pieces * self.axis.rank, self.pieces * (self.axis.rank + 1))
 
     def positions(self, tokens: int) -> Sequence[int]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from kos.comm.communicator import Communicator
+from kos.comm.schedules.schedule import plural
 from kos.errors import ConfigError, InvalidArgument
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -42,6 +43,11 @@ class Layout:
     @property
     def ranks(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    def describe(self) -> str:
+        """``4 ranks (tp 2, cp 2)``, without the axes of one rank; ``4 ranks`` where dp has all."""
+        axes = [f"{axis} {size}" for axis in ("dp", "tp", "pp", "cp") if (size := getattr(self, axis)) > 1]
+        return plural(self.ranks, "rank") + f" ({', '.join(axes)})" * (self.dp < self.ranks)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank on each axis."""
@@ -119,11 +125,6 @@ class Mesh:
             assert group is not None  # every rank has a color
             self._groups[names] = group
         return Axis(rank, size, group)
-
-    @property
-    def stage(self) -> Axis:
-        """dp, cp and tp: the ranks of a pipeline stage. The first use is collective."""
-        return self._axis("dp", "cp", "tp")
 
     def reporters(self, stage_rank: int | None = None) -> list[int]:
         """The world ranks of which each knows losses that no other does: of the last stage, the first of tp.

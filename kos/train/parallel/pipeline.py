@@ -1,7 +1,7 @@
-"""Pipeline parallelism: the layers in stages on different ranks, and micro-batches on their way through them.
+"""Pipeline parallelism: the layers in stages on different ranks, and the micro-batches that pass through them.
 
 What each rank does and in which order is a schedule (``kos.train.parallel.schedules``); here is what goes between the
-stages: activations one way, their gradients the other. Each way from one rank to another is a communicator of its own,
+stages: activations forward, their gradients backward. Each direction between two ranks is a communicator of its own,
 so that no message waits behind another's.
 """
 
@@ -21,7 +21,7 @@ class Pipeline:
 
     def __init__(self, axis: Axis, schedule: Schedule) -> None:
         self.axis, self.schedule, self.actions = axis, schedule, schedule.actions[axis.rank]
-        self._ways: dict[tuple[int, int, bool], Communicator] = {}
+        self._links: dict[tuple[int, int, bool], Communicator] = {}
         self._ends: Communicator | None = None
         if axis.size == 1:
             return
@@ -30,27 +30,23 @@ class Pipeline:
             for sender, receiver, forward in ((*pair, True), (*pair[::-1], False)):
                 if sender != receiver:
                     color = 0 if axis.rank in pair else None
-                    way = axis.comm.split(color, int(axis.rank == receiver))
-                    if way is not None:
-                        self._ways[sender, receiver, forward] = way
+                    link = axis.comm.split(color, int(axis.rank == receiver))
+                    if link is not None:
+                        self._links[sender, receiver, forward] = link
         if ranks[0] != ranks[-1]:
             self._ends = axis.comm.split(0 if axis.rank in (ranks[0], ranks[-1]) else None)
 
     def connect(self, x: Array) -> None:
-        """A message of the size of ``x``, which is overwritten, each way, in one order on all ranks.
+        """A message of the size of ``x``, which is overwritten, in each direction, in one order on all ranks.
 
         NCCL connects two ranks in their first call of a size and waits on the host for it. Amid a schedule each could
         wait for another's.
         """
-        for (sender, _, _), way in self._ways.items():
+        for (sender, _, _), link in self._links.items():
             if sender == self.axis.rank:
-                way.send(x, 1)
+                link.send(x, 1)
             else:
-                way.recv(x, 0)
-
-    def stages(self) -> list[int]:
-        """This rank's, a stage a chunk."""
-        return [self.schedule.stage(self.axis.rank, chunk) for chunk in range(self.schedule.chunks)]
+                link.recv(x, 0)
 
     def receives(self, action: Action) -> bool:
         """Whether the input of ``action`` comes from another rank."""
@@ -60,19 +56,19 @@ class Pipeline:
         """Begin to receive the input of ``action`` from another rank."""
         sender = self._other(self.schedule.source(self.axis.rank, action))
         assert sender is not None
-        return self._ways[sender, self.axis.rank, action.kind == "F"].recv(out, 0, async_op=True)
+        return self._links[sender, self.axis.rank, action.kind == "F"].recv(out, 0, async_op=True)
 
     def send(self, action: Action, x: Array) -> Work[None] | None:
         """Begin to send the output of ``action``, where another rank needs it."""
         receiver = self._other(self.schedule.destination(self.axis.rank, action))
         if receiver is None:
             return None
-        return self._ways[self.axis.rank, receiver, action.kind == "F"].send(x, 1, async_op=True)
+        return self._links[self.axis.rank, receiver, action.kind == "F"].send(x, 1, async_op=True)
 
     def _other(self, place: Place | None) -> int | None:
         return None if place is None or place.rank == self.axis.rank else place.rank
 
-    def turns(self, action: Action) -> int | None:
+    def own_destination(self, action: Action) -> int | None:
         """This rank's own chunk that takes the output of ``action``, where a V turns."""
         to = self.schedule.destination(self.axis.rank, action)
         return to.chunk if to is not None and to.rank == self.axis.rank else None
@@ -83,7 +79,7 @@ class Pipeline:
             self._ends.all_reduce(gradient)
 
     def communicators(self) -> list[Communicator]:
-        return [*self._ways.values(), *filter(None, [self._ends])]
+        return [*self._links.values(), *filter(None, [self._ends])]
 
     def close(self) -> None:
         for comm in self.communicators():

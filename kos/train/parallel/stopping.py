@@ -1,4 +1,4 @@
-"""Stopping on request.  A signal asks one rank; all leave off together (``failures.stop_together``).
+"""Stopping on request.  A signal reaches one rank; all stop together (``failures.stop_together``).
 
 Imports nothing that takes time: a signal that comes before ``listen`` kills.
 """
@@ -23,23 +23,23 @@ class Stopped(KosError):
 
 
 class Stop:
-    """Whether this rank was asked to stop.  A second signal ends the process, as if nobody listened."""
+    """Whether this rank was asked to stop.  A second signal ends the process."""
 
     def __init__(self) -> None:
         self.asked = self._at_once = False
 
     def listen(self) -> None:
         for number in SIGNALS:
-            signal.signal(number, self._hear)
+            signal.signal(number, self._handle)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         self.ignore()
         self._check()
 
     @staticmethod
     def ignore() -> None:
-        """Listen no more: the next signal ends the process."""
+        """Handle no more signals: the next one ends the process."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
 
@@ -49,7 +49,7 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """What may be left at any moment; inside of ``together``, which tells the other ranks."""
+        """What may stop at any moment; inside of ``together``, which notifies the other ranks."""
         self._at_once = True
         try:
             self._check()

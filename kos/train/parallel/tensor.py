@@ -14,6 +14,8 @@ With one rank every function is the plain operation.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.parallel.mesh import Axis
@@ -54,18 +56,26 @@ class TensorParallel:
             self.ops.linear(self.gather(x_nD, arena), weight, out_NF)
 
     def column_linear_backward(
-        self, d_out_NF: Array, x_nD: Array, weight: Array, dx_nD: Array, keep: Arena, arena: Arena
-    ) -> Array:
-        """Writes ``dx_nD``; returns x_ND, in ``keep``, for the gradient of ``weight``."""
-        x_ND = self.gather(x_nD, keep)
+        self, d_out_NF: Array, x_nD: Array, weight: Array, dx_nD: Array, keep: Arena, arena: Arena,
+        weight_gradient: Callable[[Array], None],
+    ) -> None:  # fmt: skip
+        """Writes ``dx_nD``; ``weight_gradient`` gets x_ND, in ``keep``.
+
+        The gather of x_ND runs beside the product of ``dx``, its sum over ranks beside ``weight_gradient``.
+        """
         if self.size == 1:
             self.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
-            return x_ND
+            weight_gradient(x_nD)
+            return
+        x_ND = keep.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
         with arena.scope():
             term_ND = arena.take(x_ND.shape, dx_nD.dtype)
+            gathered = self.axis.comm.all_gather(x_nD, x_ND, async_op=True)
             self.ops.linear_input_gradient(d_out_NF, weight, term_ND)
-            self.sum_rows(term_ND, dx_nD)
-        return x_ND
+            gathered.wait()
+            summed = self.axis.comm.reduce_scatter(term_ND, dx_nD, async_op=True)
+            weight_gradient(x_ND)
+            summed.wait()
 
     def row_linear(self, x_NF: Array, weight: Array, out_nD: Array, residual_nD: Array, arena: Arena) -> None:
         """out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features."""

@@ -12,17 +12,23 @@ from kos.train.config.options import TrainConfig, flag_of
 
 
 def resume(out: Path, ranks: int, *flags: str) -> str:
-    """Go on from the newest checkpoint of the run in ``out``, whose ``config.json`` has the settings."""
-    mpirun = Path(sys.executable).with_name("mpirun")
-    launcher = [_near(str(mpirun)) if mpirun.exists() else "mpirun", "-n", str(ranks)] if mpi_job.under_mpirun() else []
-    words = ["-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
-    return shlex.join([*launcher, _near(sys.executable), *words])
+    """Go on from the newest checkpoint of the run in ``out``, whose ``config.json`` has the settings.
+
+    The command of every rank, where something else than mpirun has started them.
+    """
+    words = [_near(sys.executable), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
+    if mpi_job.under_mpirun():
+        mpirun = Path(sys.executable).with_name("mpirun")
+        words = [_near(str(mpirun)) if mpirun.exists() else "mpirun", "-n", str(ranks), *words]
+    elif ranks > 1:
+        return f"start the {ranks} ranks as before, with: {shlex.join(words)}"
+    return shlex.join(words)
 
 
 def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
-    """As many steps again; a learning rate that has fallen stays there, and does not begin anew."""
+    """As many steps again; a learning rate that has fallen stays there, and does not begin anew. A warm-up goes on."""
     last, flags = config.make_schedule()(config.steps), ["--steps", str(2 * config.steps)]
-    if 0 < last < config.lr:
+    if 0 < last < config.lr and config.steps >= config.warmup_steps:
         flags += ["--schedule", "constant", "--lr", f"{last:g}", "--warmup-steps", "0"]
     return resume(out, ranks, *flags)
 

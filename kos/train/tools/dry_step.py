@@ -1,6 +1,6 @@
 """A step in which nothing is computed and nothing sent: how long it takes, and what a rank sends on each axis.
 
-The step program (``kos.train.engine.step``) runs with operations and communicators that only advance a clock:
+The step (``kos.train.train``) runs with operations and communicators that only advance a clock:
 
 - An operation takes the longer of its flops and its bytes (``kos.train.tools.profile.cost``), at the hardware's rates;
   attention takes their sum.
@@ -12,7 +12,7 @@ The step program (``kos.train.engine.step``) runs with operations and communicat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -20,9 +20,9 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
-from kos.train.engine import cpu, cuda
-from kos.train.engine.memory_plan import MemoryPlan, Sizing
-from kos.train.engine.step import StepProgram
+from kos.train.engine import cpu
+from kos.train.engine.base import Engine
+from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, Sizing, plan_memory
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
@@ -32,7 +32,7 @@ from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, Schedule
-from kos.train.tools.profile import TIMED, cost
+from kos.train.tools.profile import TimedOps, cost
 from kos.train.tools.rates import ATTENTION, GPUS, Rates
 
 AXES = ("gradients", "tp", "pp", "cp")
@@ -48,7 +48,7 @@ class Job(NamedTuple):
     schedule: Schedule
     rates: Rates
 
-    def parts(self, stage_rank: int) -> Sequence[Local]:
+    def parts(self, stage_rank: int) -> tuple[Local, ...]:
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
         return self.model.parts(0, self.layout.tp, stage_rank, self.schedule.stages_of_ranks)
 
@@ -56,8 +56,8 @@ class Job(NamedTuple):
         """Equal for ranks of the pipeline that take the same time, and the same memory for as many micro-batches."""
         return tuple((len(part.layers), part.first, part.last) for part in self.parts(stage_rank))
 
-    def buckets(self, parts: Sequence[Local], mesh: Mesh) -> cuda.Buckets:
-        return cuda.Buckets.of(self.config, self.model, parts, mesh, self.schedule.micro_batches, reaches=True)
+    def buckets(self, parts: Sequence[Local], mesh: Mesh) -> Buckets:
+        return Buckets.of(self.config, self.model, parts, mesh, reaches=True)
 
     def memory(self, stage_rank: int) -> MemoryPlan:
         """The engine's plan for a rank of the pipeline."""
@@ -66,7 +66,7 @@ class Job(NamedTuple):
         parts, group = self.parts(stage_rank), mesh.gradients
         if config.device == "cuda":
             ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
-            return self.buckets(parts, mesh).plan(config, model, parts, ops, mesh, schedule, free=free)
+            return plan_memory(config, model, parts, ops, mesh, schedule, self.buckets(parts, mesh), free=free)
         saved = Shards(model, self.layout, schedule.stages_of_ranks).host_bytes(rank, config.save_async)
         shards = group.size if config.zero else 1
         return cpu.plan_memory(config, model, parts, mesh, schedule, self.layout.ranks, shards, saved)
@@ -86,6 +86,15 @@ class Clock:
         else:
             seconds = max(moving, flops / rates.linear)
         self.spent["seconds"] += rates.operation + seconds
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """An operation that takes time."""
+
+        def run(*arguments: Any) -> Any:
+            self.operate(name, *cost(name, arguments))
+            return function(*arguments)
+
+        return run
 
     def wait(self, until: float) -> None:
         self.spent["seconds"] = max(self.spent["seconds"], until)
@@ -141,35 +150,18 @@ class Link:
         return arrival
 
 
-class _Clocked:
-    """Operations that take time, over ``ops`` that do nothing."""
-
-    def __init__(self, ops: Any, clock: Clock) -> None:
-        self._ops, self._clock = ops, clock
-
-    def __getattr__(self, name: str) -> Any:
-        quiet = getattr(self._ops, name)
-
-        def timed(*arguments: Any) -> Any:
-            self._clock.operate(name, *cost(name, arguments))
-            return quiet(*arguments)
-
-        setattr(self, name, timed if name in TIMED else quiet)  # not asked for again
-        return getattr(self, name)
-
-
 class _AbsentGpu(Sizing):
     """As ``Sizing``, of a GPU that need not be there."""
 
     def __init__(self, name: str) -> None:
-        self.device, self.stream, self.cudnn, self._family = 0, None, None, GPUS[name].attention
+        self.device, self.stream, self._family = 0, None, GPUS[name].attention
         self.multiprocessors, self.shared_memory = 132, 227 << 10  # of a Hopper
 
     def family(self, dtype: str, head_dim: int) -> str:
         return self._family if head_dim in ATTENTION else "simple"
 
 
-class DryStep(StepProgram):
+class DryStep(Engine):
     """What a rank does in one step of a job: ``clock`` at its end, and what each of its ``actions`` has spent."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
@@ -181,26 +173,25 @@ class DryStep(StepProgram):
             axis = getattr(mesh, name)
             setattr(mesh, name, axis._replace(group=axis.group and Link(self.clock, name, axis.rank, axis.size)))
         self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, job.schedule), job.schedule.micro_batches
-        parts, group = self.locals(model), mesh.gradients
+        self.parts, group = job.parts(stage_rank), mesh.gradients
         sharded, options = config.zero == 1 and group.size > 1, dict[str, Any]()
         sums: dict[str, Any] = {"sharded": sharded}
         if config.device == "cuda":
             self.sizing: Any = _AbsentGpu(job.rates.name)
-            multiple, bucket_bytes, _, self.lookups = job.buckets(parts, mesh)
+            multiple, bucket_bytes, _ = job.buckets(self.parts, mesh)
             sums |= {"bucket_bytes": bucket_bytes, "least_bytes": bucket_bytes // 4}
-            sums |= {"lookups": model.embedding if self.lookups else None, "tied": model.tie_word_embeddings}
-            options["head_rows"] = cuda.HEAD_ROWS
+            options["head_rows"] = HEAD_ROWS
         else:
             self.sizing, multiple = cpu.Sizing(), BLOCK * group.size if sharded else mesh.dp.size
-        ops, zeros = cast(Ops, _Clocked(self.sizing, self.clock)), self.sizing.zeros
-        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
+        ops, zeros = cast(Ops, TimedOps(self.sizing, self.clock.timed)), self.sizing.zeros
+        shapes, groups = model.parameter_shapes(*self.parts), model.fused_groups(*self.parts)
         self.gradients = Parameters(shapes, config.grad_dtype, groups, zeros, multiple)
         self.weights = self.gradients.like(config.dtype)
         self.build_models(model, ops, self.sizing.dtype(config.dtype), recompute=config.recompute, **options)
         self.parallel = DataParallel(group, self.gradients, ops, **sums)
         self._tokens = zeros((config.micro_batch_size, config.seq_len // layout.cp), np.int32)
-        self.count, self.known = zeros((1,), np.float32), zeros((1 + self.accumulation_steps,), np.float64)
-        self.known_of_all = self.known
+        self.count, self.report = zeros((1,), np.float32), zeros((1 + self.accumulation_steps,), np.float64)
+        self.reports = self.report
         self.queue_step()
 
     def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:

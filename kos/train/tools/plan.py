@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kos.comm.schedules.schedule import plural
 from kos.errors import ConfigError
 from kos.train.config.flags import parse_plan
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
@@ -71,8 +72,8 @@ def make_job(config: TrainConfig, model: LlamaConfig, layout: Layout, rates: Rat
     """ConfigError where a run would refuse it."""
     config = config.model_copy(update={"pp": layout.pp, **settings}).for_world(layout.dp, config.device)
     assert config.micro_batch_size is not None
-    rounds = config.batch_size // (config.micro_batch_size * layout.dp)
-    job = Job(config, model, layout, build(config.pp_schedule, layout.pp, rounds, config.pp_chunks), rates)
+    steps = config.batch_size // (config.micro_batch_size * layout.dp)
+    job = Job(config, model, layout, build(config.pp_schedule, layout.pp, steps, config.pp_chunks), rates)
     for rank in range(layout.pp):
         job.parts(rank)
     return job
@@ -177,11 +178,13 @@ def report(argv: Sequence[str]) -> str:
         rates = gpu_rates(gpu or gpu_here() or "H200", model.head_dim)
     legal, refused = plan(config, given, ranks, rates, model)
     if not legal:
-        why = refused[0][1] if refused else "their number is not a multiple of what was given"
-        raise ConfigError(f"--plan: expected a layout of {ranks} ranks, got none: {why}")
+        asked = " ".join(f"--{axis} {getattr(config, axis)}" for axis in ("dp", "tp", "pp", "cp") if axis in given)
+        why = f": {refused[0][1]}" if refused else f" with {asked}"
+        raise ConfigError(f"--plan: expected a layout of {plural(ranks, 'rank')}, got none{why}")
     return "\n".join([
-        f"{ranks} rank{'s' * (ranks > 1)} on {rates.name}, {model.num_parameters():,} parameters, "
-        f"{config.batch_size} x {config.seq_len} tokens a step; of the rank with most: GiB of memory, GB sent by axis",
+        f"{plural(ranks, 'rank')} on {rates.name}, {model.num_parameters():,} parameters, "
+        f"{config.batch_size} x {config.seq_len} tokens a step",
+        "memory (GiB), and bytes sent a step over each axis (GB): those of the rank that has most",
         table(legal),
         *["!: more than is free on a rank"] * (not legal[-1].fits),
         f"proposal: {command(legal[0], words)}" if legal[0].fits else "no layout fits",

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from kos.errors import ConfigError
-from kos.train.engine.head_start import DRIVER
-from kos.train.engine.machine import PEAK_FLOPS
+from kos.train.engine.machine import DRIVER, PEAK_FLOPS
 from kos.train.ops import numpy as numpy_ops
-from kos.train.tools.profile import COPIED, ROWS_ON_HOST
+from kos.train.tools.profile import COPIED, ROWS_ON_HOST, Marks
 
 
 class Rates(NamedTuple):
@@ -73,14 +69,7 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
 
 def cpu_rates(ranks: int) -> Rates:
     """Of each of ``ranks`` ranks that share the cores of this machine. Takes a second."""
-
-    def fastest(function: Callable[..., object], *arguments: object) -> float:
-        times = [time.perf_counter()]
-        for _ in range(5):
-            function(*arguments)
-            times.append(time.perf_counter())
-        return min(after - before for before, after in itertools.pairwise(times))
-
+    fastest = Marks().fastest
     a, b, c = (np.zeros((ROWS_ON_HOST, ROWS_ON_HOST), np.float32) for _ in range(3))
     source, target = (np.ones(COPIED, np.uint8) for _ in range(2))
     cores = len(os.sched_getaffinity(0))

@@ -113,6 +113,9 @@ def make_buffers(schedule, elements, rng, dtype=np.float64):
 def expected(schedule, buffers, elements):
     """What each rank's result must be, by NumPy in rank order; None where it is undefined."""
     n, root, kind = schedule.ranks, schedule.root, schedule.collective
+    if kind in ("scan", "exscan"):
+        data = [b["data"] for b in buffers]
+        return [rank_order_sum(data[:r + (kind == "scan")]) if r or kind == "scan" else None for r in range(n)]
     if kind in ("all_reduce", "reduce", "broadcast"):
         data = [b["data"] for b in buffers]
         result = data[root].copy() if kind == "broadcast" else rank_order_sum(data)

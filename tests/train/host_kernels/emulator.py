@@ -126,7 +126,10 @@ def to_host_source(path: Path, causal: bool = True) -> tuple[str, dict[str, list
 @functools.cache
 def library(file: str, defines: tuple[tuple[str, object], ...]) -> tuple[ctypes.CDLL, dict[str, list[type]]]:
     source, types = to_host_source(KERNELS / file, ("CAUSAL", 0) not in defines)
-    return compiled({"kernels.cc": source}, [f"-D{name}={value}" for name, value in defines]), types
+    options = [f"-D{name}={value}" for name, value in defines]
+    if not file.startswith("attention"):  # the others take longer to compile than to run
+        options.append("-Og")
+    return compiled({"kernels.cc": source}, options), types
 
 
 def host_memory(monkeypatch) -> None:

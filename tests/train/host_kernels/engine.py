@@ -43,8 +43,12 @@ def on_device(work):
         written.append(work)
 
 
+def captured():
+    return getattr(_thread, "captured", None) is not None
+
+
 def not_captured(what):
-    assert getattr(_thread, "captured", None) is None, f"{what} while a graph is captured"
+    assert not captured(), f"{what} while a graph is captured"
 
 
 def _capturing(more):

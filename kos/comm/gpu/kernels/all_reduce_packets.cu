@@ -1,4 +1,5 @@
-// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.
+// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.  And reduce_scatter, the first half of two_shot.
+// Without ``out`` a rank gets no result: so one_shot and two_shot also reduce to one rank.
 //
 // None has a barrier; packets.cuh says why that is safe.  ``count`` elements of any number and alignment,
 // ``out`` may be ``in``: an element's own packet is the only thing written over it, after it was read.
@@ -11,6 +12,7 @@
 #define TWO_SHOT 2
 #define RING 3
 #define TREE 4
+#define REDUCE_SCATTER 5
 
 #ifndef THREADS
 #define THREADS 512
@@ -105,6 +107,42 @@ ALL_REDUCE(two_shot) {
 #pragma unroll
             for (int r = 0; r < RANKS; r++)
                 if (r != rank) put(w[r], out, packet_of(r, per_channel, base + i), count);
+        }
+    }
+    box.close();
+}
+#endif
+
+#if !defined(ONLY) || ONLY == REDUCE_SCATTER
+// Rank r receives part r, of ``count`` elements, of all ranks and adds in rank order.  One exchange.
+ALL_REDUCE(reduce_scatter) {
+    after_former_kernel();
+    Mailbox box(context, own_slab, own_rank);
+    const int rank = box.rank;
+    const bool once = per_channel <= blockDim.x;
+    const auto fetch_part = [&](int k, unsigned i) {
+        const char* part = in + (rank + k) % RANKS * count * (long long)sizeof(Bits);
+        return fetch(part, packet_of(0, per_channel, i), count, factor);
+    };
+    Words w[RANKS];
+#pragma unroll
+    for (int k = 0; k < RANKS; k++) w[k] = fetch_part(k, threadIdx.x);
+    Words own = w[0];
+    box.open();
+    EPOCHS(base, n) {
+        stall(rank, box.epoch, 0);
+        PACKETS(i, n) {
+#pragma unroll
+            for (int k = 1; k < RANKS; k++) {
+                if (!once) w[k] = fetch_part(k, base + i);
+                send(box.at(k, rank, i), w[k], box.epoch);
+            }
+        }
+        PACKETS(i, n) {
+            if (!once) own = fetch_part(0, base + i);
+            box.receive_all(0, w, i, 0);
+            reduce_in_rank_order(w, own, rank);
+            put(own, out, packet_of(0, per_channel, base + i), count);
         }
     }
     box.close();

@@ -198,6 +198,7 @@ __device__ __forceinline__ Words fetch(const char* in, long long packet, long lo
 // Result words (T's own bits) to packet ``packet`` of the output.
 __device__ __forceinline__ void put(const Words& w, char* out, long long packet, long long count) {
     long long at = packet * ELEMENTS;
+    if (!out) return;
     if (widened || at + ELEMENTS > count || reinterpret_cast<u64>(out) % ACCESS) return put_slowly(w, out, packet, count);
     char* to = out + at * sizeof(Bits);
     if constexpr (ACCESS == 8) {

@@ -11,6 +11,11 @@ __device__ __forceinline__ void after_former_kernel() {
 #endif
 }
 
+// A barrier of a part of the block: ``threads`` threads, whole warps.
+__device__ __forceinline__ void part_barrier(unsigned part, unsigned threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "r"(threads) : "memory");
+}
+
 __device__ inline unsigned load_relaxed(u64 address) {
     unsigned value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -23,6 +23,17 @@ extern "C" __global__ void reduce_ordered(const Bits *in, i64 stride, RESULT::Bi
     }
 }
 
+// Row r of ``out`` is in[0] op ... op in[r], or without in[r] and from row 1 on (exclusive); rows are ``stride`` apart.
+extern "C" __global__ void scan_ordered(const Bits *in, i64 stride, RESULT::Bits *out, i64 count, int exclusive) {
+    EACH(i, count) {
+        Wide sum = T::widen(in[i]);
+        for (int r = 0; r < RANKS; r++) {
+            if (r) sum = Op::combine(sum, T::widen(in[r * stride + i]));
+            if (r + exclusive < RANKS) out[(r + exclusive) * stride + i] = RESULT::narrow(Op::finish(sum));
+        }
+    }
+}
+
 // out[i] = in[i] * factor, before it travels.
 extern "C" __global__ void scale(const Bits *in, RESULT::Bits *out, i64 count, double factor) {
     EACH(i, count) out[i] = RESULT::narrow(multiply(T::widen(in[i]), Wide(factor)));

@@ -42,16 +42,20 @@ from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
+from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
-from kos.memory.symmetric import SymmetricMemory
+from kos.memory.libraries import expandable
+from kos.memory.symmetric import MappedPart, SymmetricMemory
 from kos.memory.windows import WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 20.0
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
-_BY_PARTS = 256 << 10
-"""Bytes from which a broadcast goes to every rank in parts, which then go to all."""
+_BY_PARTS = 128 << 10
+"""Bytes from which a broadcast goes to every rank in parts, which go on to all."""
+_VECTOR = 16
+"""Bytes that a kernel moves at once."""
 _BESIDE = 4 << 20
 """Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
 
@@ -130,6 +134,32 @@ class PeerBackend(DeviceBackend):
         memory = SymmetricMemory(self._rendezvous, nbytes, self.device)
         self._engine.register(memory)
         return self._windows.add(memory.pointer, nbytes, memory, shape, dtype)
+
+    def views(self, x: Buffer) -> list[Any]:
+        memory = self._engine.memory_of(x.pointer, x.nbytes) if x.device == self.device else None
+        if memory is None:
+            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got another {x}")
+        offset, owner = x.pointer - memory.pointer, MappedPart(memory, x.array)
+        stream = getattr(x.array, "stream", None)
+        parts = ((base + offset, x.shape, x.dtype, self.device) for base in memory.pointers)
+        return [Array(*part, owner=owner, stream=stream) for part in parts]
+
+    def register(self, buffer: Buffer) -> Array:
+        """The program's memory, mapped by all ranks; CUDA's IPC requires it to be of cudaMalloc."""
+        obstacle = ""
+        if expandable(buffer.array):
+            obstacle = "expected memory of cudaMalloc, got a tensor in an expandable segment of torch"
+        elif buffer.pointer % _VECTOR:
+            obstacle = f"expected an address that is a multiple of {_VECTOR}, got 0x{buffer.pointer:x}"
+        self._windows.free(self._windows.unused_everywhere())
+        self.forget_routes()
+
+        def make() -> SymmetricMemory:
+            memory = SymmetricMemory(self._rendezvous, buffer.nbytes, self.device, buffer.pointer)
+            self._engine.register(memory)
+            return memory
+
+        return self._windows.register(buffer, obstacle, make)
 
     def _free_window(self, window: WindowMemory) -> None:
         memory: SymmetricMemory = window.handle
@@ -331,7 +361,7 @@ class PeerBackend(DeviceBackend):
         )
 
     def _bind_reduction(self, o: Operation, route: Route) -> Run:
-        """reduce, reduce_scatter and reduce_scatter_v."""
+        """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
         assert o.reduction is not None and o.send is not None
         name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
         if o.name == "reduce_scatter" and o.send.count:
@@ -340,17 +370,24 @@ class PeerBackend(DeviceBackend):
             if beside:
                 route.kernel = self._engine.route(Launch("copies"), o.send.nbytes, o.send.pointer)
             run = self._engine.bind_reduce_scatter(
-                o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op, beside=beside
-            )
+                o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op,
+                factor=o.reduction.factor, beside=beside,
+            )  # fmt: skip
             if run is not None:
                 return run
+        launch = self._engine.launches.pick(o.send.nbytes, False)
+        if o.name == "reduce" and launch.algorithm in PACKETS and o.send.count and not name.startswith("complex"):
+            return self._engine.bind_all_reduce(
+                o.send.pointer, whole(o.recv)[0], o.send.count * per, DTYPES[name], o.reduction.op,
+                factor=o.reduction.factor, launch=launch,
+            )  # fmt: skip
         return OrderedReduction(self, o) if o.send.count else _in_turn(())
 
     def _bind_move(self, o: Operation, route: Route) -> Run:
         """Everything that only moves bytes: one exchange, or what is faster."""
         send, recv = whole(o.send), whole(o.recv)
         if o.name == "broadcast" and recv[1] >= _BY_PARTS and self.size > 2:
-            return self._broadcast_by_parts(send, recv, o.root or 0)
+            return self._engine.bind_broadcast(send, recv, o.root or 0)
         if o.name == "all_gather":
             beside = self.beside(o)
             direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
@@ -359,24 +396,6 @@ class PeerBackend(DeviceBackend):
                 return direct
         pieces = exchange_of(o, self.rank, self.size)
         return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o))
-
-    def _broadcast_by_parts(self, send: Piece, recv: Piece, root: int) -> Run:
-        """Van de Geijn: scatter, then all-gather, so that root sends everything twice and not size - 1 times."""
-        rank, size, nbytes = self.rank, self.size, recv[1]
-        part = -(-nbytes // size // 128) * 128
-        cuts = [(min(r * part, nbytes), min((r + 1) * part, nbytes)) for r in range(size)]
-        of = [(send[0] + a, b - a) for a, b in cuts]
-        to = [(recv[0] + a, b - a) for a, b in cuts]
-        mine = recv if rank == root else to[rank]
-        first = (
-            [NONE if rank != root else send if r == root else of[r] for r in range(size)],
-            [mine if r == root else NONE for r in range(size)],
-        )
-        second = (
-            [NONE if r in (rank, root) else to[rank] for r in range(size)],
-            [NONE if r == rank or rank == root else to[r] for r in range(size)],
-        )
-        return _in_turn((self._engine.bind_exchange(*first), self._engine.bind_exchange(*second)))
 
     def _bind_barrier(self, o: Operation, route: Route) -> Run:
         return self._engine.bind_barrier()
@@ -408,6 +427,8 @@ _BINDERS: dict[str, Callable[[PeerBackend, Operation, Route], Run]] = {
     "reduce": PeerBackend._bind_reduction,
     "reduce_scatter": PeerBackend._bind_reduction,
     "reduce_scatter_v": PeerBackend._bind_reduction,
+    "scan": PeerBackend._bind_reduction,
+    "exscan": PeerBackend._bind_reduction,
     "barrier": PeerBackend._bind_barrier,
 }
 

@@ -4,11 +4,11 @@ The engine owns the slab in which the kernels meet, chooses the launch of a mess
 what a kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
 
-``exchange`` moves a piece to and from each rank; reduce-scatter and, between symmetric buffers, all-gather have
-kernels of their own.  All-reduce adds in rank order: ``one_shot`` and ``two_shot`` (packets, small and middle sizes),
-``direct`` (reads from buffer to buffer), ``push`` (only writes), ``specialized`` (only writes, each block has one role;
-symmetric buffers only), ``copies`` (copy engines; symmetric buffers only).  ``ring`` and ``tree`` follow the schedules
-of that name.
+``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather between large symmetric
+buffers has a kernel of its own, and so has reduce-scatter.  All-reduce adds in rank order: ``one_shot`` and
+``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push`` (only writes),
+``specialized`` (only writes, each block has one role; symmetric buffers only), ``copies`` (copy engines; symmetric
+buffers only).  ``ring`` and ``tree`` follow the schedules of that name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.failures import EndedEarly, blaming
-from kos.comm.gpu.memory import Piece
+from kos.comm.gpu.memory import NONE, Piece
 from kos.comm.gpu.peer.copies import BESIDE, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
@@ -52,12 +52,19 @@ BESIDE_BLOCKS = 8
 """Blocks of a message that goes beside other kernels, of which it may wait for one on another GPU: it must leave them
 multiprocessors.  Not measured."""
 
+_PACKETS_UP_TO = 2 << 20
+"""Bytes of one rank's pieces to all others up to which they travel as packets, which take twice the bytes."""
+_DIRECT_FROM = 512 << 10
+"""The same from which an all-gather writes to symmetric outputs where they lie, between two barriers."""
+_SHARE, _SMALL_SHARE = 8192, 1024
+"""Bytes of a large and of a small exchanged piece, for a channel of its own."""
+
 # As in kernels/channel.cuh, packets.cuh and exchange.cu.
 _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
-_SHARE = 8192
+_BOX_PACKETS, _PACKET_BYTES = 512, 8
 
 
 class _Word(IntEnum):
@@ -126,7 +133,11 @@ class PeerEngine:
         self._slots = self._out + staging
         slots = CHANNELS * 2 * self.size
         self._slot = max(staging // slots // 16 * 16, 512)
-        self.memory = SymmetricMemory(rendezvous, self._slots + slots * self._slot, device)
+        self._posts = self._slots + slots * self._slot
+        self._boxes = self._posts + CHANNELS * _LINE_BYTES
+        self.small = min(self.blocks * _BOX_PACKETS * _PACKET_BYTES, _PACKETS_UP_TO // max(self.size - 1, 1))
+        nbytes = self._boxes + slots * _BOX_PACKETS * 16
+        self.memory = SymmetricMemory(rendezvous, nbytes, device)
         self._loading = create_stream(device)  # no graph captures it
         self._contexts: dict[float | None, Array] = {}  # by the deadline of a launch
         self.deadline: float | None = None
@@ -178,6 +189,11 @@ class PeerEngine:
 
     def unregister(self, memory: SymmetricMemory) -> None:
         self._memories = {number: each for number, each in self._memories.items() if each is not memory}
+
+    def memory_of(self, pointer: int, nbytes: int) -> SymmetricMemory | None:
+        """The registered memory in which the buffer lies, if any."""
+        memories = self._memories.values()
+        return next((memory for memory in memories if memory.offset_of(pointer, nbytes) is not None), None)
 
     def is_symmetric(self, pointer: int, nbytes: int) -> bool:
         """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
@@ -245,12 +261,13 @@ class PeerEngine:
     def _bind_packets(
         self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float
     ) -> Run:
+        """``count`` elements, of each rank's part for ``reduce_scatter``; without ``recv`` this rank gets no result."""
         partials = launch.algorithm in ("ring", "tree")
         widened = partials or op is ReduceOp.PREMUL_SUM
         # Small integers are added in 32 bits: the width of a partial sum on the wire.
         itemsize = max(dtype.accumulate.itemsize, 4) if widened else dtype.itemsize
         packets = -(-count // ((8 if itemsize == 8 else 12) // itemsize))
-        chunks = 1 if launch.algorithm in ("one_shot", "tree") else self.size
+        chunks = self.size if launch.algorithm in ("two_shot", "ring") else 1
         packets = -(-packets // chunks)
         blocks = min(launch.blocks or -(-packets // launch.threads), self.blocks)
         per_channel = -(-packets // blocks)
@@ -315,12 +332,18 @@ class PeerEngine:
         return run
 
     def bind_reduce_scatter(
-        self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, beside: bool = False
-    ) -> Run | None:
+        self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0,
+        beside: bool = False,
+    ) -> Run | None:  # fmt: skip
         """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
-        part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, complex numbers,
-        PREMUL_SUM.  ``beside``: by copy engines; ``send`` is symmetric then."""
+        part of ``send``.  Packets carry what is as small as the all-reduces that they carry.  None for what no kernel
+        takes: complex numbers; if larger, parts that are no whole vectors, and PREMUL_SUM.  ``beside``: by copy
+        engines; ``send`` is symmetric then."""
         nbytes = count * dtype.itemsize
+        usual = self.launches.pick(nbytes * self.size, False)
+        if usual.algorithm in PACKETS and dtype.kind != "complex" and self.size > 1 and nbytes and not beside:
+            launch = replace(usual, algorithm="reduce_scatter")
+            return self._bind_packets(launch, send, recv, count, dtype, op, factor)
         if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
             return None
         if beside:
@@ -337,9 +360,10 @@ class PeerEngine:
 
     def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
         """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if ``beside``; None for
-        anything else, and for parts that are no whole vectors."""
+        anything else, for parts that are no whole vectors, and for small ones, which packets carry faster."""
         place = self._symmetric(recv, nbytes * self.size)
-        if place is None or nbytes % 16 or not nbytes:
+        by_packets = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM and not beside
+        if place is None or nbytes % 16 or not nbytes or by_packets:
             return None
         if beside:
             return self._copies.all_gather(self.bind_barrier(overlap=False), nbytes, send, self._everywhere(recv))
@@ -364,33 +388,62 @@ class PeerEngine:
 
     def _everywhere(self, pointer: int) -> list[int]:
         """Where a symmetric buffer lies on each rank, as this one sees it."""
-        memory = next(each for each in self._memories.values() if each.offset_of(pointer, 1) is not None)
+        memory = self.memory_of(pointer, 1)
+        assert memory is not None
         return [base + pointer - memory.pointer for base in memory.pointers]
 
     def bind_exchange(
-        self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False, beside: bool = False
-    ) -> Run:
+        self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False, beside: bool = False,
+        relay: int = MAX_RANKS,
+    ) -> Run:  # fmt: skip
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
         Bytes of any number and alignment, none where nothing goes.  Every rank that has something to send or
         to receive takes part; what one rank sends another comes in the order in which it was sent, in pieces of the
         same sizes: a kernel raises CollectiveMismatch, by ``check``, where it is another one that comes, or one of the
         other kind (``messages``).  ``beside``: on few multiprocessors, for it may wait long while others compute.
+        ``relay``: what this rank sends is what it receives from that rank, and goes on as it comes.
         """
-        pieces = [word for r in range(self.size) for word in (*sends[r], *recvs[r])]
-        longest = max(nbytes for _, nbytes in (*sends, *recvs))
-        if not longest:
+        lengths = [nbytes for _, nbytes in (*sends, *recvs)]
+        if not any(lengths):
             return _nothing
         kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros)
-        channels = min(-(-longest // _SHARE), self.blocks)
+        pieces = [word for r in range(self.size) for piece in (sends[r], recvs[r]) for word in self._with_share(*piece)]
+        channels = max(-(-nbytes // self._share(nbytes)) for nbytes in lengths if nbytes)
         blocks = min(channels, BESIDE_BLOCKS) if beside else channels
-        threads = min(-(-longest // (channels * 512)) * 32, 512)  # a vector each
-        pieces += [0] * (4 * (MAX_RANKS - self.size))
+        large = any(lengths[at] > self.small for at in range(2 * self.size) if at % self.size != self.rank)
+        # Half of the threads send, half receive: a packet each, or a vector of a large piece.
+        most, unit = (_BOX_PACKETS, _PACKET_BYTES) if not large else (512, 16)
+        threads = 2 * min(-(-max(map(self._share, lengths)) // (32 * unit)) * 32, most)
+        pieces += [0] * (6 * (MAX_RANKS - self.size))
         return self._bind(
             kernel, blocks, threads,
-            self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self.blocks,
-            channels, int(messages), *pieces,
+            self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self._posts, self._boxes,
+            self.small, channels, int(messages), relay, int(large), *pieces,
         )  # fmt: skip
+
+    def bind_broadcast(self, send: Piece, recv: Piece, root: int) -> Run:
+        """Scatter and all-gather (van de Geijn) at once: root sends a part to each other rank, which sends it on to the
+        rest as it comes.  So root sends each byte once.  ``send`` is root's alone."""
+        rank, size, nbytes = self.rank, self.size, recv[1]
+        part = -(-nbytes // max(size - 1, 1) // 128) * 128
+        starts = [min((r - (r > root)) * part, nbytes) for r in range(size)]
+        lengths = [min(part, nbytes - start) for start in starts]
+        if rank == root:
+            sends = [send if r == root else (send[0] + starts[r], lengths[r]) for r in range(size)]
+            return self.bind_exchange(sends, [recv if r == root else NONE for r in range(size)])
+        parts = [(recv[0] + starts[r], lengths[r]) for r in range(size)]
+        sends = [NONE if r in (rank, root) else parts[rank] for r in range(size)]
+        recvs = [NONE if r == rank else parts[rank if r == root else r] for r in range(size)]
+        return self.bind_exchange(sends, recvs, relay=root)
+
+    def _share(self, nbytes: int) -> int:
+        """Bytes that each channel carries of an exchanged piece, which both ranks cut alike."""
+        channels = max(min(-(-nbytes // (_SMALL_SHARE if nbytes <= self.small else _SHARE)), self.blocks), 1)
+        return -(-nbytes // (channels * 128)) * 128
+
+    def _with_share(self, pointer: int, nbytes: int) -> tuple[int, int, int]:
+        return pointer, nbytes, self._share(nbytes)
 
     def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> Run:
         """A function that launches ``kernel``; where a rank has its GPU alone, while the kernel before it ends."""

@@ -176,6 +176,8 @@ class Calls(Fingerprints):
     def close(self) -> None:
         """Unmap the segment."""
         if not self._words[self._line + CLOSED]:
+            if (cause := self.ledger.closing()) is not None:
+                self._causes().post_failure(cause)
             self.mark_closed(CLOSED_ORDERLY)
         self.segment.close()
         self.ledger.board.release()
@@ -187,12 +189,20 @@ class Calls(Fingerprints):
         self.raise_failure(sequence)
         raise error
 
-    def end_of(self, local: int) -> tuple[str, float | None] | None:
-        """Why that rank has ended, and the maximum age of a failure that may be the cause; None if it has not."""
+    def end_of(self, local: int, what: object = None) -> KosError | None:
+        """The error of ``what``, which waits for that rank, if it has ended; None if it has not."""
         closed, ended = self._words[self.segment.layout.line(local) + CLOSED], self._ended(local)
+        rank, ledger = self.segment.ranks[local], self.ledger
+        if closed == CLOSED_ORDERLY:
+            cause, _ = self._causes().failure(ledger.world[rank]) or (None, 0.0)
+            return ledger.lost(rank, "it closed its communicator", what, cause, 0.0)
         if closed:
-            return ("it closed its communicator", 0.0) if closed == CLOSED_ORDERLY else ("its process ended", None)
-        return None if ended is None else (ended, ABRUPT_SECONDS)
+            return ledger.lost(rank, "its process ended", what)
+        return None if ended is None else ledger.lost(rank, ended, what, None, ABRUPT_SECONDS)
+
+    def _causes(self) -> SharedBoard:
+        """The failures because of which ranks have closed this group.  In the world they are the last failures."""
+        return SharedBoard(self.segment, self.ledger.world)
 
     def _ended(self, local: int) -> str | None:
         line = self.segment.layout.line(local)
@@ -249,11 +259,10 @@ class Wait:
         if now < self._next_check:
             return
         calls.check(self.operation)  # the calls of other ranks may differ already
-        end = calls.end_of(local)
+        end = calls.end_of(local, self.operation)
         if end is None:
             self._next_check = now + CHECK_SECONDS
         elif self._suspect != local:
             self._suspect = local  # its last store may have arrived after this poll: the next poll decides
         else:
-            rank, o = calls.segment.ranks[local], self.operation
-            calls.raise_everywhere(calls.ledger.lost(rank, end[0], o, None, end[1]), o.sequence)
+            calls.raise_everywhere(end, self.operation.sequence)

@@ -10,21 +10,20 @@ Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import sched_yield
 from typing import Any
 
 import numpy as np
 
 from kos.comm.host.shared.calls import Calls, Wait
-from kos.comm.host.shared.plans import Plan, Plans
-from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED
-from kos.comm.operation import AUTO, Call
+from kos.comm.host.shared.plans import Plan, Plans, Sum
+from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING
+from kos.comm.operation import Call
 from kos.comm.reduction import Reduction
 from kos.comm.work import Steps
 
 Array = np.ndarray[Any, Any]
-Arrived = Callable[[], bool]
 
 SPINS, CROWDED_SPINS = 300, 30
 """Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
@@ -42,40 +41,70 @@ class SharedCollectives:
         self._mine = self._lines[self.rank]
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._of_peers = [[self._lines[rank] + word for rank in self._peers] for word in range(CLOSED)]
+        self._rings = [segment.layout.ring(rank) for rank in self._peers]
+        self._gots, self._failure = self._of_peers[GOT], segment.layout.failure
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
         self._issued = self._served = 0  # ticket lock of the slots: operations started, operations done
         self._stage = 0
         self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the last wait: flag, value, ranks
 
+    def prepare(self, call: Call) -> bool:
+        """Make the plan of ``call``, for all its launches; whether it is supported here."""
+        call.plan = self._plans.make(call.operation)
+        return call.plan is not None
+
     def start(self, call: Call) -> Steps | None:
-        """Publish that this rank begins ``call``, and return its steps; None if it is not supported here."""
-        o = call.operation
-        if o.name in ("all_reduce", "reduce") and o.options.algorithm == AUTO:
-            assert o.send is not None and o.reduction is not None
-            self._calls.announce(call)
-            return self._reduce(call, o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction)
-        plan = self._plans.make(o)
-        return self._run(call, self._calls.publish(call), plan) if plan is not None else None
+        """Publish that this rank begins ``call``, and return its steps; None if it is complete.
+
+        One stage needs no steps if the other ranks come soon: without them it takes half the time.
+        """
+        plan, words, mine, sequence = call.plan, self._words, self._mine, call.sequence
+        self._calls.announce(call)
+        place, published = sequence % RING, call.mark + sequence
+        if type(plan) is Sum:
+            return self._reduce(call, *plan)
+        count, per_stage, _, put, get, flags = plan
+        stage, spins = self._stage, self._spins
+        if count > per_stage or self._issued != self._served or not self._reached(self._gots, stage + 1 - DEPTH):
+            return self._run(call, plan)
+        if count and put is not None:
+            put(stage % DEPTH, 0, count)
+            words[mine + PUT] = stage + 1
+        for ring in self._rings:
+            while words[ring + place] != published:
+                if spins == 0:
+                    return self._run(call, plan, begun=True)
+                spins -= 1
+                if self._crowded:
+                    sched_yield()
+        if words[self._failure] or not self._reached(flags, stage + 1):
+            return self._run(call, plan, begun=True)
+        if count:
+            if get is not None:
+                get(stage % DEPTH, 0, count)
+            self._stage = words[mine + GOT] = stage + 1
+        return None
 
     def behind(self) -> list[int]:
         """The ranks that the operation that holds the slots waits for."""
         return [self._calls.segment.ranks[rank] for rank in self._laggards()]
 
-    def _run(self, o: Call, all_arrived: Arrived, plan: Plan) -> Steps:
-        count, per_stage, sources, put, get = plan
+    def _run(self, o: Call, plan: Plan, begun: bool = False) -> Steps:
+        """The steps of ``plan``; ``begun``: its only stage is put."""
+        count, per_stage, sources, put, get, awaited = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
         ticket, self._issued = self._issued, self._issued + 1
         while self._served != ticket:
-            all_arrived()
+            self._calls.raise_failure(o.sequence)
             yield
+        all_arrived = Wait(self._calls, o)
         first, stages = self._stage, -(-count // per_stage)
         self._stage += stages
-        awaited = [self._lines[rank] + PUT for rank in sources]
         start = 0
         for stage in range(first, first + stages):
             slot, end = stage % DEPTH, min(start + per_stage, count)
-            if put is not None:
+            if put is not None and not begun:
                 if not self._reached(self._of_peers[GOT], stage + 1 - DEPTH):
                     yield from self._wait_for(o, GOT, stage + 1 - DEPTH, self._peers)
                 put(slot, start, end)
@@ -100,7 +129,7 @@ class SharedCollectives:
         self._served += 1
 
     def _reduce(self, o: Call, x: Array, out: Array | None, reduction: Reduction) -> Steps:
-        """An all_reduce, or a reduce, in which ranks other than the root have no ``out``.
+        """The steps of a Sum.
 
         The same as ``_run`` with one more step, written out for speed.
         """

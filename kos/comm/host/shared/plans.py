@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.host.shared.segment import DEPTH, Segment
+from kos.comm.host.shared.segment import DEPTH, PUT, Segment
 from kos.comm.operation import AUTO, Operation
-from kos.comm.reduction import Reduction
+from kos.comm.reduction import ReduceOp, Reduction
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[int, int, int], None]  # slot, first element, end
@@ -36,6 +36,15 @@ class Plan(NamedTuple):
     sources: Sequence[int]  # the ranks whose slots this rank reads
     put: Step | None = None
     get: Step | None = None
+    flags: Sequence[int] = ()  # those that count the puts of ``sources``
+
+
+class Sum(NamedTuple):
+    """One rank's all_reduce of several parts, or reduce, in which ranks other than the root have no ``out``."""
+
+    x: Array
+    out: Array | None
+    reduction: Reduction
 
 
 class Parts(NamedTuple):
@@ -58,15 +67,22 @@ class Plans:
         self._data, self.block, self._ranks = segment.data, segment.layout.block, segment.ranks
         self.rank, self.size = segment.rank, segment.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
-        self.one_shot_bytes = min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1), self.block)
+        # At most a stage, also of 8-bit floats, which are staged in four times as many bytes.
+        self.one_shot_bytes = min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1), self.block // 4)
+        self._puts = [segment.layout.line(rank) + PUT for rank in range(self.size)]
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._parts: dict[Any, list[Parts]] = {}
         self._scratch = np.empty(0, np.uint8)
 
-    def make(self, o: Operation) -> Plan | None:
+    def make(self, o: Operation) -> Plan | Sum | None:
         """The plan of ``o``, or None if it is not supported here."""
-        plan = _PLANS.get(o.name)
-        return plan(self, o) if plan is not None and o.options.algorithm == AUTO else None
+        make = _PLANS.get(o.name)
+        if make is None or o.options.algorithm != AUTO:
+            return None
+        plan = make(self, o)
+        if isinstance(plan, Plan):
+            plan = plan._replace(flags=[self._puts[rank] for rank in plan.sources])
+        return plan
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         """The slots as arrays of ``dtype``, by rank and by stage % DEPTH."""
@@ -79,8 +95,10 @@ class Plans:
     def sum(self, reduction: Reduction, contributions: list[Array], result: Array) -> None:
         """Reduce contributions, in rank order, and finish; ``result`` may be the memory of one of them."""
         combine, total, last = reduction.combine, contributions[0], contributions[-1]
-        same = result.dtype == reduction.carrier
-        if len(contributions) == 2 and same:
+        if len(contributions) == 1:
+            return reduction.finish(total, result)
+        same = reduction.carrier is reduction.dtype.numpy
+        if same and len(contributions) == 2:
             combine(total, last, result)
             reduction.finish(result, result)
             return
@@ -127,6 +145,34 @@ class Plans:
 
     # The operations.
 
+    def _all_reduce(self, o: Operation) -> Plan | Sum:
+        """all_reduce, and reduce; in one shot every rank that has ``out`` reduces all contributions."""
+        assert o.send is not None and o.reduction is not None
+        x, out, reduction = o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction
+        if x.size * reduction.dtype.itemsize > self.one_shot_bytes:
+            return Sum(x, out, reduction)
+        plain, slots = reduction.is_plain, self.parts(reduction, x.size)
+        mine, every = [parts.put[0][0] for parts in slots], [parts.contributions.copy() for parts in slots]
+        for contributions in every if plain else ():
+            contributions[self.rank] = x
+
+        def copy(slot: int, a: int, b: int) -> None:
+            mine[slot][...] = x
+
+        def stage(slot: int, a: int, b: int) -> None:
+            reduction.stage(x, mine[slot])
+
+        def add(slot: int, a: int, b: int) -> None:
+            assert out is not None
+            self.sum(reduction, every[slot], out)
+
+        def add_two(slot: int, a: int, b: int) -> None:
+            reduction.combine(*every[slot], out)
+
+        direct = self.size == 2 and reduction.carrier is reduction.dtype.numpy and reduction.op is not ReduceOp.AVG
+        get = None if out is None else add_two if direct else add
+        return Plan(x.size, x.size or 1, self.peers if get else (), put=copy if plain else stage, get=get)
+
     def _reduce_scatter(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None and o.reduction is not None
         x, out, reduction, rank = o.send.flat, o.recv.flat, o.reduction, self.rank
@@ -136,8 +182,11 @@ class Plans:
 
         def put(slot: int, a: int, b: int) -> None:
             for r in self.peers if plain else range(self.size):
-                at = r * per_stage
-                reduction.stage(x[r * count + a : r * count + b], slots[rank][slot][at : at + b - a])
+                at, part = r * per_stage, x[r * count + a : r * count + b]
+                if plain:
+                    slots[rank][slot][at : at + b - a] = part
+                else:
+                    reduction.stage(part, slots[rank][slot][at : at + b - a])
 
         def get(slot: int, a: int, b: int) -> None:
             at = rank * per_stage
@@ -147,6 +196,23 @@ class Plans:
             self.sum(reduction, contributions, out[a:b])
 
         return Plan(count, per_stage, self.peers, put=put, get=get)
+
+    def _scan(self, o: Operation) -> Plan:
+        """scan, and exscan, in which rank 0 has no ``recv``."""
+        assert o.send is not None and o.reduction is not None
+        x, reduction, rank = o.send.flat, o.reduction, self.rank
+        out, last = o.recv.flat if o.recv is not None else None, rank + (o.name == "scan")
+        slots = self.typed(reduction.carrier)
+
+        def put(slot: int, a: int, b: int) -> None:
+            reduction.stage(x[a:b], slots[rank][slot][: b - a])
+
+        def get(slot: int, a: int, b: int) -> None:
+            assert out is not None
+            self.sum(reduction, [slots[r][slot][: b - a] for r in range(last)], out[a:b])
+
+        per_stage = min(self.block, WHOLE_BYTES) // reduction.carrier.itemsize
+        return Plan(x.size, per_stage, range(rank), put=put, get=get if out is not None else None)
 
     def _broadcast(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None
@@ -222,8 +288,12 @@ class Plans:
         return max(part // _ALIGN * _ALIGN, itemsize) // itemsize
 
 
-_PLANS: dict[str, Callable[[Plans, Operation], Plan]] = {
+_PLANS: dict[str, Callable[[Plans, Operation], Plan | Sum]] = {
+    "all_reduce": Plans._all_reduce,
+    "reduce": Plans._all_reduce,
     "reduce_scatter": Plans._reduce_scatter,
+    "scan": Plans._scan,
+    "exscan": Plans._scan,
     "broadcast": Plans._broadcast,
     "all_gather": Plans._all_gather,
     "gather": Plans._all_gather,

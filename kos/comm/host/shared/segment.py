@@ -18,9 +18,9 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS
 from kos.comm.rendezvous.base import Rendezvous, host_id
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
 
 _LINE = 16
 """Words of one rank's line: two cache lines, because the prefetcher fetches them in pairs."""
@@ -136,32 +137,42 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     if len(ranks) > MAX_RANKS:
         refusal = refusal or f"{len(ranks)} ranks on one host are more than {MAX_RANKS}"
 
-    offer, file = "", -1
+    def use(file: int) -> Segment:
+        return Segment(file, ranks, ranks.index(rendezvous.rank))
+
+    segment, refusal = share_file(rendezvous, ranks, _Layout(len(ranks)).total, refusal, use)
+    if segment is None:
+        return None, refusal
+    shared = f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
+    return segment, shared if len(ranks) > 1 else "no other rank runs on this host"
+
+
+def share_file(
+    rendezvous: Rendezvous, ranks: list[int], nbytes: int, refusal: str, use: Callable[[int], T]
+) -> tuple[T | None, str]:
+    """``use(descriptor)`` of a new anonymous file that ``ranks``, those of this host, share; or None, and why not.
+
+    Collective.  ``refusal`` is why this rank cannot share memory, "" if it can.  ``use`` owns the descriptor.
+    """
+    offer, file, used = "", -1, None
     if not refusal and rendezvous.rank == ranks[0]:
         try:
             file = os.memfd_create("kos", os.MFD_CLOEXEC)
-            os.ftruncate(file, _Layout(len(ranks)).total)
+            os.ftruncate(file, nbytes)
             offer = f"/proc/{os.getpid()}/fd/{file}"
-        except OSError as error:
-            refusal = f"memfd_create: {error.strerror}"
+        except (OSError, AttributeError) as error:
+            refusal = f"memfd_create: {error}"
     offer = rendezvous.allgather(offer.encode())[ranks[0]].decode()
-    segment = None
     if offer:
         try:
-            opened = os.open(offer, os.O_RDWR | os.O_CLOEXEC)
-            segment = Segment(opened, ranks, ranks.index(rendezvous.rank))
+            used = use(os.open(offer, os.O_RDWR | os.O_CLOEXEC))
         except (OSError, ValueError) as error:
             refusal = f"rank {rendezvous.rank} cannot map the memory of rank {ranks[0]}: {error}"
     refusals = rendezvous.allgather(refusal.encode())
     if file >= 0:
         os.close(file)
     refusal = next((refusals[rank].decode() for rank in ranks if refusals[rank]), "")
-    if refusal or segment is None:
-        if segment is not None:
-            segment.close()
-        return None, refusal
-    shared = f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
-    return segment, shared if len(ranks) > 1 else "no other rank runs on this host"
+    return (None if refusal else used), refusal
 
 
 def started(pid: int) -> int:

@@ -275,7 +275,7 @@ def _section(heads: int, group: int, length: int, head_dim: int) -> int:
 
 
 def macros(dtype: str, head_dim: int, causal: bool = True) -> dict[str, Define]:
-    """What every file of kernels needs to be told."""
+    """The macros of every file of kernels."""
     defines: dict[str, Define] = {"DTYPE": dtype, "HEAD_DIM": head_dim, "SCALE": f"{1 / math.sqrt(head_dim):.9e}f"}
     return defines if causal else {**defines, "CAUSAL": 0}
 

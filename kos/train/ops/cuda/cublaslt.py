@@ -273,10 +273,10 @@ def _algorithm(text: str | None) -> np.ndarray[Any, Any] | None:
 class Stored:
     """What was measured, by shape: one JSON file per GPU model and versions, shared by the user's processes.
 
-    One that cannot be read or written is told of once, by a warning.
+    One that cannot be read or written is reported once, by a warning.
     """
 
-    _told_of: ClassVar[set[Path]] = set()
+    _reported: ClassVar[set[Path]] = set()
 
     def __init__(self, kind: str, name: str) -> None:
         self._path = cache_folder() / kind / f"{name.replace(' ', '_')}.json"
@@ -301,9 +301,9 @@ class Stored:
             return {}
 
     def _warn(self, error: Exception) -> None:
-        if self._path not in self._told_of:
+        if self._path not in self._reported:
             log.warning(
                 "cache: %s cannot be used, measuring anew: another run may choose otherwise, with other bits: %s",
                 self._path, error,
             )  # fmt: skip
-            self._told_of.add(self._path)
+            self._reported.add(self._path)

@@ -27,7 +27,6 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.cublaslt import Matmul
-from kos.train.ops.cuda.cudnn import CudnnAttention
 
 KERNELS = Path(__file__).parent / "kernels"
 BLOCK = 256  # threads of an elementwise block
@@ -39,11 +38,8 @@ class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products take their ``algorithms``, which may be added to before a shape's first use; ``search`` times those
-    that are missing then, and adds them.  Attention is cuDNN's where ``cudnn`` is set,
-    but for keys of other ranks.
+    that are missing then, and adds them.
     """
-
-    cudnn: CudnnAttention | None = None
 
     def __init__(
         self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False
@@ -350,10 +346,7 @@ class CudaOps:
     # --- attention -----------------------------------------------------------------------------------
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-        if self.cudnn is not None:
-            self.cudnn.forward(qkv, heads, kv_heads, out, log_sum_exp, arena)
-        else:
-            attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch)
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch)
 
     def attention_backward(
         self,
@@ -366,11 +359,7 @@ class CudaOps:
         d_qkv: Array,
         arena: Arena,
     ) -> None:
-        operands = (d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
-        if self.cudnn is not None:
-            self.cudnn.backward(*operands)
-        else:
-            attention.attention_backward(*operands, self.launch)
+        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self.launch)
 
     def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
         rows, columns = qkv.shape

@@ -1,0 +1,62 @@
+"""The command ``kos NAME [arguments]``, as ``python -m kos NAME [arguments]``: each name is a module that is run."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import sys
+from pathlib import Path
+
+import kos
+
+COMMANDS = {
+    "train": ("kos.train", "train a LLaMA: mpirun -n N kos train"),
+    "sample": ("kos.train.sample", "generate text with a trained model"),
+    "doctor": ("kos.doctor", "report what this machine and job can use"),
+    "tune": ("kos.tune", "measure the tuning table of this machine's GPUs"),
+    "schedules": ("kos.comm.schedules", "list, verify, draw and predict algorithms"),
+    "recorder": ("kos.comm.recorder", "read the dumps of the flight recorder"),
+    "bench": ("benchmarks", "run a benchmark (in a clone of kos): kos bench [collectives|kernels|train|…]"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command.  Returns an exit status if there was none to run: 0 after help, 2 for an unknown name."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in ("-h", "--help"):
+        names = "\n".join(f"  {each:<11}{what}" for each, (_, what) in COMMANDS.items())
+        print(f"usage: kos NAME [arguments]\n\n{names}\n\nkos NAME --help lists the arguments of a command.")
+        return 0
+    if name == "--version":
+        print(f"kos {kos.__version__}")
+        return 0
+    if name not in COMMANDS:
+        print(f"kos: error: expected one of {', '.join(COMMANDS)}, got {name!r}", file=sys.stderr)
+        return 2
+    module = COMMANDS[name][0]
+    if name == "bench":
+        benchmark, rest = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("collectives", rest)
+        if problem := _no_benchmark(benchmark):
+            print(f"kos: error: bench: {problem}", file=sys.stderr)
+            return 2
+        module = f"benchmarks.{benchmark}"
+    sys.argv = [f"kos {name}", *rest]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
+    return 0
+
+
+def _no_benchmark(name: str) -> str:
+    """Why there is no benchmark of that name; empty if there is one."""
+    clone = Path(kos.__file__).resolve().parent.parent
+    if not (clone / "benchmarks" / "__init__.py").exists():
+        return f"expected a clone of kos, which has the folder benchmarks, got the package installed in {clone}"
+    if str(clone) not in sys.path:
+        sys.path.insert(0, str(clone))
+    if not name.isidentifier() or importlib.util.find_spec(f"benchmarks.{name}") is None:
+        return f"expected a module of {clone / 'benchmarks'}, got {name!r}"
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

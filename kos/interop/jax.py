@@ -1,0 +1,133 @@
+"""JAX: collectives on ``jax.Array``, which never changes: each call returns new arrays.
+
+    gradients = kos.interop.jax.all_reduce(comm, gradients, kos.ReduceOp.AVG)
+
+Every function takes an array or a pytree of arrays; the leaves of a pytree are one batch.  Called with arrays, it works
+where they live, on the CPU or the GPU of the communicator, and shares memory with JAX by DLPack, without copies.  On
+a GPU the call is ordered with JAX's work and does not wait.
+
+Within ``jax.jit`` a call is an ordered host callback (``jax.experimental.io_callback``).  XLA then waits for the call,
+and copies the arrays to the callback and back, from and to the GPU too.  JAX defines neither ``grad`` nor ``vmap`` of
+such a callback: take gradients first, then reduce them.  A failure within ``jit`` is JAX's ``JaxRuntimeError`` with the
+text of kos's error; the next call on the communicator raises kos's own.
+
+All ranks call the same functions in the same order, with leaves of the same shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kos
+from kos.dtypes import dtype_of
+from kos.errors import InvalidArgument
+from kos.memory.array import Array
+from kos.memory.dlpack import CPU, ON_GPU, export_capsule
+from kos.memory.libraries import as_jax
+
+_ALIGNMENT = 64
+"""Bytes: JAX copies memory of the CPU that is aligned to less."""
+
+Shape = tuple[int, ...]
+
+
+def all_reduce(comm: kos.Communicator, tree: Any, op: Any = kos.ReduceOp.SUM, **options: Any) -> Any:
+    """The reduction over all ranks of each leaf, of the leaf's shape; ``options`` as of ``Communicator.all_reduce``."""
+    return _call(comm, "all_reduce", tree, lambda shape: shape, op=op, **options)
+
+
+def broadcast(comm: kos.Communicator, tree: Any, root: int = 0, **options: Any) -> Any:
+    """The leaves of rank ``root``; the other ranks pass leaves of the same shapes and dtypes."""
+    return _call(comm, "broadcast", tree, lambda shape: shape, root=root, **options)
+
+
+def all_gather(comm: kos.Communicator, tree: Any, **options: Any) -> Any:
+    """All ranks' leaves in rank order: shape ``(size, *leaf.shape)``."""
+    return _call(comm, "all_gather", tree, lambda shape: (comm.size, *shape), **options)
+
+
+def reduce_scatter(comm: kos.Communicator, tree: Any, op: Any = kos.ReduceOp.SUM, **options: Any) -> Any:
+    """Rank r's of ``size`` equal shards of the reduction, along the first axis, which ``size`` divides."""
+    return _call(comm, "reduce_scatter", tree, _shard_of(comm), op=op, **options)
+
+
+def all_to_all(comm: kos.Communicator, tree: Any, **options: Any) -> Any:
+    """Shard r of every rank's leaf in rank order, along the first axis, which ``size`` divides; the leaf's shape."""
+    shard = _shard_of(comm)
+    return _call(comm, "all_to_all", tree, lambda shape: (comm.size * shard(shape)[0], *shape[1:]), **options)
+
+
+def _shard_of(comm: kos.Communicator) -> Callable[[Shape], Shape]:
+    def shard(shape: Shape) -> Shape:
+        if not shape or shape[0] % comm.size:
+            raise InvalidArgument(f"tree: expected a first axis that {comm.size} ranks divide, got shape {shape}")
+        return (shape[0] // comm.size, *shape[1:])
+
+    return shard
+
+
+def _call(comm: kos.Communicator, name: str, tree: Any, result: Callable[[Shape], Shape], **arguments: Any) -> Any:
+    """Call the operation ``name`` on each leaf; ``result`` is the shape of a leaf's result."""
+    import jax
+    from jax.experimental import io_callback
+
+    if arguments.get("async_op"):
+        raise InvalidArgument("async_op: expected False, as JAX's arrays have no Work; calls on a GPU do not wait")
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = [leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves]
+    shapes = [result(leaf.shape) for leaf in leaves]
+
+    def on_host(*arrays: Any) -> list[Any]:
+        xs = [np.asarray(array) for array in arrays]
+        return _launch(comm, name, xs, [np.empty(s, x.dtype) for s, x in zip(shapes, xs, strict=True)], arguments)
+
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if not comm.backend.carries_host:
+            raise InvalidArgument(f"comm: expected a backend that moves host memory in jit, got {comm.backend_name}")
+        kinds = [jax.ShapeDtypeStruct(shape, leaf.dtype) for shape, leaf in zip(shapes, leaves, strict=True)]
+        results = io_callback(on_host, kinds, *leaves, ordered=True)
+    else:
+        outs = [_empty(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
+        _launch(comm, name, leaves, [getattr(out, "array", out) for out in outs], arguments)
+        results = [as_jax(out) for out in outs]
+    return jax.tree.unflatten(structure, results)
+
+
+def _launch(comm: kos.Communicator, name: str, xs: list[Any], outs: list[Any], arguments: dict[str, Any]) -> list[Any]:
+    """Call the operation from each of ``xs`` to its ``out``, all in one batch; returns ``outs``."""
+    with comm.batch():
+        for x, out in zip(xs, outs, strict=True):
+            getattr(comm, name)(x, out=out, **arguments)
+    return outs
+
+
+def _empty(leaf: Any, shape: Shape) -> Any:
+    """An uninitialised array of ``shape`` where ``leaf`` lives, which JAX can take without a copy."""
+    try:
+        kind, device = leaf.__dlpack_device__()
+    except BufferError as error:
+        raise InvalidArgument(f"tree: expected arrays on one device, got {leaf.sharding}: {error}") from error
+    return Array.empty(shape, leaf.dtype, device) if kind in ON_GPU else _HostArray(shape, leaf.dtype)
+
+
+class _HostArray:
+    """Aligned memory of the host, exported by DLPack; NumPy's own export has no bfloat16 and no float8."""
+
+    def __init__(self, shape: Shape, dtype: Any) -> None:
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape))
+        memory = np.empty(count * dtype.itemsize + _ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % _ALIGNMENT
+        self.array = memory[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU, 0
+
+    def __dlpack__(self, *, max_version: Any = None, **_: Any) -> Any:
+        x, versioned = self.array, max_version is not None and max_version[0] >= 1
+        return export_capsule(
+            x.ctypes.data, x.shape, dtype_of(x.dtype), 0, x, readonly=False, versioned=versioned, kind=CPU
+        )

@@ -1,0 +1,498 @@
+"""ProcessGroupKos: what torch.distributed calls.
+
+Each operation is a function of a ``_Launch``, which gives it the communicator's methods and the tensors as arrays.
+``ProcessGroupKos._launch`` runs it: on host memory it gives a Work that a wait advances; on a GPU it runs on the
+current stream, or on the stream ``side`` of the group, which waits for the current one first.
+
+torch 2.11 to 2.13 let Python replace a whole ProcessGroup, not one backend of it, so that one group serves all devices.
+Their C++ reaches the operations that DDP and the functional collectives use; Python reaches all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import kos
+from kos.comm.rendezvous.store import StoreRendezvous
+from kos.errors import CollectiveTimeout, InvalidArgument, KosError
+from kos.interop.torch.anysource import AnySource, AnySourceWork
+from kos.interop.torch.tensors import Arrays, Tensor, as_array, check_parts, reduce_op, split_counts
+from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork
+
+log = logging.getLogger(__name__)
+
+_ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one signature can override
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``pg_options`` of a group: the kos backend for tensors on a GPU, "auto", "nccl" or "peer"."""
+
+    gpu: str = "auto"
+
+
+class _Launch(Arrays):
+    """One launch: ``launch(name, ...)`` calls that operation of the communicator."""
+
+    def __init__(self, comm: kos.Communicator, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._comm, self._options, self.works = comm, options, list[Any]()
+
+    def __call__(self, name: str, *args: Any) -> None:
+        self.works.append(getattr(self._comm, name)(*args, **self._options))
+
+
+class ProcessGroupKos(_ProcessGroup):
+    """A process group of torch over communicators of kos: one for host memory, one for the GPU of this rank.
+
+    Failures raise ``dist.DistBackendError`` with the text of kos, wrong arguments ``kos.errors.InvalidArgument``, which
+    is a ValueError and a RuntimeError.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, ranks: Sequence[int], options: Options
+    ) -> None:
+        super().__init__(rank, size)
+        self._store, self._timeout, self._ranks, self.options = store, timeout.total_seconds(), list(ranks), options
+        self._name = self._description = ""
+        self._lock = threading.RLock()  # hooks of DDP may call from the thread that completes futures
+        self._sequence = 0
+        self._gpu: kos.Communicator | None = None
+        self.device: Any = None  # of the GPU
+        self.side: Any = None  # its stream for operations with async_op
+        self._messages: list[DeviceMessage] = []  # on the GPU, to be launched together
+        self._coalesced: list[Any] | None = None  # the Works of a coalescing context
+        self._host = self._connect("tcp", "host", progress_thread=True)
+        self._any = AnySource(self._host)
+
+    @classmethod
+    def create(cls, given: Any, options: Options | None = None) -> ProcessGroupKos:
+        """What ``Backend.register_backend(extended_api=True)`` expects; ``given`` is torch's description of a group."""
+        ranks = given.global_ranks_in_group or range(given.group_size)
+        if not isinstance(options, Options | None):
+            raise InvalidArgument(f"pg_options: expected kos.interop.torch.Options or None, got {options!r}")
+        return cls(given.store, given.group_rank, given.group_size, given.timeout, ranks, options or Options())
+
+    def _connect(self, backend: str, purpose: str, **keywords: Any) -> kos.Communicator:
+        store = torch._C._distributed_c10d.PrefixStore(f"{purpose}/", self._store)
+        try:
+            rendezvous = StoreRendezvous(store, self.rank(), self.size(), self._timeout, self._ranks)
+            return kos.init(backend, rendezvous=rendezvous, timeout=self._timeout, **keywords)
+        except KosError as error:
+            raise self.translated(error) from error
+
+    def _connect_gpu(self, device: Any) -> kos.Communicator:
+        """The communicator of this rank's GPU; the first call connects all ranks of the group."""
+        if self._gpu is None:
+            self._gpu = self._connect(self.options.gpu, "gpu", device=device.index)
+            self.device, self.side = device, torch.cuda.Stream(device)
+        elif device != self.device:
+            raise InvalidArgument(f"tensors: expected memory of {self.device}, as in earlier calls, got {device}")
+        return self._gpu
+
+    def translated(self, error: KosError) -> Exception:
+        """The error that torch's users expect."""
+        if isinstance(error, InvalidArgument):
+            return error
+        what = "Timed out in" if isinstance(error, CollectiveTimeout) else "failure in"
+        return dist.DistBackendError(f"kos: {what} process group {self._name or 'default'}: {error}")
+
+    def check(self) -> None:
+        """Raise the failure of the GPU's communicator, if it has failed."""
+        failure = None if self._gpu is None else self._gpu.backend.broken
+        if failure is not None:
+            raise self.translated(failure)
+
+    def wait_on_host(self, event: Any, seconds: float) -> None:
+        """Wait until the GPU has reached the event."""
+        assert self._gpu is not None
+        try:
+            self._gpu.synchronize(seconds, until=event.query)
+        except KosError as error:
+            raise self.translated(error) from error
+
+    # What torch asks of a group, and of its backends, all of which are this object.
+
+    supports_splitting = supports_coalescing = True
+    supports_time_estimate = supports_shrinking = False
+
+    def getBackendName(self) -> str:
+        return "kos"
+
+    name = _get_backend_name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    group_name, _set_group_name = property(getGroupName), setGroupName
+    group_desc, _set_group_desc = property(getGroupDesc), setGroupDesc
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()]
+
+    def _get_backend(self, device: Any) -> ProcessGroupKos:
+        return self
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        return False
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Connect the GPU now: ``init_process_group(device_id=...)``."""
+        self.bound_device_id = device
+        self._connect_gpu(device)
+
+    def perform_nocolor_split(self, device: Any) -> None:
+        """Nothing: ranks outside of a new group take no part in making it."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The timeout of later calls; the same on all ranks."""
+        self._timeout = timeout.total_seconds()
+        for comm in filter(None, (self._host, self._gpu)):
+            comm.timeout = self._timeout
+
+    _set_default_timeout = set_timeout
+
+    def split_group(
+        self, new_ranks: list[int], timeout: timedelta | None = None, opts: Any = None, group_name: str | None = None,
+        group_desc: str | None = None, device_types: Any = None,
+    ) -> ProcessGroupKos | None:
+        """The group of ``new_ranks`` of this one; None on other ranks, which need not call it."""
+        if self.rank() not in new_ranks:
+            return None
+        name = group_name or f"{self._name}:split:{','.join(map(str, new_ranks))}"
+        store = torch._C._distributed_c10d.PrefixStore(f"{name}/", self._store)
+        ranks, limit = [self._ranks[rank] for rank in new_ranks], timeout or timedelta(seconds=self._timeout)
+        me, options = new_ranks.index(self.rank()), opts or self.options
+        group = ProcessGroupKos(store, me, len(new_ranks), limit, ranks, options)
+        group.setGroupName(name)
+        group.setGroupDesc(group_desc or "undefined")
+        if self.device is not None:
+            group.eager_connect_single_device(self.device)
+        return group
+
+    def shutdown(self) -> None:
+        """Wait for the operations in flight, and free all resources; other ranks may do it later."""
+        self.send_all()
+        self._any.close()
+        for comm in filter(None, (self._gpu, self._host)):
+            try:
+                comm.close()
+            except KosError as error:
+                log.warning("%s: closed after a failure: %s", self._name, error)
+
+    def abort(self) -> None:
+        """End the operations in flight; the other ranks raise."""
+        for comm in filter(None, (self._gpu, self._host)):
+            comm.abort(reason="it aborted the process group")
+
+    # Launching.
+
+    def _launch(
+        self, call: Callable[[_Launch], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False
+    ) -> Any:
+        """Launch ``call`` on ``tensors``; ``opts`` are torch's options.  A ``batch`` has several operations of kos."""
+        device = tensors[0].device
+        for tensor in tensors:
+            if tensor.device != device or tensor.layout is not torch.strided:
+                got = f"{tensor.layout} on {tensor.device}"
+                raise InvalidArgument(f"{what}: expected dense tensors, all on {device}, got one of {got}")
+        seconds = 0.0 if opts is None else opts.timeout.total_seconds()
+        options = {"timeout": seconds} if seconds > 0 and seconds != self._timeout else {}
+        with self._lock:
+            self._sequence += 1
+            if self._messages:
+                self.send_all()
+            try:
+                if device.type == "cuda":
+                    work: Any = self._launch_on_gpu(call, tensors, getattr(opts, "asyncOp", True), options, batch)
+                else:
+                    launch = _run(call, self._host, options, True, batch)
+                    work = HostWork(self, launch.works, launch, tensors)
+            except KosError as error:
+                raise self.translated(error) from error
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _launch_on_gpu(self, call: Any, tensors: Sequence[Tensor], overlap: bool, options: Any, batch: bool) -> Any:
+        comm = self._connect_gpu(tensors[0].device)
+        if overlap:
+            self.side.wait_stream(torch.cuda.current_stream(self.device))
+            return DeviceWork(self, tensors, self._run_aside(call, comm, tensors, options, batch))
+        _run(call, comm, options, False, batch).copy()
+        return DeviceWork(self, tensors)
+
+    def _run_aside(self, call: Any, comm: Any, tensors: Sequence[Tensor], options: Any, batch: bool) -> Any:
+        """Run ``call`` on the stream of the group; returns an event after it."""
+        with torch.cuda.stream(self.side):
+            _run(call, comm, options, False, batch).copy()
+        for tensor in tensors:
+            tensor.record_stream(self.side)
+        return self.side.record_event()
+
+    # Collectives.
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceOptions()
+
+        def call(launch: _Launch) -> None:
+            for tensor in tensors:
+                launch("all_reduce", launch.in_place(tensor), reduce_op(opts.reduceOp, tensor))
+
+        return self._launch(call, tensors, opts, "allreduce", len(tensors) > 1)
+
+    allreduce_coalesced = allreduce
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        root = 0 if opts is None else opts.rootRank
+
+        def call(launch: _Launch) -> None:
+            for tensor in tensors:
+                launch("broadcast", launch.in_place(tensor), root)
+
+        return self._launch(call, tensors, opts, "broadcast", len(tensors) > 1)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        def call(launch: _Launch) -> None:
+            launch("reduce", launch.in_place(tensors[0]), opts.rootRank, reduce_op(opts.reduceOp, tensors[0]))
+
+        return self._launch(call, tensors, opts, "reduce")
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        def call(launch: _Launch) -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                launch("all_gather", as_array(input), launch.output(output))
+
+        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", len(inputs) > 1)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """``outputs[i][r]`` receives input i of rank r, whose size may be the rank's own."""
+        for parts in outputs:
+            check_parts(parts, self.size(), "allgather")
+
+        def call(launch: _Launch) -> None:
+            for input, parts in zip(inputs, outputs, strict=True):
+                sizes, joined = [part.numel() for part in parts], launch.joined_output(parts)
+                if len(set(sizes)) == 1:
+                    launch("all_gather", as_array(input), joined)
+                else:
+                    launch("all_gather_v", as_array(input), sizes, joined)
+
+        tensors = [*(part for parts in outputs for part in parts), *inputs]
+        return self._launch(call, tensors, opts, "allgather", len(inputs) > 1)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """``outputs[r][i]`` receives input i of rank r."""
+        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
+        parts = outputs[0] if self.rank() == opts.rootRank else []
+        if parts:
+            check_parts(parts, self.size(), "gather")
+
+        def call(launch: _Launch) -> None:
+            launch("gather", as_array(inputs[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
+
+        return self._launch(call, [*parts, *inputs], opts, "gather")
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
+        parts = inputs[0] if self.rank() == opts.rootRank else []
+        if parts:
+            check_parts(parts, self.size(), "scatter")
+
+        def call(launch: _Launch) -> None:
+            launch("scatter", launch.joined(parts) if parts else None, launch.output(outputs[0]), opts.rootRank)
+
+        return self._launch(call, [*outputs, *parts], opts, "scatter")
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """``inputs[0][r]`` is summed for rank r; the sizes may differ between ranks."""
+        opts, output, parts = opts or dist.ReduceScatterOptions(), outputs[0], inputs[0]
+        check_parts(parts, self.size(), "reduce_scatter")
+
+        def call(launch: _Launch) -> None:
+            sizes, op = [part.numel() for part in parts], reduce_op(opts.reduceOp, output)
+            if len(set(sizes)) == 1:
+                launch("reduce_scatter", launch.joined(parts), launch.output(output), op)
+            else:
+                launch("reduce_scatter_v", launch.joined(parts), sizes, launch.output(output), op)
+
+        return self._launch(call, [output, *parts], opts, "reduce_scatter")
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+
+        def call(launch: _Launch) -> None:
+            for output, input in zip(outputs, inputs, strict=True):
+                op = reduce_op(opts.reduceOp, output)
+                launch("reduce_scatter", as_array(input), launch.output(output), op)
+
+        return self._launch(call, [*outputs, *inputs], opts, "reduce_scatter_single", len(inputs) > 1)
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+    ) -> Any:
+        """Splits are rows of the first dimension; none: equal shards."""
+
+        def call(launch: _Launch) -> None:
+            x, out = as_array(input), launch.output(output)
+            if not output_splits and not input_splits:
+                launch("all_to_all", x, out)
+                return
+            counts = (split_counts(input, input_splits, self.size()), split_counts(output, output_splits, self.size()))
+            launch("all_to_all_v", x, *counts, out)
+
+        return self._launch(call, [output, input], opts, "all_to_all_single")
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        for parts in (outputs, inputs):
+            check_parts(parts, self.size(), "alltoall")
+
+        def call(launch: _Launch) -> None:
+            send, recv = ([part.numel() for part in parts] for parts in (inputs, outputs))
+            launch("all_to_all_v", launch.joined(inputs), send, recv, launch.joined_output(outputs))
+
+        return self._launch(call, [*outputs, *inputs], opts, "alltoall")
+
+    # The names of torch 2.11 and 2.12.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Return once every rank has called it, and its GPU has run the work of the current stream."""
+        if self._gpu is not None:
+            torch.cuda.current_stream(self.device).synchronize()
+        return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier")
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names all missing ranks after ``timeout``."""
+        opts = dist.BarrierOptions()
+        opts.timeout = timeout or timedelta(seconds=self._timeout)
+        self.barrier(opts).wait()
+
+    # Messages.
+
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+        if tensors[0].is_cuda:
+            return self._post(tensors, "send", dst)
+        return self._launch(lambda launch: launch("send", as_array(tensors[0]), dst, tag), tensors, None, "send")
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+        if tensors[0].is_cuda:
+            return self._post(tensors, "recv", src)
+
+        def call(launch: _Launch) -> None:
+            if (posted := self._any.take(src, tag, tensors[0], launch)) is not None:
+                launch.works.append(posted)
+            else:
+                launch("recv", launch.output(tensors[0]), src, tag)
+
+        return self._launch(call, tensors, None, "recv")
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
+        """In host memory; the source is known once the Work is done."""
+        if tensors[0].is_cuda:
+            raise InvalidArgument("recv: expected a source rank for a tensor on a GPU, got any")
+        return AnySourceWork(self, self._any, tensors, tag, self._timeout)
+
+    def _post(self, tensors: list[Tensor], name: str, peer: int) -> DeviceMessage:
+        """Keep a message of the GPU until a wait or another operation: those that are kept are launched together.
+
+        So the messages of ``batch_isend_irecv``, and of ranks that all send first, do not wait for each other.
+        """
+        with self._lock:
+            self._connect_gpu(tensors[0].device)
+            self.side.wait_stream(torch.cuda.current_stream(self.device))
+            self._messages.append(message := DeviceMessage(self, tensors, name, peer))
+        if self._coalesced is not None:
+            self._coalesced.append(message)
+        return message
+
+    def send_all(self) -> None:
+        """Launch the messages of the GPU that were kept."""
+        with self._lock:
+            messages, self._messages = self._messages, []
+            if not messages:
+                return
+
+            def call(launch: _Launch) -> None:
+                for message in messages:
+                    tensor = message.tensors[0]
+                    x = as_array(tensor) if message.name == "send" else launch.output(tensor)
+                    launch(message.name, x, message.peer)
+
+            try:
+                assert self._gpu is not None
+                event = self._run_aside(call, self._gpu, [message.tensors[0] for message in messages], {}, True)
+            except KosError as error:
+                raise self.translated(error) from error
+            for message in messages:
+                message.event = event
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any) -> CoalescedWork:
+        works, self._coalesced = self._coalesced or [], None
+        return CoalescedWork(works)
+
+    start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # the names of newer torch
+
+
+def _run(
+    call: Callable[[_Launch], None], comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool
+) -> _Launch:
+    """Run ``call``, whose operations a ``batch`` launches together."""
+    if not batch:
+        launch = _Launch(comm, {**options, "async_op": True} if asynchronous else options)
+        call(launch)
+        return launch
+    launch = _Launch(comm, options)
+    with comm.batch(async_op=asynchronous) as operations:
+        call(launch)
+    launch.works = operations.works
+    return launch
+
+
+def rendezvous(group: Any = None, timeout: float = 120.0) -> StoreRendezvous:
+    """The ranks of a process group of any backend, for ``kos.init(rendezvous=...)``.  Collective in the group.
+
+        comm = kos.init(rendezvous=kos.interop.torch.rendezvous())
+    """
+    store = torch._C._distributed_c10d.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
+    ranks = dist.get_process_group_ranks(group)
+    return StoreRendezvous(store, dist.get_rank(group), len(ranks), timeout, ranks)

@@ -1,0 +1,130 @@
+"""Tensors of torch as arrays of kos: contiguous, and several as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+import kos
+from kos.errors import InvalidArgument
+
+Tensor: TypeAlias = torch.Tensor
+
+_OF_NUMPY = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool, torch.complex64, torch.complex128,
+})  # fmt: skip
+_OPS = {
+    dist.ReduceOp.SUM: kos.ReduceOp.SUM,
+    dist.ReduceOp.AVG: kos.ReduceOp.AVG,
+    dist.ReduceOp.PRODUCT: kos.ReduceOp.PROD,
+    dist.ReduceOp.MIN: kos.ReduceOp.MIN,
+    dist.ReduceOp.MAX: kos.ReduceOp.MAX,
+    dist.ReduceOp.BAND: kos.ReduceOp.BAND,
+    dist.ReduceOp.BOR: kos.ReduceOp.BOR,
+    dist.ReduceOp.BXOR: kos.ReduceOp.BXOR,
+}
+_OPS_OF_BOOL = {dist.ReduceOp.SUM: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT: kos.ReduceOp.MIN}
+"""The sum of truth values is "or", as in NCCL, and their product "and"."""
+
+
+def reduce_op(op: Any, tensor: Tensor) -> Any:
+    """The operation of kos for torch's; raises InvalidArgument if kos has none."""
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return kos.PremulSum(float(op.__getstate__()[1]))  # torch 2.11 has no other access to the factor
+    if tensor.dtype is torch.bool and kind in _OPS_OF_BOOL:
+        return _OPS_OF_BOOL[kind]
+    if kind not in _OPS:
+        raise InvalidArgument(f"op: expected one of {', '.join(map(str, _OPS))}, got {kind}")
+    return _OPS[kind]
+
+
+def check_parts(parts: Sequence[Tensor], size: int, what: str) -> None:
+    """Raise InvalidArgument unless there is a tensor for each of ``size`` ranks."""
+    if len(parts) != size:
+        raise InvalidArgument(f"{what}: expected a list of {size} tensors, one for each rank, got {len(parts)}")
+
+
+def split_counts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """The elements for each of ``size`` ranks; ``splits`` are rows of the first dimension, none: equal ones."""
+    rows = tensor.shape[0] if tensor.ndim else 1
+    if not splits and rows % size:
+        raise InvalidArgument(f"splits: expected rows that {size} ranks can share equally, got {rows}")
+    splits = splits or [rows // size] * size
+    if sum(splits) != rows:
+        raise InvalidArgument(f"splits: expected a sum of {rows}, the rows of the tensor, got {list(splits)}")
+    width = tensor.numel() // rows if rows else 0
+    return [split * width for split in splits]
+
+
+def as_array(tensor: Tensor) -> Any:
+    """What kos reads: a contiguous tensor, in host memory as an array of NumPy if that has its dtype."""
+    tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.numpy() if not tensor.is_cuda and tensor.dtype in _OF_NUMPY else tensor
+
+
+def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one of one dimension, if they follow each other in one storage."""
+    first = parts[0].detach()
+    place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != place or part.untyped_storage().data_ptr() != storage:
+            return None
+        place += part.numel() * part.element_size()
+    return first.as_strided((sum(part.numel() for part in parts),), (1,))
+
+
+class Arrays:
+    """The arrays of one operation, and the copies that follow it where a result went through a temporary tensor."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def output(self, tensor: Tensor) -> Any:
+        """What kos writes in place of ``tensor``."""
+        if tensor.is_contiguous():
+            return as_array(tensor)
+        temporary = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self.add_copy(tensor, temporary)
+        return as_array(temporary)
+
+    def in_place(self, tensor: Tensor) -> Any:
+        """What kos reads and writes in place of ``tensor``."""
+        if tensor.is_contiguous():
+            return as_array(tensor)
+        temporary = tensor.detach().contiguous()
+        self.add_copy(tensor, temporary)
+        return as_array(temporary)
+
+    def joined(self, parts: Sequence[Tensor]) -> Any:
+        """What kos reads in place of several tensors."""
+        joined = _adjacent(parts)
+        return as_array(torch.cat([part.detach().reshape(-1) for part in parts]) if joined is None else joined)
+
+    def joined_output(self, parts: Sequence[Tensor]) -> Any:
+        """What kos writes in place of several tensors."""
+        joined = _adjacent(parts)
+        if joined is None:
+            sizes = [part.numel() for part in parts]
+            joined = parts[0].new_empty(sum(sizes))
+            pieces = zip(parts, joined.split(sizes), strict=True)
+            self._copies += [(part, piece.view(part.shape)) for part, piece in pieces]
+        return as_array(joined)
+
+    def add_copy(self, destination: Tensor, source: Tensor) -> None:
+        """Copy ``source`` when the operation is over."""
+        self._copies.append((destination, source))
+
+    def copy(self) -> None:
+        """Copy the results, on the current stream."""
+        copies, self._copies = self._copies, []
+        for destination, source in copies:
+            destination.detach().copy_(source)

@@ -1,0 +1,240 @@
+"""Operations in flight as Works of torch: on host memory, on a GPU, and several together."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+import kos
+from kos.errors import KosError
+from kos.interop.torch.tensors import Arrays, Tensor
+
+NONE = timedelta(0)
+POLL_SECONDS = 50e-6
+
+
+class Group(Protocol):
+    """What a Work asks of its process group."""
+
+    device: Any
+    side: Any
+
+    def translated(self, error: KosError) -> Exception: ...
+    def check(self) -> None: ...
+    def wait_on_host(self, event: Any, seconds: float) -> None: ...
+    def send_all(self) -> None: ...
+
+
+class _Work(dist.Work):
+    """What all Works share."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.tensors = list(tensors)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        return self.tensors
+
+
+class HostWork(_Work):
+    """An operation on host memory."""
+
+    def __init__(self, group: Group, works: Sequence[kos.Work[Any]], arrays: Arrays, tensors: Sequence[Tensor]) -> None:
+        super().__init__(tensors)
+        self._group, self._works, self._arrays = group, works, arrays
+        self._failure: Exception | None = None
+        self._future: Any = None
+        self._settled = False
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta = NONE) -> bool:
+        """Wait for the result, at most ``timeout``; 0: the timeout of the operation."""
+        seconds = timeout.total_seconds()
+        try:
+            for work in self._works:
+                work.wait(seconds if seconds > 0 else None)
+        except KosError as error:
+            self._failure = self._failure or self._group.translated(error)
+            raise self._failure from error
+        with self._lock:
+            self._arrays.copy()
+        return True
+
+    def is_completed(self) -> bool:
+        try:
+            if not all(work.done() for work in self._works):
+                return False
+            self.wait()
+        except KosError as error:
+            self._failure = self._failure or self._group.translated(error)
+        return True
+
+    def exception(self) -> Exception | None:
+        return self._failure
+
+    def source_rank(self) -> int:
+        source = self._works[0].call.operation.message.src
+        assert source is not None
+        return source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A Future of the tensors, which a thread completes."""
+        with self._lock:
+            if self._future is None:
+                self._future = HostFuture(self)
+                _futures.add(self)
+            return self._future
+
+    def settle(self) -> None:
+        """Complete the future, once: the operation is over."""
+        with self._lock:
+            first, self._settled = not self._settled, True
+        if first and self._failure is None:
+            self._future.set_result(self.tensors)
+        elif first:
+            self._future.set_exception(self._failure)
+
+
+_Future: Any = torch.futures.Future
+
+
+class HostFuture(_Future):
+    """The Future of a HostWork.
+
+    A callback may wait for another one, on the thread that completes them: so a wait completes it itself.
+    """
+
+    def __init__(self, work: HostWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self) -> Any:
+        with contextlib.suppress(RuntimeError):  # which the future raises
+            self._work.wait()
+        self._work.settle()
+        return super().wait()
+
+
+class _Futures:
+    """Completes the futures of operations on host memory, on one thread of the process."""
+
+    def __init__(self) -> None:
+        self._pending: list[HostWork] = []
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: HostWork) -> None:
+        self._pending.append(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kos-futures", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            while self._pending:
+                for work in list(self._pending):
+                    if work.is_completed():
+                        self._pending.remove(work)
+                        work.settle()
+                time.sleep(POLL_SECONDS)
+
+
+_futures = _Futures()
+
+
+class DeviceWork(_Work):
+    """An operation on a GPU, after which ``event`` is recorded; None: it is on the stream that was current."""
+
+    def __init__(self, group: Group, tensors: Sequence[Tensor], event: Any = None) -> None:
+        super().__init__(tensors)
+        self._group, self.event = group, event
+
+    def launch(self) -> None:
+        """Nothing: it is launched."""
+
+    def _recorded(self) -> Any:
+        if self.event is None:
+            self.event = torch.cuda.current_stream(self._group.device).record_event()
+        return self.event
+
+    def wait(self, timeout: timedelta = NONE) -> bool:
+        """Make the current stream wait for the result; with a ``timeout`` the host waits."""
+        self.launch()
+        self._group.check()
+        if timeout > NONE:
+            self._group.wait_on_host(self._recorded(), timeout.total_seconds())
+        if self.event is not None:
+            torch.cuda.current_stream(self._group.device).wait_event(self.event)
+        return True
+
+    def is_completed(self) -> bool:
+        self.launch()
+        return self.exception() is not None or bool(self._recorded().query())
+
+    def exception(self) -> Exception | None:
+        try:
+            self._group.check()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def get_future(self) -> Any:
+        """A Future of the tensors that is complete on the stream of the operation; the host does not wait."""
+        self.launch()
+        future: Any = torch.futures.Future(devices=[self._group.device])
+        with torch.cuda.stream(None if self.event is None else self._group.side):
+            future.set_result(self.tensors)
+        return future
+
+
+class DeviceMessage(DeviceWork):
+    """A message between GPUs, which the first wait for any message of its group launches."""
+
+    def __init__(self, group: Group, tensors: Sequence[Tensor], name: str, peer: int) -> None:
+        super().__init__(group, tensors)
+        self.name, self.peer = name, peer
+
+    def launch(self) -> None:
+        if self.event is None:
+            self._group.send_all()
+
+
+class CoalescedWork(_Work):
+    """The Works of a coalescing context."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        super().__init__([tensor for work in works for tensor in work.result()])
+        self._works = works
+
+    def wait(self, timeout: timedelta = NONE) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        return next((failure for work in self._works if (failure := work.exception()) is not None), None)
+
+    def get_future(self) -> Any:
+        futures = [work.get_future() for work in self._works]
+        return torch.futures.collect_all(futures).then(lambda done: [t for each in done.value() for t in each.value()])

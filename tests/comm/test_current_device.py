@@ -1,0 +1,149 @@
+"""Calls on a GPU that is not the current device of the thread, without a GPU.
+
+The legacy default stream is that of the current device.  A stand-in for the driver knows which device is current, and
+fails the test where that stream is used, or an event made, on another device than the communicator's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver, streams
+from kos.dtypes import DTYPES
+from kos.memory.array import Array
+from kos.memory.dlpack import CUDA, export_capsule
+from tests.comm.fake_nccl import WAIT, Comm, Group, Memory, no_gpu
+
+DEVICE = 1  # of the communicator; the thread's own is 0
+
+
+class Devices:
+    """The stack of current devices, as the driver's stack of contexts."""
+
+    def __init__(self) -> None:
+        self.stack = [0]
+        self._asked: list[int] = []
+
+    def on(self, index: int) -> Devices:
+        self._asked.append(index)
+        return self
+
+    def __enter__(self) -> None:
+        self.stack.append(self._asked.pop())
+
+    def __exit__(self, *_: object) -> None:
+        self.stack.pop()
+
+    def check(self, *arguments: Any) -> None:
+        assert not {0, streams.LEGACY} & set(arguments) or self.stack[-1] == DEVICE, "the legacy stream of another GPU"
+
+    def leave(self) -> None:
+        """As XLA does: its ``ScopedActivateContext`` leaves the device of an array current."""
+        self.stack[-1] = DEVICE
+
+    def make_event(self, flags: int) -> tuple[int, Any]:
+        assert self.stack[-1] == DEVICE, "an event of another GPU"
+        return 0, object()
+
+
+@pytest.fixture
+def comm(monkeypatch: pytest.MonkeyPatch) -> Iterator[kos.Communicator]:
+    devices = Devices()
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(driver, "unavailable", lambda: None)
+        monkeypatch.setattr(Immutable, "devices", devices, raising=False)
+        cu: Any = driver.cu
+        for name in ("cuEventRecord", "cuStreamQuery", "cuStreamWaitEvent"):
+            call = getattr(cu, name)
+            place = {"cuEventRecord": 1}.get(name, 0)
+            monkeypatch.setattr(
+                cu, name, lambda *given, call=call, place=place: devices.check(given[place]) or call(*given)
+            )
+        monkeypatch.setattr(cu, "cuEventCreate", devices.make_event)
+        monkeypatch.setattr(driver, "on_device", devices.on)
+        monkeypatch.setattr(driver, "is_current", lambda index: devices.stack[-1] == index)
+        monkeypatch.setattr(driver, "device_of", lambda pointer: DEVICE)
+        rendezvous = ThreadRendezvous(ThreadGroup(1), 0, WAIT)
+        comm = kos.Communicator(NCCLBackend(rendezvous, DEVICE, Comm(Group(1), 0)), rendezvous, {}, WAIT)
+        yield comm
+        assert devices.stack == [0]  # kos has left the thread's current device as it was
+        comm.close()
+        assert devices.stack == [0]
+
+
+class Other:
+    """An array of a library that names neither its device nor its stream."""
+
+    __module__ = "numba"
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"shape": (4,), "typestr": "<f4", "data": (self._memory.pointer, False), "version": 3}
+
+
+class Immutable(Other):
+    """An array of a library that does not name its stream; kos holds it by an event until the GPU has read it."""
+
+    __module__ = "jax"
+    devices: Devices
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, DEVICE
+
+    def __dlpack__(self, *, stream: Any, max_version: Any = None) -> Any:
+        self.devices.check(stream)  # the library makes that stream wait for its work
+        self.devices.leave()
+        dtype = DTYPES["float32"]
+        return export_capsule(self._memory.pointer, (4,), dtype, DEVICE, self, readonly=False, versioned=True)
+
+
+def array(stream: Any = None) -> Array:
+    memory = Memory(16)
+    return Array(memory.pointer, (4,), np.float32, DEVICE, owner=memory, stream=stream)
+
+
+@pytest.mark.parametrize("kind", [Immutable, Other])
+def test_an_array_without_a_stream(comm: kos.Communicator, kind: type[Other]) -> None:
+    memory = Memory(16)
+    for _ in range(3):
+        comm.all_reduce(kind(memory), out=array())
+        comm.all_reduce(kind(memory), out=array(), async_op=True).wait()
+    with comm.batch():
+        comm.all_reduce(kind(memory), out=array())
+        comm.all_reduce(array())
+    comm.synchronize()
+
+
+def test_a_new_array_of_jax(comm: kos.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX changes the current device when it shares memory; a call of kos does not."""
+
+    def from_dlpack(array: Array) -> Array:
+        Immutable.devices.leave()
+        return array
+
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=from_dlpack)))
+    assert isinstance(comm.all_gather(Immutable(Memory(16))), Array)
+    assert Immutable.devices.stack == [0]
+    work = comm.all_gather(Immutable(Memory(16)), async_op=True)
+    assert isinstance(work.wait(), Array)
+    assert Immutable.devices.stack == [0]
+
+
+def test_many_streams(comm: kos.Communicator) -> None:
+    comm.all_reduce(array())
+    for stream in range(100, 140):
+        comm.all_reduce(array(stream))
+        comm.all_reduce(array())
+    comm.synchronize()

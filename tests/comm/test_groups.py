@@ -1,0 +1,222 @@
+"""Groups: by host, of chosen ranks, of the axes of a grid; options of NCCL that a group has."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.gpu import nccl_binding
+from kos.comm.rendezvous import base
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
+from kos.testing import spawn
+from tests.comm.fake_nccl import no_gpu
+from tests.comm.tcp_ranks import run_threads
+
+
+def members(comm: kos.Communicator) -> list[int]:
+    """The world ranks of the communicator, by a collective of it."""
+    return comm.all_gather(np.array([comm.world_ranks[comm.rank]])).ravel().tolist()
+
+
+def test_one_host_is_one_group() -> None:
+    def body(comm: kos.Communicator) -> tuple[list[int], list[int], str]:
+        assert comm.node == [0, 1, 2]
+        host = comm.split("host", key=-comm.rank)
+        return members(host), host.node, host.name
+
+    assert spawn(body, 3) == [([2, 1, 0], [0, 1, 2], "world.0:host0")] * 3
+
+
+def test_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, group = threading.local(), ThreadGroup(5)
+    monkeypatch.setattr(base, "host_id", lambda: named.host)
+
+    def body(rank: int) -> tuple[list[int], list[int], str]:
+        named.host = f"host {rank % 2}"
+        with kos.init("mock", rendezvous=ThreadRendezvous(group, rank, 20)) as comm:
+            host = comm.split("host")
+            assert host.local_size == host.size and host.node == list(range(host.size))
+            return comm.node, members(host), host.name
+
+    even, odd = ([0, 2, 4], [0, 2, 4], "world.0:host0"), ([1, 3], [1, 3], "world.0:host1")
+    assert run_threads(*(lambda rank=rank: body(rank) for rank in range(5))) == [even, odd, even, odd, even]
+
+
+def test_chosen_ranks_in_their_order() -> None:
+    def body(comm: kos.Communicator) -> list[int] | None:
+        part = comm.group([3, 0, 2])
+        assert (part is None) == (comm.rank == 1)
+        whole = comm.group(range(comm.size))
+        assert whole is not None and members(whole) == [0, 1, 2, 3]
+        return None if part is None else members(part)
+
+    assert spawn(body, 4) == [[3, 0, 2], None, [3, 0, 2], [3, 0, 2]]
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (3, 1, 2), 6])
+def test_axes_of_a_grid(shape: Any) -> None:
+    sizes = (shape,) if isinstance(shape, int) else shape
+
+    def body(comm: kos.Communicator) -> None:
+        axes, numbers = comm.grid(shape), np.arange(6).reshape(sizes)
+        place = np.unravel_index(comm.rank, sizes)
+        assert [axis.size for axis in axes] == list(sizes) and tuple(axis.rank for axis in axes) == place
+        for number, axis in enumerate(axes):
+            index = tuple(slice(None) if a == number else at for a, at in enumerate(place))
+            assert members(axis) == numbers[index].tolist()
+
+    spawn(body, 6)
+
+
+WRONG: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
+    "color": (lambda comm: comm.split("rack"), "color: expected a whole number, got 'rack'"),
+    "no ranks": (lambda comm: comm.group([]), r"ranks: expected different ranks from 0 to 1, got \[\]"),
+    "twice": (lambda comm: comm.group([1, 1]), r"ranks: expected different ranks from 0 to 1, got \[1, 1\]"),
+    "far": (lambda comm: comm.group([0, 2]), "ranks: expected a rank from 0 to 1, got 2"),
+    "small grid": (lambda comm: comm.grid((1, 1)), r"shape: expected a product of 2, .*, got \(1, 1\)"),
+    "nccl on a host": (lambda comm: comm.split(0, nccl={"max_ctas": 4}), "expected None without the backend nccl"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_groups_are_refused_before_anything_is_sent(case: str) -> None:
+    call, expected = WRONG[case]
+
+    def body(comm: kos.Communicator) -> int:
+        with pytest.raises(InvalidArgument, match=expected):
+            call(comm)
+        return int(comm.all_reduce(np.ones(1, int))[0])
+
+    assert spawn(body, 2) == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (lambda comm: comm.group([0, 1]), lambda comm: comm.group([1, 0])),
+        (lambda comm: comm.group([0, 1]), lambda comm: comm.split(0)),
+        (lambda comm: comm.split("host"), lambda comm: comm.split(0)),
+        (lambda comm: comm.grid((2, 1)), lambda comm: comm.grid((1, 2))),
+    ],
+    ids=["ranks", "group and split", "host and color", "grids"],
+)
+def test_groups_that_differ_raise_on_all_ranks(one: Any, other: Any) -> None:
+    def body(comm: kos.Communicator) -> str:
+        with pytest.raises(CollectiveMismatch) as caught:
+            (other if comm.rank else one)(comm)
+        return str(caught.value)
+
+    for text in spawn(body, 2):
+        assert "rank 0 called split #0" in text and "but rank 1 called split #0" in text, text
+
+
+def test_product_is_the_name_of_torch() -> None:
+    assert kos.ReduceOp.PRODUCT is kos.ReduceOp.PROD
+    assert spawn(lambda comm: comm.all_reduce(np.array([comm.rank + 2]), kos.ReduceOp.PRODUCT)[0], 2) == [6, 6]
+
+
+# Options of NCCL.
+
+
+def on_nccl(size: int, fn: Callable[[int, Callable[..., kos.Communicator]], Any]) -> list[Any]:
+    """What ``fn(rank, init)`` returned or raised on each rank; ``init`` is kos.init on ranks that are threads."""
+    group = ThreadGroup(size)
+
+    def body(rank: int) -> Any:
+        rendezvous = ThreadRendezvous(group, rank, 20)
+        return fn(rank, lambda **options: kos.init("nccl", rendezvous=rendezvous, device=0, **options))
+
+    return run_threads(*(lambda rank=rank: body(rank) for rank in range(size)))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread is a rank with a GPU of its own, all of which are stand-ins."""
+    from kos.comm.backend import Probe
+    from kos.comm.gpu import backend, nccl
+
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(nccl.NCCLBackend, "probe", classmethod(lambda cls, rendezvous: Probe(True, "a stand-in")))
+        monkeypatch.setattr(backend, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+        yield
+
+
+def test_options_reach_nccl_and_its_groups(gpus: None) -> None:
+    def body(rank: int, init: Any) -> list[dict[str, Any]]:
+        with init(nccl={"min_ctas": 2, "max_ctas": 8, "net_name": "Socket"}) as comm:
+            same = comm.split(0)
+            fewer = comm.split(0, nccl={"max_ctas": 4, "split_share": np.True_})
+            part = comm.group([1], nccl={"cta_policy": 2})
+            with same, fewer:
+                comms = [comm, same, fewer, *([part] if part is not None else [])]
+                options = [each.backend._comm.options for each in comms]
+                if part is not None:
+                    part.close()
+        return options
+
+    whole = {"max_ctas": 8, "min_ctas": 2, "net_name": "Socket"}
+    fewer = {**whole, "max_ctas": 4, "split_share": True}
+    assert on_nccl(2, body) == [[whole, whole, fewer], [whole, whole, fewer, {**whole, "cta_policy": 2}]]
+
+
+def test_options_that_differ_raise_on_all_ranks(gpus: None) -> None:
+    errors = on_nccl(2, lambda rank, init: init(nccl={"max_ctas": 8 + rank}))
+    assert [type(error) for error in errors] == [RendezvousError] * 2
+    for me, error in enumerate(errors):
+        assert str(error) == (
+            f"init: rank {me} requested nccl {{'max_ctas': {8 + me}}}, rank {1 - me} {{'max_ctas': {9 - me}}}"
+        )
+
+    def body(rank: int, init: Any) -> str:
+        comm = init()
+        with pytest.raises(CollectiveMismatch) as caught:
+            comm.split(0, nccl={"max_ctas": 8 + rank})
+        return str(caught.value)
+
+    for text in on_nccl(2, body):
+        assert "split with nccl {'max_ctas': 8}" in text and "split with nccl {'max_ctas': 9}" in text, text
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_cta": 8}, "nccl: expected options among min_ctas, max_ctas, .*, got 'max_cta'"),
+        ({"max_ctas": 0}, "nccl: max_ctas: expected a number from 1 to 64, got 0"),
+        ({"max_ctas": "8"}, "nccl: max_ctas: expected a whole number, got '8'"),
+        ({"split_share": 2}, "nccl: split_share: expected True or False, got 2"),
+        ({"net_name": 1}, "nccl: net_name: expected the name of a network, got 1"),
+        ({"min_ctas": 9, "max_ctas": 8}, "nccl: expected min_ctas of at most max_ctas, got 9 and 8"),
+        (8, "nccl: expected a dict of options, got int"),
+        ({"max_ctas": 8}, r"nccl: expected None without the backend nccl, got \{'max_ctas': 8\} on mock"),
+    ],
+)
+def test_wrong_options_are_refused(options: Any, expected: str) -> None:
+    with pytest.raises(InvalidArgument, match=expected):
+        kos.init(nccl=options)
+
+
+def test_options_are_set_in_the_config_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[Any] = []
+
+    class Config(SimpleNamespace):
+        ptr = 7
+
+    def comm_init_rank_scalable(size: int, rank: int, count: int, identity: bytearray, config: int) -> str:
+        assert config == 7
+        return "a communicator"
+
+    def config() -> Config:
+        configs.append(Config())
+        return configs[-1]
+
+    library = SimpleNamespace(Config=config, comm_init_rank_scalable=comm_init_rank_scalable)
+    monkeypatch.setattr(nccl_binding, "library", lambda: library)
+    assert nccl_binding.join(2, b"id", 0, "kos", {"max_ctas": 8, "net_name": "IB"}) == "a communicator"
+    assert vars(configs[0]) == {"max_ctas": 8, "net_name": "IB", "blocking": 1, "comm_name": "kos"}

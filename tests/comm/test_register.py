@@ -1,0 +1,265 @@
+"""``comm.register``: the program's own memory as a window of NCCL or as peer memory, without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.gpu import nccl_binding
+from kos.errors import BackendUnavailable, CollectiveMismatch, InvalidArgument
+from kos.memory.array import Array
+from kos.testing import spawn
+from tests.comm.fake_nccl import FakeNCCL, Memory, captures, no_gpu
+from tests.comm.fake_peer import communicator as peer_communicator
+from tests.comm.fake_peer import no_gpus
+from tests.comm.test_nccl_logic import FakeRanks
+
+
+class Log(list[tuple[str, int]]):
+    """What NCCL is asked to do with windows, by address."""
+
+    def of(self, name: str) -> list[int]:
+        return [address for kind, address in self if kind == name]
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeNCCL, Log]]:
+    log = Log()
+    with no_gpu(monkeypatch) as fake:
+        monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: True)
+        for name in ("register", "deregister"):
+            log_it = lambda comm, address, *nbytes, name=name: log.append((name, address)) or address  # noqa: E731
+            monkeypatch.setattr(nccl_binding, name, log_it)
+        monkeypatch.setattr(nccl_binding, "free", lambda address: log.append(("free", address)))
+        yield fake, log
+
+
+def own_array(count: int = 1024, offset: int = 0) -> Array:
+    """Memory of the program, as aligned as NCCL wants it."""
+    memory = Memory(4 * count + 8192)
+    start = memory.pointer + -memory.pointer % nccl_binding.WINDOW_ALIGNMENT
+    return Array(start + offset, (count,), np.float32, 0, owner=memory)
+
+
+def test_registered_as_long_as_its_array_lives(windows: tuple[FakeNCCL, Log]) -> None:
+    _, log = windows
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, own_array()
+        address = x.pointer
+        buffer = comm.register(x)
+        assert (buffer.pointer, buffer.shape, buffer.dtype) == (address, x.shape, x.dtype)
+        x.fill_bytes(0)
+        comm.all_reduce(buffer)  # on either
+        comm.all_reduce(x)  # and the last operation keeps its own array alone
+        with pytest.raises(InvalidArgument, match=r"register: x of rank 0: .* not registered yet, got some that is"):
+            comm.register(x[5:])
+        assert address not in log.of("deregister")
+        del buffer
+        again = comm.register(other := own_array())  # frees the first, as the next allocate would
+        assert log.of("deregister").count(address) == 1 and address not in log.of("free")
+        comm.register(x)  # dropped at once: the end frees it
+        del again, other
+
+    FakeRanks(2).run(body)
+    assert sorted(log.of("register")) == sorted(log.of("deregister")) and not log.of("free")
+
+
+def test_a_graph_keeps_the_registration_and_the_memory(windows: tuple[FakeNCCL, Log]) -> None:
+    _, log = windows
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, own_array()
+        x.stream, memory, address = 5, x.owner, x.pointer
+        buffer = comm.register(x)
+        buffer.stream = 5
+        comm.broadcast(buffer, 0)
+        with captures() as graph:
+            comm.broadcast(buffer, 0)
+        comm.broadcast(Array.zeros(3, np.int8, 0), 0)  # or the last operation keeps its array
+        del buffer, x
+        comm.register(own_array())
+        assert log.of("deregister") == []
+        references = sys.getrefcount(memory)
+        graph.destroy()
+        comm.register(own_array())
+        assert address in log.of("deregister") and sys.getrefcount(memory) < references
+
+    FakeRanks(1).run(body)
+
+
+def test_memory_that_two_communicators_have_registered(windows: tuple[FakeNCCL, Log]) -> None:
+    """The end of one registration leaves the other: a graph keeps it."""
+    _, log = windows
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, own_array()
+        other = comm.duplicate()
+        mine, theirs = comm.register(x), other.register(x)
+        theirs.stream = mine.stream = 5
+        other.broadcast(theirs, 0)
+        comm.broadcast(mine, 0)
+        del mine
+        comm.broadcast(Array.zeros(3, np.int8, 0), 0)
+        comm.register(own_array())
+        assert log.of("deregister") == [x.pointer]
+        with captures():
+            other.broadcast(theirs, 0)
+        other.broadcast(Array.zeros(3, np.int8, 0), 0)
+        del theirs
+        other.register(own_array())
+        assert log.of("deregister").count(x.pointer) == 1
+        other.abort()
+
+    FakeRanks(1).run(body)
+
+
+class Tensor:
+    """A torch tensor on a GPU, as far as kos looks at one."""
+
+    is_cuda, layout, requires_grad, dtype = True, "strided", False, "torch.float32"
+
+    def __init__(self, array: Array) -> None:
+        self.array, self.shape = array, array.shape
+
+    def data_ptr(self) -> int:
+        return self.array.pointer
+
+    def get_device(self) -> int:
+        return 0
+
+    def is_contiguous(self) -> bool:
+        return True
+
+
+Tensor.__module__ = "torch"
+
+
+def torch_with(expandable: bool, x: Array) -> Any:
+    segments = [
+        {"address": 0, "total_size": 10, "is_expandable": not expandable},
+        {"address": x.pointer - 512, "total_size": 4096, "is_expandable": expandable},
+    ]
+    return SimpleNamespace(
+        Tensor=Tensor, strided="strided", cuda=SimpleNamespace(memory_snapshot=lambda: segments),
+        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0),
+    )  # fmt: skip
+
+
+def test_expandable_segments_of_torch_are_refused_by_name(
+    windows: tuple[FakeNCCL, Log], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, own_array()
+        tensor = Tensor(x)
+        monkeypatch.setitem(sys.modules, "torch", torch_with(True, x))
+        with pytest.raises(InvalidArgument, match="rank 0: expected .* stays mapped, got a tensor in an expandable"):
+            comm.register(tensor)
+        monkeypatch.setitem(sys.modules, "torch", torch_with(False, x))
+        assert comm.register(tensor).pointer == x.pointer
+
+    FakeRanks(1).run(body)
+
+
+def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(
+    windows: tuple[FakeNCCL, Log], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, log = windows
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        bad = comm.rank == 1
+        cases = {
+            "expected an address that is a multiple of 4096, got 0x": own_array(offset=16 if bad else 0),
+            "expected at least one element": own_array(0),
+            "expected memory of ncclMemAlloc or cuMemCreate, got memory of cudaMalloc": own_array(),
+        }
+        for message, x in cases.items():
+            if "ncclMemAlloc" in message:
+                comm.rendezvous.barrier()
+                monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: address in good)
+                if not bad:
+                    good.append(x.pointer)
+                comm.rendezvous.barrier()
+            rank = 0 if "element" in message else 1
+            with pytest.raises(InvalidArgument, match=f"^register: x of rank {rank}: {message}"):
+                comm.register(x)
+        with pytest.raises(InvalidArgument, match="x: expected memory of cuda:0, got memory of the host"):
+            comm.register(np.ones(3))
+        assert comm.register(own_array_in(good)).size == 1024
+
+    def own_array_in(good: list[int]) -> Array:
+        x = own_array()
+        good.append(x.pointer)
+        return x
+
+    good: list[int] = []
+    FakeRanks(2).run(body)
+    assert len(log.of("register")) == 2
+
+
+def test_sizes_that_differ_raise_on_all_ranks(windows: tuple[FakeNCCL, Log]) -> None:
+    def body(gpu: Any) -> None:
+        with pytest.raises(CollectiveMismatch, match=r"register of 4096 bytes .*register of 4100 bytes"):
+            gpu.comm.register(own_array(1024 + gpu.rank))
+
+    FakeRanks(2).run(body)
+
+
+def test_a_machine_without_windows(windows: tuple[FakeNCCL, Log], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_binding, "register", lambda comm, address, nbytes: 0)
+
+    def body(gpu: Any) -> None:
+        with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
+            gpu.comm.register(own_array())
+
+    FakeRanks(1).run(body)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    released: list[str] = []
+    cu = SimpleNamespace(
+        cuMemRetainAllocationHandle=lambda address: (status, "handle"),
+        cuMemRelease=lambda handle: released.append(handle) or (0,),
+    )
+    monkeypatch.setattr(nccl_binding, "cu", cu)
+    assert nccl_binding.is_virtual(4096) == (status == 0) == (released == ["handle"])
+
+
+def test_a_backend_for_host_memory_has_nothing_to_register() -> None:
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(InvalidArgument, match="register: expected a backend for GPUs, got mock, which"):
+            comm.register(np.ones(3))
+
+    spawn(body, 2)
+
+
+# Peer memory.
+
+
+def test_the_kernels_of_peer_reach_it_where_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``is_symmetric`` decides it; the kernels themselves are those of ``allocate``."""
+
+    def body(rendezvous: Any) -> None:
+        comm = peer_communicator(rendezvous)
+        engine, memory = comm.backend._engine, Memory(4096 + 16)
+        x = Array(memory.pointer, (1024,), np.float32, 0, owner=memory)
+        assert not engine.is_symmetric(x.pointer, x.nbytes)
+        buffer = comm.register(x)
+        assert engine.is_symmetric(x.pointer, x.nbytes) and engine.is_symmetric(buffer.pointer, 16)
+        with pytest.raises(InvalidArgument, match="expected an address that is a multiple of 16, got 0x"):
+            comm.register(Array(memory.pointer + 4100, (2,), np.float32, 0, owner=memory))
+        del buffer
+        comm.allocate(4, np.float32)
+        assert not engine.is_symmetric(x.pointer, x.nbytes)
+        comm.close()
+
+    with no_gpus(monkeypatch, 2):
+        spawn(lambda comm: body(comm.rendezvous.split(0, comm.rank)), 2, timeout=60)

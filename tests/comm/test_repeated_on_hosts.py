@@ -1,0 +1,144 @@
+"""Calls made again on the same ndarrays: cached, and never where anything about them has changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import PremulSum, ReduceOp
+from kos.comm.cached import MOST_HELD, SMALL_BYTES
+from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
+from kos.testing import spawn
+from tests.comm import shared_ranks
+from tests.comm.gpu_ranks import Prepared
+
+CALLS: dict[str, Callable[[kos.Communicator, Any, Any], Any]] = {  # of n elements, and of one for each rank
+    "all_reduce": lambda comm, x, part: comm.all_reduce(x),
+    "all_reduce out of place": lambda comm, x, part: comm.all_reduce(part, ReduceOp.MAX, out=x[:1]),
+    "reduce_scatter": lambda comm, x, part: comm.reduce_scatter(x, part),
+    "all_gather": lambda comm, x, part: comm.all_gather(part, x),
+    "all_to_all": lambda comm, x, part: np.copyto(x, comm.all_to_all(x)),
+    "broadcast": lambda comm, x, part: comm.broadcast(x, comm.size - 1),
+}
+
+
+@pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_gives_what_a_new_one_gives(run: Any, size: int, name: str, dtype: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, part = np.empty(size, dtype), np.empty(1, dtype)
+        first, prepared = x[:1], Prepared(comm)
+        call, y = CALLS[name], np.empty(size, dtype)
+        if "out of place" in name:
+            call = lambda comm, x, part: comm.all_reduce(part, ReduceOp.MAX, out=first)  # noqa: E731
+        elif name == "all_to_all":
+            call = lambda comm, x, part: np.copyto(x, comm.all_to_all(x, y))  # noqa: E731
+        for turn in range(6):
+            results = []
+            for arrays in ((x, part), (np.empty(size, dtype), np.empty(1, dtype))):
+                for array in arrays:
+                    array[:] = np.arange(array.size) + 10 * comm.rank + turn
+                if arrays[0] is x:
+                    found = not prepared.by(lambda: call(comm, x, part))
+                    assert found == (turn > 1)
+                else:
+                    CALLS[name](comm, *arrays)
+                results.append([array.tolist() for array in arrays])
+            assert results[0] == results[1]
+
+    run(body, size)
+
+
+@pytest.fixture
+def alone() -> kos.Communicator:
+    """A group of one."""
+    return kos.init("mock")
+
+
+def test_what_has_changed_is_another_call(alone: kos.Communicator) -> None:
+    x, out, prepared = np.ones(6, np.float32), np.empty(6, np.float32), Prepared(alone)
+
+    def repeat() -> None:
+        for _ in range(3):
+            alone.all_reduce(x, out=out)
+        assert not prepared.by(lambda: alone.all_reduce(x, out=out))
+
+    def change(what: Any, name: str, value: Any) -> None:
+        repeat()
+        setattr(what, name, value)
+
+    repeat()
+    for options in ({"op": ReduceOp.MAX}, {"out": np.empty(6, np.float32)}, {"timeout": 5.0}, {"deterministic": True}):
+        assert prepared.by(lambda options=options: alone.all_reduce(x, **{"out": out, **options}))
+        repeat()
+    assert prepared.by(lambda: alone.all_gather(x, out)) and prepared.by(lambda: alone.broadcast(x, out=out))
+    for factor in (2.0, 3.0, 4.0):
+        assert (alone.all_reduce(x, PremulSum(factor), out=out) == factor).all()
+    change(x, "shape", (2, 3))
+    with pytest.raises(InvalidArgument, match=r"out: expected shape \(2, 3\), got \(6,\)"):
+        alone.all_reduce(x, out=out)
+    out.shape = (2, 3)
+    change(out, "shape", (3, 2))
+    with pytest.raises(InvalidArgument, match=r"out: expected shape \(2, 3\), got \(3, 2\)"):
+        alone.all_reduce(x, out=out)
+    out.shape = (2, 3)
+    repeat()
+    out.flags.writeable = False
+    with pytest.raises(InvalidArgument, match="out: expected a writable array"):
+        alone.all_reduce(x, out=out)
+    out.flags.writeable = True
+    with alone.batch():
+        assert prepared.by(lambda: alone.all_reduce(x, out=out))
+    repeat()
+    alone.timeout = 7.0
+    assert prepared.by(lambda: alone.all_reduce(x, out=out))
+    repeat()
+    alone.close()
+    with pytest.raises(CollectiveError, match="is closed"):
+        alone.all_reduce(x, out=out)
+
+
+def test_only_small_arrays_are_held_and_not_many(alone: kos.Communicator) -> None:
+    def alive(count: int, arrays: int) -> int:
+        found = []
+        for _ in range(arrays):
+            x = np.ones(count, np.uint8)
+            for _ in range(3):
+                alone.all_reduce(x)
+            found.append(weakref.ref(x))
+        del x
+        gc.collect()
+        return sum(each() is not None for each in found)
+
+    assert alive(SMALL_BYTES + 1, 4) == 0
+    assert 0 < alive(SMALL_BYTES, 2 * MOST_HELD) <= MOST_HELD
+    held = weakref.ref(x := np.ones(3))
+    for _ in range(3):
+        alone.all_reduce(x)
+    del x
+    assert held() is not None
+    alone.close()
+    gc.collect()
+    assert held() is None
+
+
+@pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
+def test_a_repeated_call_is_compared_with_the_other_ranks(run: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(4)
+        for _ in range(4):
+            comm.all_reduce(x)
+        with pytest.raises(CollectiveMismatch, match="rank 1 called broadcast #4"):
+            comm.broadcast(x) if comm.rank == 1 else comm.all_reduce(x)
+        with pytest.raises(CollectiveError, match="failed before"):
+            comm.all_reduce(x)
+
+    run(body, 3)

@@ -1,0 +1,178 @@
+"""KOS_NVTX and KOS_RECORDER_TIMING: what is traced, and that nothing is without them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.cuda import driver, streams
+from kos.errors import BackendUnavailable, CollectiveMismatch
+from kos.memory.array import Array
+from kos.testing import spawn
+from tests.comm.fake_nccl import FakeNCCL, captures, no_gpu
+from tests.comm.test_nccl_logic import FakeRanks
+
+SIDE = 99  # the communicator's own stream, in ``fake_nccl``
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What NVTX is told; a range's end is an empty string."""
+    told: list[str] = []
+    nvtx = SimpleNamespace(
+        push_range=lambda message, domain: told.append(f"{domain} {message}"), pop_range=lambda domain: told.append("")
+    )
+    monkeypatch.setitem(sys.modules, "nvtx", nvtx)
+    monkeypatch.setenv("KOS_NVTX", "1")
+    return told
+
+
+def test_a_range_for_each_launch(ranges: list[str]) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(3, np.float32)
+        comm.all_reduce(x)
+        comm.broadcast_init(x).start().wait()
+        with comm.batch():
+            comm.all_reduce(x)
+            comm.all_gather(np.ones(1))
+        comm.split(0).barrier()
+
+    spawn(body, 1)
+    assert [each for each in ranges if each] == [
+        "kos world: all_reduce of float32[3] by SUM", "kos world: broadcast of float32[3], root 0",
+        "kos world: batch of 2", "kos world: all_reduce of float32[3] by SUM", "kos world: all_gather of float64[1]",
+        "kos world: split", "kos world.0:0: barrier",
+    ]  # fmt: skip
+    assert ranges[:5] == [ranges[0], "", ranges[2], "", ranges[4]] and ranges.count("") == 7
+
+
+def test_a_range_ends_with_the_error_of_its_launch(ranges: list[str]) -> None:
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(CollectiveMismatch):
+            comm.all_reduce(np.ones(2 + comm.rank))
+
+    spawn(body, 2)
+    assert sorted(ranges)[:2] == ["", ""] and len(ranges) == 4
+
+
+def test_nvtx_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KOS_NVTX", "1")
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(BackendUnavailable, match="KOS_NVTX: expected the package nvtx"):
+        kos.init()
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_traced_otherwise(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    for name in ("KOS_NVTX", "KOS_RECORDER_TIMING"):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+    with kos.init() as comm:
+        comm.all_reduce(np.ones(1))
+        assert not {"start", "start_all", "queue"} & vars(comm.backend).keys() and not comm.recorder.durations
+
+
+class Clock:
+    """Events on streams: when each was recorded, in milliseconds; each launch takes one on its stream."""
+
+    def __init__(self, fake: FakeNCCL) -> None:
+        self.times: dict[int, tuple[int, float]] = {}
+        self.now, self.passed, self._next = 0.0, True, 0
+        self.recorded: list[int] = []
+        cu = driver.cu
+        cu.cuEventCreate, cu.cuEventRecord, cu.cuEventQuery = self.create, self.record, self.query
+        cu.cuEventElapsedTime = lambda begin, end: (0, self.times[end][1] - self.times[begin][1])
+        for name in ("all_reduce", "broadcast", "all_gather"):
+            setattr(fake, name, self.launch(getattr(fake, name)))
+
+    def launch(self, function: Any) -> Any:
+        def run(*arguments: Any) -> None:
+            self.now += 1.5
+            function(*arguments)
+
+        return run
+
+    def create(self, flags: int) -> tuple[int, int]:
+        self._next += 1
+        return 0, self._next
+
+    def record(self, event: int, stream: int) -> tuple[int]:
+        self.times[event] = stream, self.now
+        self.recorded.append(stream)
+        return (0,)
+
+    def query(self, event: int) -> tuple[int]:
+        return (0 if self.passed else 600,)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    monkeypatch.setenv("KOS_RECORDER_TIMING", "1")
+    with no_gpu(monkeypatch) as fake:
+        yield Clock(fake)
+
+
+def durations(comm: kos.Communicator) -> list[tuple[str, float | None]]:
+    return [(e["profiling_name"].partition(":")[2], e.get("duration_ms")) for e in comm.recorder.entries()]
+
+
+def test_durations_of_operations_on_a_gpu(clock: Clock) -> None:
+    def body(gpu: Any) -> None:
+        comm, x, y = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
+        comm.all_reduce(x)
+        for _ in range(3):  # cached in the end
+            comm.broadcast(x, 0)
+        comm.all_reduce(x, async_op=True).wait()
+        with comm.batch():
+            comm.all_reduce(x)
+            comm.broadcast(y, 0)
+        clock.passed = False
+        assert {duration for _, duration in durations(comm)} == {None}, "the GPU has not passed them"
+        clock.passed = True
+        assert durations(comm) == [
+            ("all_reduce", 1.5), *[("broadcast", 1.5)] * 3, ("all_reduce", 1.5), ("all_reduce", 3.0), ("broadcast", 3.0)
+        ]  # fmt: skip
+
+    FakeRanks(1).run(body)
+
+
+def test_an_overlapped_operation_is_timed_on_its_own_stream(clock: Clock) -> None:
+    """Not on the caller's, whose work it waits for."""
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
+        comm.all_reduce(x, async_op=True).wait()
+        slot = comm.recorder.slots[0]
+        begin, end = (event for event, (stream, _) in clock.times.items() if stream == SIDE and event in timed)
+        assert comm.recorder.durations.keys() == {id(slot)} and begin < end
+
+    timed: list[int] = []
+    create = streams.Event.__init__
+
+    def made(event: Any, device: int, **options: Any) -> None:
+        create(event, device, **options)
+        if options.get("timed"):
+            timed.append(event._handle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streams.Event, "__init__", made)
+        FakeRanks(1).run(body)
+
+
+def test_an_entry_that_was_replaced_has_no_duration_of_the_former(clock: Clock) -> None:
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
+        comm.all_reduce(x)
+        for _ in range(1024):
+            with captures():  # not timed: it runs when the graph is replayed
+                x.stream = 5
+                comm.all_reduce(x)
+        assert len(comm.recorder.durations) == 1
+        assert {duration for _, duration in durations(comm)} == {None}
+
+    FakeRanks(1).run(body)

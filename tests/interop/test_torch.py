@@ -1,0 +1,83 @@
+"""torch.distributed over kos, on CPUs: operations, errors, and what is built on them gives what gloo gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.interop.ranks import run
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+PROGRAMS = "tests.interop.torch_programs"
+ROOT = Path(__file__).resolve().parents[2]
+SLOW = [pytest.param(program, marks=pytest.mark.slow) for program in ("ddp_hooks", "compiled")]
+BUILT_ON_IT = ["ddp", "fsdp", "tensor_parallel", "pipeline", *SLOW]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_collectives_give_what_gloo_gives(size):
+    assert run(f"{PROGRAMS}:collectives", size) == run(f"{PROGRAMS}:collectives", size, "gloo")
+
+
+def test_messages_give_what_gloo_gives():
+    assert run(f"{PROGRAMS}:messages") == run(f"{PROGRAMS}:messages", 2, "gloo")
+
+
+def test_a_group_can_be_named_by_device():
+    assert run(f"{PROGRAMS}:messages", 2, "cpu:kos,cuda:kos") == run(f"{PROGRAMS}:messages", 2, "gloo")
+
+
+def test_errors_name_what_was_expected():
+    sparse, parts, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
+    assert "allreduce: expected dense tensors, all on cpu, got one of torch.sparse_coo on cpu" in sparse
+    assert "allgather: expected a list of 2 tensors, one for each rank, got 1" in parts
+    assert "count 3 against 4" in mismatch
+    assert "Timed out in process group" in timeout and "ranks [1] did not arrive" in timeout
+
+
+def test_the_death_of_a_rank_is_raised_soon():
+    text, seconds = run(f"{PROGRAMS}:killed")[0]
+    assert "rank 1 is gone" in text and seconds < 30
+
+
+def test_a_closed_group_raises():
+    (destroyed, aborted), (_, others) = run(f"{PROGRAMS}:use_after_destroy")
+    assert "is closed" in destroyed and "is closed" in aborted
+    assert "rank 0 is gone: it aborted the process group" in others
+
+
+def test_a_communicator_of_kos_among_the_ranks_of_a_group():
+    assert run(f"{PROGRAMS}:communicator", 3, "gloo") == [[], ["tcp", 0, [3.0] * 3, True], ["tcp", 1, [3.0] * 3, True]]
+
+
+@pytest.mark.parametrize("program", BUILT_ON_IT)
+def test_what_is_built_on_it_gives_the_losses_of_gloo(program):
+    ours = run(f"{PROGRAMS}:{program}")
+    assert ours == run(f"{PROGRAMS}:{program}", 2, "gloo") and any(ours)
+
+
+def test_a_sharded_checkpoint_continues_with_the_same_losses(tmp_path):
+    ours = run(f"{PROGRAMS}:checkpoint", 2, "kos", str(tmp_path / "kos"))
+    assert ours[0][0] == ours[0][1]
+    assert ours == run(f"{PROGRAMS}:checkpoint", 2, "gloo", str(tmp_path / "gloo"))
+
+
+def test_torch_registers_it_by_its_entry_point(tmp_path):
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["torch.backends"]
+    (tmp_path / "kos-0.dist-info").mkdir()
+    (tmp_path / "kos-0.dist-info" / "METADATA").write_text("Name: kos\nVersion: 0\n")
+    lines = ["[torch.backends]", *(f"{name} = {place}" for name, place in table.items())]
+    (tmp_path / "kos-0.dist-info" / "entry_points.txt").write_text("\n".join(lines))
+    code = "import sys, json, torch.distributed as dist\n"
+    code += "print(json.dumps(['kos' in dist.Backend.backend_list, 'kos.comm' in sys.modules]))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, text=True, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [True, False]

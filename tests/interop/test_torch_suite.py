@@ -1,0 +1,44 @@
+"""PyTorch's own suite over kos: the committed table, and a part of the suite."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from tests.interop.torch_suite import EXCEPT, RESULT, missed, run
+
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+
+PART = """
+test_DistributedDataParallelCPU_grad_is_view test_accumulate_gradients_no_sync_allreduce_with_then_hook
+test_all_gather_coalesced_with_empty test_all_reduce_coalesced_max test_barrier_timeout_full_group
+test_batch_isend_irecv_gloo_tags test_broadcast_full_group test_ddp_logging_data_cpu test_destroy_group test_get_future
+test_scatter_object_list test_send_recv_any_source_autograd test_static_graph_api_cpu
+"""
+
+
+def test_every_test_that_gloo_passed_passed_or_is_explained():
+    table = json.loads(RESULT.read_text())["ranks"]
+    assert {ranks: missed(each["tests"]) for ranks, each in table.items()} == {"2": [], "3": [], "4": []}
+    for each in table.values():
+        assert each["counts"]["kos"]["failed"] == 0 and each["counts"]["gloo"]["passed"] >= 90
+
+
+def expect_no_failure(outcomes):
+    failed = {name: outcome for name, outcome in outcomes.items() if outcome.startswith("failed")}
+    assert failed.keys() <= EXCEPT.keys() | {"test_get_backend"}, failed
+
+
+def test_a_part_of_the_suite_passes():
+    outcomes = run("kos as gloo", 2, PART)
+    expect_no_failure(outcomes)
+    assert sum(outcome == "passed" for outcome in outcomes.values()) >= 12, outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("backend", ["kos", "kos as gloo"])
+def test_the_suite_passes(backend):
+    expect_no_failure(run(backend, 2))

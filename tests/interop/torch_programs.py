@@ -1,0 +1,412 @@
+"""What ranks of torch.distributed do in the tests; each function runs on all ranks, whatever their backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _all_to_all(outputs: list[Any], inputs: list[Any]) -> None:
+    """As torch's, also on the gloo of torch 2.11, which has none."""
+    try:
+        dist.all_to_all(outputs, inputs)
+    except RuntimeError as error:
+        if "does not support alltoall" not in str(error):
+            raise
+        sent: list[Any] = [None] * len(inputs)
+        dist.all_gather_object(sent, [part.tolist() for part in inputs])
+        for output, parts in zip(outputs, sent, strict=True):
+            output.copy_(torch.tensor(parts[dist.get_rank()]))
+
+
+def collectives() -> dict[str, Any]:
+    """Every collective on small tensors, contiguous and not, as lists."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    found: dict[str, Any] = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float64):
+        x = (mine % 7).to(dtype)
+        dist.all_reduce(x)
+        found[f"all_reduce {dtype}"] = x.tolist()
+    x = mine.t()  # not contiguous
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    found["max"] = x.tolist()
+    mine = torch.arange(6.0).reshape(2, 3) + 10 * rank
+    x = mine.clone()
+    dist.broadcast(x, 1)
+    found["broadcast"] = x.tolist()
+    x = mine.clone()
+    dist.reduce(x, 1)
+    found["reduce"] = x.tolist() if rank == 1 else None
+    rows = [torch.empty(2, 3) for _ in range(size)]
+    dist.all_gather(rows, mine)
+    found["all_gather"] = [row.tolist() for row in rows]
+    whole = torch.empty(size * 2, 3)
+    dist.all_gather_into_tensor(whole, mine)
+    found["all_gather_into_tensor"] = whole.tolist()
+    rows = [torch.empty(2, 3) for _ in range(size)] if rank == 0 else []
+    dist.gather(mine, rows or None, dst=0)
+    found["gather"] = [row.tolist() for row in rows]
+    x = torch.empty(2, 3)
+    dist.scatter(x, [mine + other for other in range(size)] if rank == 0 else None, src=0)
+    found["scatter"] = x.tolist()
+    x = torch.empty(2, 3)
+    dist.reduce_scatter(x, [mine + other for other in range(size)])
+    found["reduce_scatter"] = x.tolist()
+    x = torch.empty(2)
+    dist.reduce_scatter_tensor(x, torch.arange(2.0 * size) + rank)
+    found["reduce_scatter_tensor"] = x.tolist()
+    parts = [torch.empty(3) for _ in range(size)]
+    _all_to_all(parts, [torch.full((3,), 10.0 * rank + other) for other in range(size)])
+    found["all_to_all"] = [part.tolist() for part in parts]
+    splits = [other + 1 for other in range(size)]
+    x = torch.empty(size * (rank + 1), 2)
+    y = torch.arange(2.0 * sum(splits)).reshape(-1, 2) + 100 * rank
+    dist.all_to_all_single(x, y, [rank + 1] * size, splits)
+    found["all_to_all_single"] = x.tolist()
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    found["objects"] = objects
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        a, b = torch.full((3,), float(rank)), torch.full((2, 2), 1.0)
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    manager.wait()
+    found["coalesced"] = [a.tolist(), b.tolist()]
+    return found
+
+
+def messages() -> dict[str, Any]:
+    """Messages with tags, out of order, by batch_isend_irecv, and futures."""
+    rank = dist.get_rank()
+    other, found = 1 - rank, dict[str, Any]()
+    a, b = torch.empty(2), torch.empty(3)
+    works = [dist.isend(torch.full((2,), rank + 0.5), other, tag=1)]
+    works += [dist.isend(torch.full((3,), rank + 0.25), other, tag=2)]
+    works += [dist.irecv(b, other, tag=2), dist.irecv(a, other, tag=1)]
+    for work in works:
+        work.wait()
+    found["tags"] = [a.tolist(), b.tolist()]
+    x, y = torch.full((4,), float(rank)), torch.empty(4)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, y, other)]):
+        work.wait()
+    found["batch"] = y.tolist()
+    future = dist.all_reduce(x, async_op=True).get_future().then(lambda done: done.value()[0] * 2)
+    found["future"] = future.wait().tolist()
+    return found
+
+
+def group_errors() -> list[str]:
+    """A mismatch, a timeout and wrong arguments, each as the text of what is raised; groups of their own."""
+    rank, texts = dist.get_rank(), []
+    sparse, short = torch.ones(2).to_sparse(), [torch.ones(2)]
+    for wrong in (lambda: dist.all_reduce(sparse), lambda: dist.all_gather(short, torch.ones(2))):
+        try:
+            wrong()
+            texts.append("")
+        except Exception as error:
+            texts.append(f"{type(error).__name__}: {error}")
+    mismatched = dist.new_group([0, 1])
+    try:
+        dist.all_reduce(torch.ones(3 + rank), group=mismatched)
+        texts.append("")
+    except dist.DistBackendError as error:
+        texts.append(str(error))
+    late = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    if rank == 0:
+        try:
+            dist.all_reduce(torch.ones(3), group=late)
+            texts.append("")
+        except dist.DistBackendError as error:
+            texts.append(str(error))
+    dist.barrier()
+    return texts
+
+
+def killed() -> Any:
+    """Rank 1 dies before the second collective; what rank 0 raises, and after how many seconds."""
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(x)
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - began
+    return None
+
+
+def use_after_destroy() -> list[str]:
+    """A group used after it was destroyed, one that this rank has aborted, and one that the other rank has."""
+    rank, texts = dist.get_rank(), []
+    destroyed, aborted = dist.new_group([0, 1]), dist.new_group([0, 1])
+    dist.destroy_process_group(destroyed)
+    if rank == 0:
+        aborted.abort()
+    for group in (destroyed, aborted):
+        try:
+            group.allreduce([torch.ones(2)]).wait()
+            texts.append("")
+        except dist.DistBackendError as error:
+            texts.append(str(error))
+    dist.barrier()
+    return texts
+
+
+def communicator() -> list[Any]:
+    """A communicator of kos among the ranks of a process group, and whether kos set hooks of the process."""
+    import kos
+    from kos.interop.torch import rendezvous
+
+    dist.barrier()  # a rank that ends while gloo still connects the others' pairs would break these
+    hook, environment = sys.excepthook, dict(os.environ)
+    group = dist.new_group([2, 1])
+    if dist.get_rank() == 0:
+        return []
+    with kos.init(rendezvous=rendezvous(group)) as comm:
+        total = comm.all_reduce(torch.full((3,), float(dist.get_rank())))
+        unchanged = sys.excepthook is hook and dict(os.environ) == environment
+        return [comm.backend_name, comm.rank, total.tolist(), unchanged]
+
+
+# What is built on torch.distributed: each returns the losses of a few steps.
+
+
+def _model(device: str) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    parts = [torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 4)]
+    return torch.nn.Sequential(*parts).to(device)
+
+
+def _batches(rank: int, steps: int, device: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7 + rank)
+    for _ in range(steps):
+        x, y = torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
+        yield x.to(device), y.to(device)
+
+
+def _train(model: torch.nn.Module, device: str, rank: int | None = None, steps: int = 4) -> list[float]:
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for x, y in _batches(dist.get_rank() if rank is None else rank, steps, device):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _device(kind: str) -> str:
+    if kind == "cpu":
+        return kind
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def ddp(kind: str = "cpu", **options: Any) -> list[float]:
+    """DistributedDataParallel, with several buckets."""
+    device = _device(kind)
+    ids = None if kind == "cpu" else [torch.cuda.current_device()]
+    wrapped = torch.nn.parallel.DistributedDataParallel(_model(device), ids, bucket_cap_mb=0.003, **options)
+    return _train(wrapped, device)
+
+
+def ddp_hooks() -> list[list[float]]:
+    """DistributedDataParallel with the communication hooks that chain futures."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    found = []
+    for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
+        wrapped = torch.nn.parallel.DistributedDataParallel(_model("cpu"), bucket_cap_mb=0.003)
+        wrapped.register_comm_hook(None, hook)
+        found.append(_train(wrapped, "cpu"))
+    wrapped = torch.nn.parallel.DistributedDataParallel(_model("cpu"))
+    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return [*found, _train(wrapped, "cpu")]
+
+
+def fsdp(kind: str = "cpu") -> list[float]:
+    """FSDP2: each layer sharded over all ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    device, size = _device(kind), dist.get_world_size()
+    mesh, model = dist.device_mesh.init_device_mesh(kind, (size,)), _model(device)
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return _train(fully_shard(model, mesh=mesh), device)
+
+
+def tensor_parallel(kind: str = "cpu") -> list[float]:
+    """DTensor: a layer split by columns, the next by rows."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    device, size = _device(kind), dist.get_world_size()
+    mesh = dist.device_mesh.init_device_mesh(kind, (size,))
+    model = parallelize_module(_model(device), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return _train(model, device, rank=0)
+
+
+def checkpoint(folder: str) -> list[list[float]]:
+    """A sharded model is saved by torch.distributed.checkpoint, and continues in another."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    first, second = fully_shard(_model("cpu"), mesh=mesh), fully_shard(_model("cpu"), mesh=mesh)
+    _train(first, "cpu")
+    dcp.save(get_model_state_dict(first), checkpoint_id=folder)
+    state = get_model_state_dict(second)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(second, state)
+    return [_train(first, "cpu"), _train(second, "cpu")]
+
+
+def compiled() -> list[float]:
+    """Functional collectives within torch.compile, without graph breaks."""
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = funcol.all_reduce(x * 2, "sum", group)
+        z = funcol.all_gather_tensor(y + dist.get_rank(), 0, group)
+        w = funcol.reduce_scatter_tensor(z * 3, "sum", 0, group)
+        return funcol.all_to_all_single(w, None, None, group) + y
+
+    x = torch.arange(4.0) + dist.get_rank()
+    eager, fast = step(x), torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+    assert torch.equal(eager, fast), (eager, fast)
+    return fast.tolist()
+
+
+def pipeline() -> list[float]:
+    """torch.distributed.pipelining: two stages, 1F1B over four micro-batches; the losses of the last stage."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, model = dist.get_rank(), _model("cpu")
+    part = model[:2] if rank == 0 else model[2:]
+    stage = PipelineStage(part, rank, dist.get_world_size(), torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+    optimizer, found = torch.optim.AdamW(part.parameters(), lr=1e-2), []
+    for x, y in _batches(0, 3, "cpu"):
+        losses: list[torch.Tensor] = []
+        schedule.step(*([x] if rank == 0 else []), target=y if rank else None, losses=losses)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item() for loss in losses]
+    return found
+
+
+# On GPUs.
+
+
+def gpu_collectives() -> dict[str, Any]:
+    """``collectives`` on the GPU of the rank."""
+    torch.set_default_device(_device("cuda"))
+    found = collectives()
+    torch.set_default_device("cpu")
+    return found
+
+
+def gpu_messages() -> dict[str, Any]:
+    """Messages in which all ranks send first, by isend, batch_isend_irecv and on a coalescing context."""
+    device, rank, size = _device("cuda"), dist.get_rank(), dist.get_world_size()
+    left, right, found = (rank - 1) % size, (rank + 1) % size, dict[str, Any]()
+    for count in (3, 1 << 20):
+        x, y = torch.full((count,), rank + 0.5, device=device), torch.empty(count, device=device)
+        sent, received = dist.isend(x, right), dist.irecv(y, left)
+        received.wait()
+        sent.wait()
+        found[f"isend {count}"] = [y.min().item(), y.max().item()]
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x + 1, right), dist.P2POp(dist.irecv, y, left)]):
+            work.wait()
+        found[f"batch {count}"] = [y.min().item(), y.max().item()]
+    return found
+
+
+def gpu_streams() -> dict[str, Any]:
+    """Results follow a slow kernel before the operation, and readers on another stream follow the operation."""
+    device, rank, size = _device("cuda"), dist.get_rank(), dist.get_world_size()
+    expected, found = size * (size + 1) / 2, dict[str, Any]()
+    x, side = torch.empty(1 << 20, device=device), torch.cuda.Stream()
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+    torch.cuda.synchronize()
+    for name in ("on the current stream", "aside"):
+        torch.cuda._sleep(400_000_000)  # clock cycles, 0.2 s
+        x.fill_(rank + 1)
+        began = time.monotonic()
+        work = dist.all_reduce(x, async_op=name == "aside")
+        queued = time.monotonic() - began
+        if work is None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            if work is not None:
+                work.wait()
+            total = x.clone()
+        side.synchronize()
+        found[name] = [total.min().item() == total.max().item() == expected, queued < 0.1]
+        torch.cuda.synchronize()
+        dist.barrier()
+    del x, total
+    future = dist.all_reduce(torch.full((1 << 20,), rank + 1.0, device=device), async_op=True).get_future()
+    torch.full((1 << 20,), -1.0, device=device)  # might reuse the memory of the operand
+    found["future"] = [future.wait()[0].max().item() == expected, True]
+    return found
+
+
+def gpu_graph() -> list[list[float]]:
+    """Operations captured in a CUDA graph, on the current stream and aside, replayed with other inputs."""
+    device, rank, size = _device("cuda"), dist.get_rank(), dist.get_world_size()
+    x, y, whole = (torch.zeros(count, device=device) for count in (1024, 1 << 18, size * 1024))
+
+    def step() -> None:
+        dist.all_reduce(x)
+        work = dist.all_reduce(y, async_op=True)
+        x.mul_(2)
+        work.wait()
+        dist.all_gather_into_tensor(whole, x)
+
+    step()
+    torch.cuda.synchronize()
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(3):
+        x.fill_(rank + turn)
+        y.fill_(rank * turn)
+        graph.replay()
+        found.append([whole.min().item(), whole.max().item(), y.min().item(), y.max().item()])
+    torch.cuda.synchronize()
+    return found
+
+
+def gpu_killed() -> Any:
+    """Rank 1 dies; rank 0 waits for a stream, which drains, and the next call raises."""
+    device = _device("cuda")
+    x = torch.ones(1 << 20, device=device)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+        dist.all_reduce(x)
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - began
+    return None

@@ -1,0 +1,133 @@
+"""PyTorch's own suite over kos, beside gloo's result: ``python -m tests.interop.torch_suite [--ranks 2 3 4]``.
+
+Writes tests/interop/torch_suite.json: of each test, for each number of ranks, what it did on each backend.  "kos as
+gloo" and "kos as mpi" are the tests of these backends with groups of kos: the suite runs many tests only for backends
+that it names, those of all_to_all on CPUs only for MPI, which PyTorch's wheel does not have.  On GPUs:
+``--ranks 2 4 --backends nccl kos "kos as nccl"``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+EXCEPT = {
+    "test_monitored_barrier_gloo": "dist.monitored_barrier refuses every backend but gloo by its name",
+    "test_monitored_barrier_gloo_subgroup": "dist.monitored_barrier refuses every backend but gloo by its name",
+    "test_monitored_barrier_gloo_rank_0_timeout": "expects the text of gloo's error for rank 0",
+    "test_sparse_all_reduce_sum": "kos has no all-reduce of sparse tensors",
+}
+"""The tests that gloo passes and kos does not, and why."""
+RESULT = Path(__file__).with_name("torch_suite.json")
+
+
+class Outcomes(unittest.TestResult):
+    """The outcome of each test by name: passed, failed with the last line of the error, or skipped with the reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: dict[str, str] = {}
+
+    def startTest(self, test: unittest.TestCase) -> None:
+        super().startTest(test)
+        self._began = time.monotonic()
+
+    def _note(self, test: unittest.TestCase, outcome: str) -> None:
+        name = test.id().rpartition(".")[2]
+        self.outcomes.setdefault(name, outcome)
+        print(f"{time.monotonic() - self._began:6.1f} s  {name}: {outcome}", file=sys.stderr, flush=True)
+
+    def addSuccess(self, test: unittest.TestCase) -> None:
+        self._note(test, "passed")
+
+    def addSkip(self, test: unittest.TestCase, reason: str) -> None:
+        self._note(test, f"skipped: {reason}")
+
+    def addError(self, test: unittest.TestCase, err: Any) -> None:
+        lines = [line for line in str(err[1]).splitlines() if line and not line[0].isspace()]
+        causes = [line for line in lines if "Error" in line.partition(":")[0]]
+        self._note(test, f"failed: {(causes or lines or [repr(err[1])])[-1]:.300}")
+        if os.environ.get("TORCH_SUITE_TRACES"):
+            print(err[1], file=sys.stderr, flush=True)
+
+    addFailure = addError
+
+
+def missed(tests: dict[str, dict[str, str]], other: str = "gloo") -> list[str]:
+    """The tests that ``other`` passes, kos does not, and EXCEPT does not explain."""
+    passed = {name for name, row in tests.items() if row[other] == "passed"}
+    ours = {name for name in passed if "passed" in (tests[name].get("kos"), tests[name].get(f"kos as {other}"))}
+    return sorted(passed - ours - EXCEPT.keys())
+
+
+def run_here(pattern: str) -> dict[str, str]:
+    """Run the tests whose names contain one of the words of ``pattern`` in this process."""
+    from tests.interop.torch_cases import TorchSuite
+
+    names = unittest.TestLoader().getTestCaseNames(TorchSuite)
+    words = pattern.split()
+    suite = unittest.TestSuite(TorchSuite(name) for name in names if not words or any(w in name for w in words))
+    result = Outcomes()
+    suite.run(result)
+    return result.outcomes
+
+
+def run(backend: str, ranks: int, pattern: str = "") -> dict[str, str]:
+    """The outcomes of the suite on ``backend``, in a process of its own."""
+    with tempfile.NamedTemporaryFile() as file:
+        env = os.environ | {
+            "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+        }  # fmt: skip
+        if backend.startswith("kos as "):
+            env["TORCH_SUITE_ON_KOS"] = "1"
+        for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TEMP_DIR"):
+            env.pop(name, None)
+        command = [sys.executable, "-m", "tests.interop.torch_suite", "--here", file.name, "--only", pattern]
+        subprocess.run(command, env=env, cwd=ROOT, check=True)
+        outcomes: dict[str, str] = json.loads(Path(file.name).read_text())
+    return outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--backends", nargs="+", default=["gloo", "kos", "kos as gloo", "kos as mpi"])
+    parser.add_argument("--only", default="", help="words of which a test's name contains one")
+    parser.add_argument("--here", help="run in this process and write the outcomes to this file")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    if arguments.here:
+        Path(arguments.here).write_text(json.dumps(run_here(arguments.only)))
+        return
+    import torch
+
+    table: dict[str, Any] = {"torch": torch.__version__, "ranks": {}}
+    for ranks in arguments.ranks:
+        outcomes = {backend: run(backend, ranks, arguments.only) for backend in arguments.backends}
+        names = sorted({name for each in outcomes.values() for name in each})
+        rows = {name: {backend: each.get(name, "absent") for backend, each in outcomes.items()} for name in names}
+        counts = {
+            backend: {kind: sum(o.startswith(kind) for o in each.values()) for kind in ("passed", "failed", "skipped")}
+            for backend, each in outcomes.items()
+        }
+        for name in EXCEPT.keys() & rows.keys():
+            rows[name]["why"] = EXCEPT[name]
+        table["ranks"][str(ranks)] = {"counts": counts, "tests": rows}
+        arguments.output.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+        print(ranks, "ranks:", json.dumps(counts), flush=True)
+        if "gloo" in outcomes:
+            print("passed by gloo and not by kos, unexplained:", missed(rows) or "none", flush=True)
+
+
+if __name__ == "__main__":
+    main()

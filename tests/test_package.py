@@ -1,0 +1,154 @@
+"""The wheel and the sdist: what they hold, and that an installed wheel runs; the command ``kos``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kos
+from kos.__main__ import COMMANDS, main
+from tests.comm.tcp_ranks import finish, free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = "import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
+EXAMPLE = """
+import kos, numpy as np
+
+with kos.init() as comm:
+    x = np.full(4, comm.rank, np.float32)
+    comm.all_reduce(x, op=kos.ReduceOp.SUM)
+    print(comm.rank, comm.size, x.tolist(), kos.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path = ROOT, limit: float = 120) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run([*map(str, command)], cwd=cwd, env=environ, capture_output=True, text=True, timeout=limit)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """The modules that the command has run, with their arguments."""
+    found: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(sys, "argv", ["kos"])
+    monkeypatch.setattr(runpy, "run_module", lambda module, **_: found.append((module, sys.argv[1:])))
+    return found
+
+
+def test_the_command_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert all(f"\n  {name} " in text for name in COMMANDS), text
+
+
+def test_a_command_is_its_module(ran: list[tuple[str, list[str]]]) -> None:
+    for name, (module, _) in COMMANDS.items():
+        if name != "bench":
+            assert main([name, "--help", "x"]) == 0 and ran.pop() == (module, ["--help", "x"])
+            assert importlib.util.find_spec(f"{module}.__main__" if name != "sample" else module) is not None
+    assert main(["bench", "--json", "x"]) == 0 and ran.pop() == ("benchmarks.collectives", ["--json", "x"])
+    assert main(["bench", "recorder", "x"]) == 0 and ran.pop() == ("benchmarks.recorder", ["x"])
+    assert main(["bench"]) == 0 and ran.pop() == ("benchmarks.collectives", [])
+
+
+def test_what_is_no_command(ran: list[tuple[str, list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == f"kos: error: expected one of {', '.join(COMMANDS)}, got 'trian'\n"
+    for name in ("nothing", "../tests/run"):
+        assert main(["bench", name]) == 2
+        assert f"expected a module of {ROOT / 'benchmarks'}, got {name!r}" in capsys.readouterr().err
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"kos {kos.__version__}\n"
+    assert not ran
+
+
+def test_a_command_as_a_process() -> None:
+    here, there = (run(sys.executable, "-m", *words, "--help") for words in (("kos", "tune"), ("kos.tune",)))
+    assert (here.returncode, here.stdout) == (there.returncode, there.stdout) and here.stdout.startswith("usage: ")
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel, built from the unpacked sdist, and the sdist."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("dist")
+    source = folder / "source"
+    source.mkdir()
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("needs a clone made by git")
+    for name in files.stdout.split():
+        if (ROOT / name).is_file() and not name.startswith(("tests/comm", "tests/train", "benchmarks/results")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    built = run(sys.executable, "-c", BUILD.format(kind="sdist"), folder, cwd=source)
+    assert built.returncode == 0, built.stderr
+    sdist = folder / built.stdout.split()[-1]
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    [unpacked] = (folder / "unpacked").iterdir()
+    built = run(sys.executable, "-c", BUILD.format(kind="wheel"), folder, cwd=unpacked)
+    assert built.returncode == 0, built.stderr
+    return folder / built.stdout.split()[-1], sdist
+
+
+@pytest.mark.slow
+def test_both_hold_every_file_of_kos_and_no_other(dist: tuple[Path, Path]) -> None:
+    wheel, sdist = dist
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "kos"], cwd=ROOT, capture_output=True)
+    expected = {name for name in files.stdout.decode().split() if (ROOT / name).exists()}
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        metadata = archive.read(f"kos-{kos.__version__}.dist-info/METADATA").decode()
+    assert names == expected and "kos/py.typed" in names
+    assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.11" in metadata
+    with tarfile.open(sdist) as archive:
+        packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert expected <= packed and {"LICENSE", "README.md", "pyproject.toml"} <= packed
+    assert not [name for name in packed if name.startswith(("tests/", "benchmarks/"))]
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_the_example_the_doctor_and_training(
+    dist: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """In a venv that has the packages kos depends on, from this Python, and kos from the wheel alone."""
+    venv = tmp_path / "venv"
+    assert run(sys.executable, "-m", "venv", "--without-pip", venv).returncode == 0
+    if run(sys.executable, "-m", "pip", "--version").returncode:
+        pytest.skip("needs pip")
+    install = ("install", "--no-deps", "--no-index", "--no-compile", dist[0])
+    done = run(sys.executable, "-m", "pip", "--python", venv / "bin" / "python", *install)
+    assert done.returncode == 0, done.stderr
+    [site] = venv.glob("lib/python*/site-packages")
+    theirs = [path for path in sys.path if path.endswith("site-packages")]  # no .pth in them is read: no clone is found
+    (site / "dependencies.pth").write_text("\n".join(theirs) + "\n")
+    python, program = venv / "bin" / "python", tmp_path / "program.py"
+    program.write_text(EXAMPLE)
+
+    alone = run(python, program, cwd=tmp_path)
+    assert alone.stdout == f"0 1 [0.0, 0.0, 0.0, 0.0] {site / 'kos' / '__init__.py'}\n", alone.stderr
+    port, ranks = str(free_port()), []
+    for rank in range(2):
+        environ = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environ |= {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(subprocess.Popen([python, program], env=environ, cwd=tmp_path, **pipes))
+    for rank, (code, output) in enumerate(finish(ranks)):
+        assert code == 0 and output.startswith(f"{rank} 2 [1.0, 1.0, 1.0, 1.0] "), output
+
+    doctor = run(venv / "bin" / "kos", "doctor", cwd=tmp_path)
+    assert f"kos {kos.__version__} at {site / 'kos'}" in doctor.stdout, doctor.stderr
+    bench = run(venv / "bin" / "kos", "bench", cwd=tmp_path)
+    assert bench.returncode == 2 and "bench: expected a clone of kos" in bench.stderr
+    tiny = "--steps 3 --hidden-size 32 --num-hidden-layers 2 --intermediate-size 48 --batch-size 8 --seq-len 32"
+    trained = run(venv / "bin" / "kos", "train", *tiny.split(), "--out", tmp_path / "run", cwd=tmp_path)
+    assert trained.returncode == 0 and "step 3/3  loss " in trained.stdout, trained.stderr

@@ -1,0 +1,119 @@
+"""Layouts on GPUs, by the command line: the run of one rank, in a graph and not, over ranks that may share GPUs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from kos import cuda
+from kos.train.checkpoint import checkpoint
+from kos.train.parallel.schedules import SCHEDULES
+from kos.train.tools.metrics import read_metrics
+from tests.launcher import MPIRUN, OUTSIDE
+
+SECONDS = 80  # of a run, which takes some 6
+STEPS = 8
+FLAGS = f"""
+--preset tiny --device cuda --steps {STEPS} --eval-batches 2 --save-every 0 --sample-tokens 4 --timeout 20
+--hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --num-key-value-heads 4
+--vocab-size 4096 --batch-size 8 --micro-batch-size 1 --seq-len 256 --lr 5e-4 --warmup-steps 2 --schedule constant
+""".split()
+GPUS = len(cuda.visible_devices())
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(3 * SECONDS),
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+    pytest.mark.skipif(not MPIRUN, reason="needs mpirun"),
+]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Rows of metrics and the last checkpoint's tensors, of a run that is made once."""
+    known = {}
+
+    def run(ranks: int, *flags: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        if (ranks, *flags) not in known:
+            out = tmp_path_factory.mktemp("run")
+            launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
+            command = [*launcher, sys.executable, "-m", "kos.train", *FLAGS, "--out", str(out), *flags]
+            done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
+            assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
+            known[ranks, *flags] = _rows(out), _tensors(out)
+        return known[ranks, *flags]
+
+    return run
+
+
+def _rows(out: Path) -> np.ndarray:
+    rows = np.array([(row["loss"], row["grad_norm"]) for row in read_metrics(out / "metrics.jsonl")])
+    assert len(rows) == STEPS and rows[-1, 0] < rows[0, 0] - 0.1, f"it learns nothing: {rows}"
+    return rows
+
+
+def _tensors(out: Path) -> dict[str, np.ndarray]:
+    found = checkpoint.latest(out / "checkpoints")
+    assert found is not None
+    return {name: each for file in found.path.glob("*.safetensors") for name, each in load_file(file).items()}
+
+
+def check(train, ranks: int, backend: str, *flags: str, dtype: str = "float32", alone: tuple[str, ...] = ()) -> None:
+    if backend != "peer" and ranks > GPUS:
+        pytest.skip(f"{backend} needs {ranks} GPUs, has {GPUS}")
+    rows, tensors = train(ranks, "--dtype", dtype, "--backend", backend, *flags)
+    expected, whole = train(1, "--dtype", dtype, *alone)
+    np.testing.assert_allclose(rows, expected, rtol=2e-5 if dtype == "float32" else 2e-2)
+    assert tensors.keys() == whole.keys()
+    if dtype == "float32":
+        for name, tensor in tensors.items():
+            if not name.startswith("exp_avg"):
+                np.testing.assert_allclose(tensor, whole[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+TWO = ["--tp 2", "--cp 2", "--tp 2 --no-graph --recompute norms", "--cp 2 --no-graph --zero 1 --recompute block"]
+PIPELINES = [f"--pp 2 --pp-schedule {name}{graph}" for name in SCHEDULES for graph in ("", " --no-graph")]
+FOUR = [
+    "--tp 4", "--cp 4", "--pp 4 --pp-schedule zero-bubble", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
+    "--dp 2 --cp 2", "--pp 2 --cp 2 --pp-schedule zero-bubble-v", "--dp 2 --pp 2 --pp-schedule interleaved --zero 1",
+]  # fmt: skip
+EIGHT = ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble-v", "--dp 2 --cp 2 --tp 2 --zero 1"]
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("flags", TWO + PIPELINES)
+def test_two_ranks(train, flags: str, backend: str) -> None:
+    check(train, 2, backend, *flags.split())
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("flags", FOUR)
+def test_four_ranks(train, flags: str, backend: str) -> None:
+    check(train, 4, backend, *flags.split())
+
+
+@pytest.mark.parametrize("flags", EIGHT)
+def test_eight_ranks(train, flags: str) -> None:
+    check(train, 8, "peer", *flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--tp 2", "--cp 2", "--pp 2 --pp-schedule zero-bubble-v"])
+def test_bfloat16(train, flags: str) -> None:
+    check(train, 2, "peer", *flags.split(), dtype="bfloat16")
+
+
+@pytest.mark.parametrize("flags", ["--tp 2 --pp 2", "--dp 2 --cp 2"])
+def test_another_layout_goes_on(train, flags: str, tmp_path: Path) -> None:
+    """Half of a run in a layout, the other half on one rank: the curve of one rank."""
+    first = [MPIRUN, "-n", "4", sys.executable, "-m", "kos.train", *FLAGS, "--dtype", "float32", "--backend", "peer"]
+    half = ["--steps", str(STEPS // 2), "--out", str(tmp_path)]
+    then = [sys.executable, "-m", "kos.train", *FLAGS, "--dtype", "float32", "--out", str(tmp_path), "--resume", "auto"]
+    for command in ([*first, *flags.split(), *half], then):
+        done = subprocess.run(command, env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == 0, done.stderr[-2500:] + done.stdout[-500:]
+    np.testing.assert_allclose(_rows(tmp_path), train(1, "--dtype", "float32")[0], rtol=2e-5)
