@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def quotable(lines: list[str]) -> list[str]:
-    return [line for line in lines if not re.match(r"step +\d", line) or re.match("step +1/", line) or "val_loss" in line]
+    return [line for line in lines if not re.match(r"step +([2-9]|1\d)", line) or "val_loss" in line]
 
 
 def rounded(value: float) -> float:

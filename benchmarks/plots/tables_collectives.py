@@ -84,11 +84,12 @@ def auto_routes() -> str:
     rows = []
     for ranks in (2, 4, 8):
         excess: list[float] = []
-        for row in select(f"collectives-h200-{ranks}", backend="auto", mode="graph"):
+        file = f"collectives-h200-{ranks}"
+        for row in select(file, backend="auto", mode="graph"):
             if row["algorithm"] == "deterministic":
                 continue
             alike = {key: row[key] for key in ("bytes", "algorithm", "call", "in_place", "mode")}
-            parts = [one(f"collectives-h200-{ranks}", backend=name, **alike)["time_us"] for name in ("peer", "kos-nccl")]
+            parts = [one(file, backend=name, **alike)["time_us"] for name in ("peer", "kos-nccl")]
             excess.append(row["time_us"] / min(parts))
         near = sum(each <= AUTO_WITHIN for each in excess)
         rows.append([str(ranks), str(len(excess)), str(near), f"{max(excess) - 1:.1%}"])
@@ -146,9 +147,8 @@ def hosts(machine: str, ranks: int) -> str:
 def one_rank() -> str:
     """A call in a group of one rank, which moves nothing."""
     rows = select("collectives-epyc-2", ranks=1, mode="eager", in_place=True)
-    names = {("mpi", "function"): "kos", ("mpi", "persistent"): "kos, persistent", ("mpi-native", "function"): "Open MPI",
-             ("gloo", "function"): "Gloo"}  # fmt: skip
-    times = {names[row["backend"], row["call"]]: us(row["time_us"]) for row in rows}
+    names = {"function": "kos", "persistent": "kos, persistent"}
+    times = {names[row["call"]]: us(row["time_us"]) for row in rows}
     return table(["4 bytes, one rank", *times], [["µs a call", *times.values()]])
 
 
