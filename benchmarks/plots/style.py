@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,8 @@ SETTINGS = {
     "lines.markersize": 3.5, "axes.axisbelow": True,
 }  # fmt: skip
 DPI = 200
+DIGEST = "Shown"
+"""The key of a picture's digest in its file."""
 
 
 def new(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
@@ -42,15 +47,29 @@ def new(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple
 
 
 def save(figure: Any, path: Path) -> None:
-    """The same bytes for the same figure: no date and no version in the file, a palette in place of full colour."""
-    from io import BytesIO
+    """The same bytes for the same figure: no date and no version in the file, a palette in place of full colour.
 
-    from PIL import Image
+    The file names the digest of what it shows, so that a test sees a picture that is older than its results.
+    """
+    from PIL import Image, PngImagePlugin
 
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, facecolor="white", metadata={"Software": None})
     picture = Image.open(buffer).convert("RGB").quantize(64, dither=Image.Dither.NONE)
-    picture.save(path, format="png", optimize=True)
+    note = PngImagePlugin.PngInfo()
+    note.add_text(DIGEST, digest(figure))
+    picture.save(path, format="png", optimize=True, pnginfo=note)
+
+
+def digest(figure: Any) -> str:
+    """Of the figures and words that a picture shows, however they are drawn."""
+    shown: list[Any] = []
+    for axes in figure.axes:
+        shown.append([axes.get_title(), axes.get_xlabel(), axes.get_ylabel()])
+        shown += [[line.get_label(), *map(list, line.get_xydata().round(6))] for line in axes.lines]
+        shown += [[round(patch.get_width(), 6), round(patch.get_height(), 6)] for patch in axes.patches]
+        shown += [text.get_text() for text in axes.texts]
+    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
 
 
 def sizes_along(axes: Any, sizes: Iterable[int], apart: float = 3) -> None:

@@ -146,10 +146,16 @@ def hosts(machine: str, ranks: int) -> str:
 
 def one_rank() -> str:
     """A call in a group of one rank, which moves nothing."""
-    rows = select("collectives-epyc-2", ranks=1, mode="eager", in_place=True)
-    names = {"function": "kos", "persistent": "kos, persistent"}
-    times = {names[row["call"]]: us(row["time_us"]) for row in rows}
-    return table(["4 bytes, one rank", *times], [["µs a call", *times.values()]])
+    lines = {"kos": ("mpi", "function"), "kos, persistent": ("mpi", "persistent"), "Open MPI": ("mpi-native", "function")}
+    rows = []
+    for machine, title in (("xeon-1", "Xeon, 8 bytes"), ("epyc-2", "EPYC, 4 bytes")):
+        times = {}
+        for name, (backend, call) in lines.items():
+            found = select(f"collectives-{machine}", ranks=1, mode="eager", in_place=True, backend=backend, call=call,
+                           bytes=8 if machine == "xeon-1" else 4)  # fmt: skip
+            times[name] = us(found[0]["time_us"]) if found else ""
+        rows.append([title, *times.values()])
+    return table(["µs a call of one rank", *lines], rows)
 
 
 def torch_backend() -> str:
