@@ -146,7 +146,11 @@ def hosts(machine: str, ranks: int) -> str:
 
 def one_rank() -> str:
     """A call in a group of one rank, which moves nothing."""
-    lines = {"kos": ("mpi", "function"), "kos, persistent": ("mpi", "persistent"), "Open MPI": ("mpi-native", "function")}
+    lines = {
+        "kos": ("mpi", "function"),
+        "kos, persistent": ("mpi", "persistent"),
+        "Open MPI": ("mpi-native", "function"),
+    }
     rows = []
     for machine, title in (("xeon-1", "Xeon, 8 bytes"), ("epyc-2", "EPYC, 4 bytes")):
         times = {}
