@@ -368,6 +368,30 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
     ranks.run_bare(body)
 
 
+def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collective before it has ended well."""
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm = communicator(rendezvous, 20.0)
+        x = Array.zeros(4, np.float32, 0)
+        comm.all_reduce(x)
+        comm.synchronize()
+        rendezvous.barrier()
+        comm.timeout, rendezvous.timeout = 0.5, 20.0
+        if rendezvous.rank == 0:
+            found = threading.Event()
+            comm.on_failure(lambda error: found.set())  # the program waits outside kos
+            comm.recv(x, SIZE - 1)
+            assert found.wait(20)
+            with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} did not arrive within 0.5 s"):
+                comm.synchronize()
+        rendezvous.barrier()
+        comm.abort()
+
+    ranks.run_bare(body)
+
+
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
 @pytest.mark.parametrize(("usual", "own", "late"), [(0.3, 20.0, None), (20.0, 0.3, 0.3)])
 def test_a_timeout_of_one_call_is_that_call_s_alone(
