@@ -352,7 +352,8 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             assert f"{name} #{0 if kind == 'send_recv' else 1}" in message
             if isinstance(raised.value, CollectiveTimeout):
                 absent = rf"rank (\d) did not arrive within {timeout} s \(channel 0, phase"
-                assert (found := re.search(absent, message)), message
+                found = re.search(absent, message)
+                assert found is not None, message
                 late = int(found[1])
                 assert raised.value.ranks == (late,)
                 # The other may have been held up as it began.
