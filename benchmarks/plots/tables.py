@@ -88,7 +88,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-epyc-4": partial(collectives.hosts, "epyc", 4),
     "hosts-one-rank": collectives.one_rank,
     "hosts-files": partial(
-        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2", "collectives-epyc-4"
+        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
+        "collectives-epyc-4",
     ),
     "training-1": partial(training.training, 1),
     "training-4": partial(training.training, 4),
