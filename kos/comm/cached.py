@@ -98,17 +98,21 @@ class CallCache:
         if (
             entry is None or entry.x is not x or entry.name is not name or entry.parameter is not parameter
             or entry.out is not out or x.dtype is not entry.dtype or x.shape != entry.shape or comm._batch is not None
-            or not x.flags.c_contiguous or not (flags := entry.changing.flags).writeable
+            or not entry.changing.flags.carray  # contiguous and writeable
         ):  # fmt: skip
             return False
-        if out is not None and not (flags.c_contiguous and out.dtype is entry.dtype and out.shape == entry.out_shape):
+        if out is not None and not (
+            x.flags.c_contiguous and out.dtype is entry.dtype and out.shape == entry.out_shape
+        ):  # fmt: skip
             return False
         if comm._closed:
             comm._check_open()
         call = entry.call
         call.sequence = next(comm._collectives)
         comm._group.note(call, 3)
-        comm.backend.start(call).wait()
+        work = comm.backend.start(call)
+        if work is not None:
+            work.wait()
         return True
 
     def add_host(self, call: Call) -> None:

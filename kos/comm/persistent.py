@@ -16,12 +16,13 @@ T = TypeVar("T")
 class Persistent(Generic[T]):
     """An operation that is checked once and started many times, always on the same arrays."""
 
-    __slots__ = ("__weakref__", "_call", "_comm", "_fixed", "_queued", "_work")
+    __slots__ = ("__weakref__", "_call", "_comm", "_complete", "_fixed", "_queued", "_work")
 
     def __init__(self, comm: Any, operation: Operation) -> None:
         self._comm, self._call = comm, Call(operation, comm.name)
         self._work: Work[T] | None = None  # of the last start, until the communicator is synchronized
         self._queued: Work[T] | None = None  # of every start on a GPU: all starts queue on one stream
+        self._complete: Work[T] = Work(self._call, comm.backend, None)  # of starts that complete at once
         self._prepare()
         comm._persistents.add(self)
 
@@ -51,7 +52,10 @@ class Persistent(Generic[T]):
         comm._group.note(call, 2)
         work = comm.backend.start(call)
         if work is None:
-            return self._queued  # type: ignore[return-value]
+            if self._queued is not None:
+                return self._queued
+            work = self._complete
+            work.reported = False
         self._work = work
         return work
 

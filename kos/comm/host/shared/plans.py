@@ -13,7 +13,7 @@ import numpy as np
 
 from kos.comm.host.shared.segment import DEPTH, PUT, Segment
 from kos.comm.operation import AUTO, Operation
-from kos.comm.reduction import ReduceOp, Reduction
+from kos.comm.reduction import Quiet, ReduceOp, Reduction
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[int, int, int], None]  # slot, first element, end
@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     put: Step | None = None
     get: Step | None = None
     flags: Sequence[int] = ()  # those that count the puts of ``sources``
+    reads_all: bool = False  # whether ``sources`` are all other ranks
 
 
 class Sum(NamedTuple):
@@ -73,6 +74,7 @@ class Plans:
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._parts: dict[Any, list[Parts]] = {}
         self._scratch = np.empty(0, np.uint8)
+        self._quietly = Quiet().run  # one thread at a time uses the slots
 
     def make(self, o: Operation) -> Plan | Sum | None:
         """The plan of ``o``, or None if it is not supported here."""
@@ -81,7 +83,8 @@ class Plans:
             return None
         plan = make(self, o)
         if isinstance(plan, Plan):
-            plan = plan._replace(flags=[self._puts[rank] for rank in plan.sources])
+            flags = [self._puts[rank] for rank in plan.sources] if plan.elements else []
+            plan = Plan(*plan[:5], flags, len(flags) == len(self.peers))
         return plan
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
@@ -152,6 +155,7 @@ class Plans:
         if x.size * reduction.dtype.itemsize > self.one_shot_bytes:
             return Sum(x, out, reduction)
         plain, slots = reduction.is_plain, self.parts(reduction, x.size)
+        quietly, ufunc = self._quietly, reduction.ufunc
         mine, every = [parts.put[0][0] for parts in slots], [parts.contributions.copy() for parts in slots]
         for contributions in every if plain else ():
             contributions[self.rank] = x
@@ -167,10 +171,10 @@ class Plans:
             self.sum(reduction, every[slot], out)
 
         def add_two(slot: int, a: int, b: int) -> None:
-            reduction.combine(*every[slot], out)
+            quietly(ufunc, *every[slot], out=out)
 
         direct = self.size == 2 and reduction.carrier is reduction.dtype.numpy and reduction.op is not ReduceOp.AVG
-        get = None if out is None else add_two if direct else add
+        get = None if out is None else add_two if direct and ufunc is not None else add
         return Plan(x.size, x.size or 1, self.peers if get else (), put=copy if plain else stage, get=get)
 
     def _reduce_scatter(self, o: Operation) -> Plan:
