@@ -22,7 +22,7 @@ from kos.comm.reduction import ReduceOp
 from kos.cuda.streams import capture_of
 from kos.memory.array import Array
 
-SMALL_BYTES, MOST_HELD = 64 << 10, 64
+SMALL_BYTES, MOST_HELD = 256 << 10, 64
 """The largest ndarray whose calls are cached, and the most of them."""
 HOST_CACHED = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"})
 CACHED = HOST_CACHED | {"reduce", "gather", "scatter", "send_recv"}

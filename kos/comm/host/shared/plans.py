@@ -19,7 +19,10 @@ Array = np.ndarray[Any, Any]
 Step = Callable[[int, int, int], None]  # slot, first element, end
 
 ONE_SHOT_BYTES = 64 * 1024
-"""The largest all_reduce in which every rank reads and reduces all contributions, which saves one wait."""
+"""The largest all_reduce in which every rank reads and reduces all contributions, which saves one wait.
+
+For two ranks it is twice as large.
+"""
 WHOLE_BYTES = 512 * 1024
 """The largest stage that other ranks read whole: more would not stay in a core's second-level cache."""
 MOST_PARTS = 64
@@ -69,7 +72,8 @@ class Plans:
         self.rank, self.size = segment.rank, segment.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         # At most a stage, also of 8-bit floats, which are staged in four times as many bytes.
-        self.one_shot_bytes = min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1), self.block // 4)
+        most = 2 * ONE_SHOT_BYTES if self.size == 2 else min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1))
+        self.one_shot_bytes = min(most, self.block // 4)
         self._puts = [segment.layout.line(rank) + PUT for rank in range(self.size)]
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._parts: dict[Any, list[Parts]] = {}
