@@ -30,7 +30,7 @@ PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio
 """Trackers and what they import. tensorboardX writes the files; unlike tensorboard it needs no web server to do so."""
 
 ID = ".tracker-id"
-WAITING_BYTES = 16 << 20
+WAITING_BYTES = 4 << 20
 """Most bytes of rows that wait for a tracker; one that is further behind is ended."""
 CLOSE_SECONDS = 20.0
 """How long the end of a run waits for a tracker."""
@@ -106,14 +106,14 @@ class TrackerProcess:
     """The trainer's end of a tracker. What fails there is a warning, once."""
 
     def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
-        self._name, self._said, self._unsent = name, out / f"{name}.log", b""
+        self._name, self._messages, self._unsent = name, out / f"{name}.log", b""
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         command = [sys.executable, "-m", __name__, name, str(out)]
         self._process: subprocess.Popen[bytes] | None = None
         try:
-            with open(self._said, "wb") as said:
+            with open(self._messages, "wb") as messages:
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=said, stderr=said, env=env, start_new_session=True
+                    command, stdin=subprocess.PIPE, stdout=messages, stderr=messages, env=env, start_new_session=True
                 )
             os.set_blocking(self._pipe(), False)
         except OSError as error:
@@ -161,10 +161,9 @@ class TrackerProcess:
             process.communicate()
         lines: list[str] = []
         with contextlib.suppress(OSError):
-            lines = self._said.read_text(errors="replace").split("\n")
+            lines = self._messages.read_text(errors="replace").split("\n")
         last = next((f": {line.strip()[:200]}" for line in reversed(lines) if line.strip()), "")
-        on = f"the run goes on without it; see {self._said}"
-        _log.warning("--tracker %s: %s%s; %s", self._name, what, last, on)
+        _log.warning("--tracker %s: %s%s; see %s; metrics.jsonl has every step", self._name, what, last, self._messages)
 
 
 def _exit(args: Any) -> None:
