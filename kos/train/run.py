@@ -176,6 +176,7 @@ class Trainer:
             self.engine.read(huggingface.weight_files(path, shapes), moments, self.start)
 
         together(self.comm, begin)
+        self.console.close()
 
     def _check_source(self) -> None:
         source = Path(str(self.source))
@@ -297,6 +298,7 @@ class Trainer:
                 self._validate_untrained()
             stop_together(self.comm, self.stop)
             self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
+            self.console.close()
             stopped = train(self.engine, config, self)
             self._finish_save()
             self.console.close()

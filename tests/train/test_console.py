@@ -181,6 +181,25 @@ def test_no_field_is_cut_on_a_narrow_terminal(width: int, headline: str) -> None
     assert ("━" in lines[0]) == (width >= 40), "there is a bar where there is room for one"
 
 
+def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any) -> None:
+    terminal, clock = io.StringIO(), iter(range(0, 1000, 3))
+    monkeypatch.setattr(console, "_terminal", lambda: terminal)
+    monkeypatch.setattr(console, "columns", lambda terminal: 40)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
+    lines = Console(0, 9)
+    for _ in range(2):
+        lines.progress("reading the data", 0.5)
+        lines.close()
+    assert terminal.getvalue().endswith("\x1b[2K"), "the bar's line is erased"
+    lines.step({"step": 9, **ROW}, log=True)
+    lines.progress("saving a checkpoint", 0.5)
+    assert lines._bar is not None and lines._bar._fields == [*describe(ROW), "saving a checkpoint: 50%"]
+    for _ in range(2):
+        lines.close()
+    shown = ESCAPE.sub("", terminal.getvalue()).split("training 9/9")
+    assert shown[-1].split()[1:] == " ".join(describe(ROW)).split()
+
+
 def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -> None:
     clock = iter(range(0, 1000, 3))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -91,7 +91,7 @@ class Console:
     def close(self) -> None:
         """Nothing more to show for now: the bar of the steps stays, another one goes."""
         if self._bar is not None:
-            self._bar.stop(keep=self._first is not None)
+            self._bar.stop(None if self._first is None else self._values)
 
 
 class Bar:
@@ -116,8 +116,9 @@ class Bar:
         if not self._live.is_started:
             self._live.start()
 
-    def stop(self, keep: bool) -> None:
-        self._live.transient = not keep
+    def stop(self, fields: list[str] | None) -> None:
+        """Leave these fields and the headline; None: remove all."""
+        self._fields, self._live.transient = fields or [], fields is None
         self._live.stop()
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
