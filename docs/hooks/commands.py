@@ -93,6 +93,9 @@ def summary(words: list[str]) -> str:
 
 def section(words: list[str], parser: argparse.ArgumentParser, about: str) -> str:
     """The usage, the description and a table for each group of arguments."""
+    for action in parser._actions:
+        if action.choices is not None and action.metavar is None:
+            action.metavar = action.dest.upper()  # the table lists the choices
     formatter = parser._get_formatter()
     raw = issubclass(parser.formatter_class, argparse.RawDescriptionHelpFormatter)
     lines = [heading(words)]
@@ -119,14 +122,12 @@ def block(text: str) -> str:
 def row(action: argparse.Action, formatter: argparse.HelpFormatter) -> str:
     """A row of the table: the names of an argument with its value, and its help."""
     choices = ", ".join(map(str, action.choices or ()))
-    value = formatter._format_args(action, action.dest.upper().split(".")[-1]) if action.nargs != 0 else ""
-    if choices:
-        value = action.dest.upper()
+    value = formatter._format_args(action, action.dest.upper()) if action.nargs != 0 else ""
     names = [f"{name} {value}".strip() for name in action.option_strings] or [value]
     about = formatter._expand_help(action) if action.help else ""
     about += f"{'; one' if about else 'one'} of {choices}" if choices else ""
-    cells = (", ".join(f"`{name}`" for name in names), " ".join(about.split()).replace("<", "&lt;"))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    about = " ".join(about.split()).replace("<", "&lt;").replace("|", "\\|")
+    return f"| {', '.join(f'`{name}`' for name in names)} | {about} |"
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from mkdocs.structure.files import File, Files
 log = logging.getLogger("mkdocs.hooks.links")
 
 ROOT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.M | re.S)
+FENCE = re.compile(
+    r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.M | re.S
+)
 LINK = re.compile(r"(\]\(\s*)([^)\s]+)|^(\[[^\]\n]+\]:\s*)(\S+)|(<(?:a|img)\b[^>]*?\b(?:href|src)=\")([^\"]+)", re.M)
 PICTURES = (".svg", ".png", ".jpg", ".jpeg", ".gif", ".webp")
 COPIES = "repository"

@@ -16,7 +16,7 @@ def on_config(config: Any) -> Any:
     docs = Path(config["docs_dir"])
     pages = sorted(path.relative_to(docs).as_posix() for path in docs.rglob("*.md"))
     config["nav"] = expand(config["nav"], pages)
-    listed = [page for page in values(config["nav"])]
+    listed = set(values(config["nav"]))
     for page in pages:
         if page not in listed:
             log.warning("%s: expected this page in a section of nav in mkdocs.yml", page)
