@@ -72,3 +72,12 @@ def test_the_pages_name_every_dtype_and_command() -> None:
     arrays, commands = ((FOLDER / f"{page}.md").read_text() for page in ("arrays", "commands"))
     assert [name for name in DTYPES if f"`{name}`" not in arrays] == []
     assert [name for name in COMMANDS if f"`{name}`" not in commands] == []
+
+
+def test_the_findings_of_the_doctor_are_its_own() -> None:
+    table = (FOLDER / "troubleshooting.md").read_text().partition("| the doctor prints |")[2].partition("\n\n")[0]
+    quoted = re.findall(r"`(?:no|bad) ([^`]+)`", table)
+    sources = "\n".join(path.read_text() for path in (ROOT / "kos" / "doctor").glob("*.py"))
+    parts = [part.strip() for each in quoted for part in re.split(r"[…()]|(?<=kos) |(?<=pid) |(?<=ipc) ", each)]
+    missing = [part for part in parts if part and part not in sources]
+    assert len(quoted) > 8 and not missing, f"troubleshooting.md: kos/doctor does not print {missing}"
