@@ -59,8 +59,9 @@ lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# Without --quiet, which would hide the warnings from strict mode too.
 docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "build/docs/index.html"
 
 clean:  ## remove .venv, caches and build products; runs/ stays
