@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import socket
 from collections.abc import Callable
@@ -17,12 +16,12 @@ import kos.errors
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.errors import KosError
 from kos.testing import Fault, spawn
+from tests.literals import VALUE, literals
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "errors.md"
 BLOCKS = re.findall(r"^```text\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
 QUOTED = [line for block in BLOCKS for line in block.splitlines()]
-VALUE = "…"
 
 
 def split(line: str) -> tuple[str, str]:
@@ -31,19 +30,7 @@ def split(line: str) -> tuple[str, str]:
     return ("", text.removeprefix("error: ")) if kind == "kos" else (kind, text)
 
 
-def texts_of(path: Path) -> list[str]:
-    """The string literals of a file, in pieces between the values of f-strings; docstrings count too."""
-    pieces: list[str] = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.JoinedStr):
-            whole = "".join(part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)  # type: ignore[misc]
-            pieces.append(whole)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            pieces.append(node.value)
-    return pieces
-
-
-SOURCES = "\n".join(text for path in (ROOT / "kos").rglob("*.py") for text in texts_of(path))
+SOURCES = literals(ROOT / "kos")
 
 
 def test_messages_are_quoted() -> None:

@@ -14,6 +14,7 @@ import pytest
 import kos
 import kos.errors
 from kos.dtypes import DTYPES
+from tests.literals import literals
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
@@ -75,7 +76,7 @@ def test_the_page_of_arrays_names_every_dtype() -> None:
 def test_the_findings_of_the_doctor_are_its_own() -> None:
     table = (FOLDER / "troubleshooting.md").read_text().partition("| the doctor prints |")[2].partition("\n\n")[0]
     quoted = re.findall(r"`(?:no|bad) ([^`]+)`", table)
-    sources = "\n".join(path.read_text() for path in (ROOT / "kos" / "doctor").glob("*.py"))
+    sources = literals(ROOT / "kos" / "doctor")
     parts = [part.strip() for each in quoted for part in re.split(r"[…()]|(?<=kos) |(?<=pid) |(?<=ipc) ", each)]
     missing = [part for part in parts if part and part not in sources]
     assert len(quoted) > 8 and not missing, f"troubleshooting.md: kos/doctor does not print {missing}"
