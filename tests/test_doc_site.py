@@ -23,7 +23,7 @@ def hook(name: str) -> ModuleType:
 
 def test_patterns_stand_for_the_pages_that_have_no_name() -> None:
     pages = ["index.md", "guides/a.md", "guides/b.md", "guides/c.md"]
-    nav: list[Any] = [{"Home": "index.md"}, {"Guides": [{"First": ["guides/b.md"]}, "guides/*.md"]}, {"No": ["x.md"]}]
+    nav: list[Any] = [{"Home": "index.md"}, {"Guides": [{"First": ["guides/b.md"]}, "guides/*.md"]}, {"No": "no/*.md"}]
     assert hook("navigation").expand(nav, pages) == [
         {"Home": "index.md"},
         {"Guides": [{"First": ["guides/b.md"]}, "guides/a.md", "guides/c.md"]},

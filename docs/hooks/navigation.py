@@ -24,24 +24,21 @@ def on_config(config: Any) -> Any:
 
 
 def expand(nav: list[Any], pages: list[str]) -> list[Any]:
-    """``nav`` without empty sections, with a list of pages in the place of each pattern.
-
-    A pattern stands for the pages that ``nav`` does not name.  A name without a page is left out.
-    """
+    """``nav`` with a list of pages in the place of each pattern, which stands for those that ``nav`` does not name."""
     named = {value for value in values(nav) if "*" not in value}
-    return _expanded(nav, [page for page in pages if page not in named], named & {*pages})
+    return _expanded(nav, [page for page in pages if page not in named])
 
 
-def _expanded(nav: list[Any], free: list[str], named: set[str]) -> list[Any]:
+def _expanded(nav: list[Any], free: list[str]) -> list[Any]:
     result: list[Any] = []
     for entry in nav:
         title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
         if isinstance(value, list):
-            found: Any = _expanded(value, free, named)
+            found: Any = _expanded(value, free)
         elif "*" in value:
             found = [page for page in free if fnmatch(page, value)]
         else:
-            found = value if value in named else None
+            found = value
         if found and title is not None:
             result.append({title: found})
         elif found:
