@@ -49,7 +49,7 @@ BLOCK = re.compile(
     re.M | re.S,
 )
 COMMANDS = re.compile(
-    r"^<!-- file: (?P<name>\S+) -->\n^```python\n(?P<code>.*?)^```$"
+    r"^<!-- file: (?P<name>\S+) -->\n^```\w+\n(?P<code>.*?)^```$"
     r"|^<!-- run(?P<slow>, slow)?(?P<unordered>, in any order)?(?:, exit (?P<status>\d+))? -->\n"
     r"^```console\n(?P<text>.*?)^```$",
     re.M | re.S,
