@@ -122,12 +122,12 @@ def prints(expected: str, printed: str, unordered: bool = False) -> bool:
     """Whether a program printed what a page shows; ``unordered``: the lines in any order."""
     wanted = [line.rstrip() for line in expected.splitlines()]
     lines = [line.rstrip() for line in printed.splitlines()]
-    patterns = [".*".join(map(re.escape, line.split("…"))) for line in wanted if line != "…"]
+    patterns = {line: ".*".join(map(re.escape, line.split("…"))) for line in wanted}
     if not unordered:
-        parts = (r"(?:.*\n)*" if line == "…" else ".*".join(map(re.escape, line.split("…"))) + r"\n" for line in wanted)
+        parts = (r"(?:.*\n)*" if line == "…" else patterns[line] + r"\n" for line in wanted)
         return re.fullmatch("".join(parts), "".join(f"{line}\n" for line in lines)) is not None
-    for pattern in patterns:
-        found = next((line for line in lines if re.fullmatch(pattern, line)), None)
+    for each in (line for line in wanted if line != "…"):
+        found = next((line for line in lines if re.fullmatch(patterns[each], line)), None)
         if found is None:
             return False
         lines.remove(found)
@@ -143,6 +143,7 @@ def prints(expected: str, printed: str, unordered: bool = False) -> bool:
         ("a\nb\n", "a\n", True, False),
         ("a\n", "a\nb\n", False, False),
         ("a\n", "a\nb\n", True, False),
+        ("a\na\n", "a\nb\n", True, False),
         ("a\n…\n", "a\nb\nc\n", False, True),
         ("…\nb\n", "a\nb\nc\n", False, False),
         ("b\n…\n", "a\nb\nc\n", True, True),
@@ -194,6 +195,16 @@ def test_commands(page: Path, slow: bool, tmp_path: Path) -> None:
             assert prints(expected, printed, bool(match["unordered"])), f"{where}: printed\n{printed}"
             ran += command
     assert ran, f"{page.relative_to(ROOT)}: no command uses its files"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_to_be_compared_is_found(page: Path) -> None:
+    """A comment that is misspelt, or not directly before its block, would compare nothing."""
+    text = page.read_text()
+    comments = re.findall(r"^<!-- (?:file|run|prints)\b.*", text, re.M)
+    found = [match[0] for match in COMMANDS.finditer(text)]
+    found += [match[0] for match in BLOCK.finditer(text) if match["printed"] is not None]
+    assert len(comments) == len(found), f"of {comments} only {len(found)} are before a block"
 
 
 def public(thing: Any) -> Iterator[tuple[str, Any]]:
