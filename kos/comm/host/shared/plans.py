@@ -175,7 +175,8 @@ class Plans:
             self.sum(reduction, every[slot], out)
 
         def add_two(slot: int, a: int, b: int) -> None:
-            quietly(ufunc, *every[slot], out=out)
+            first, second = every[slot]
+            quietly(ufunc, first, second, out=out)
 
         direct = self.size == 2 and reduction.carrier is reduction.dtype.numpy and reduction.op is not ReduceOp.AVG
         get = None if out is None else add_two if direct and ufunc is not None else add
