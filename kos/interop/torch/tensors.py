@@ -27,20 +27,32 @@ _OPS = {
     dist.ReduceOp.BOR: kos.ReduceOp.BOR,
     dist.ReduceOp.BXOR: kos.ReduceOp.BXOR,
 }
-_OPS_OF_BOOL = {dist.ReduceOp.SUM: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT: kos.ReduceOp.MIN}
+_BY_NUMBER = {op.value: ours for op, ours in _OPS.items()}  # to hash and compare torch's own takes a microsecond
+_PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
+_OPS_OF_BOOL = {dist.ReduceOp.SUM.value: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT.value: kos.ReduceOp.MIN}
 """The sum of truth values is "or", as in NCCL, and their product "and"."""
 
 
 def reduce_op(op: Any, tensor: Tensor) -> Any:
     """The operation of kos for torch's; raises InvalidArgument if kos has none."""
     kind = getattr(op, "op", op)
-    if kind == dist.ReduceOp.PREMUL_SUM:
+    number = kind.value
+    if tensor.dtype is torch.bool and number in _OPS_OF_BOOL:
+        return _OPS_OF_BOOL[number]
+    if (found := _BY_NUMBER.get(number)) is not None:
+        return found
+    if number == _PREMUL_SUM:
         return kos.PremulSum(float(op.__getstate__()[1]))  # torch 2.11 has no other access to the factor
-    if tensor.dtype is torch.bool and kind in _OPS_OF_BOOL:
-        return _OPS_OF_BOOL[kind]
-    if kind not in _OPS:
-        raise InvalidArgument(f"op: expected one of {', '.join(map(str, _OPS))}, got {kind}")
-    return _OPS[kind]
+    raise InvalidArgument(f"op: expected one of {', '.join(map(str, _OPS))}, got {kind}")
+
+
+def check_dense(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise InvalidArgument unless all tensors are dense and on one device."""
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device or tensor.layout is not torch.strided:
+            got = f"{tensor.layout} on {tensor.device}"
+            raise InvalidArgument(f"{what}: expected dense tensors, all on {device}, got one of {got}")
 
 
 def check_parts(parts: Sequence[Tensor], size: int, what: str) -> None:
