@@ -22,17 +22,21 @@ def on_stand_ins() -> list[Any]:
     """Every collective, ``TURNS`` times, on stand-ins for tensors of a GPU; then two calls in turn on one tensor."""
     group: Any = dist.group.WORLD
     host = kos.init("tcp", rendezvous=rendezvous(), progress_thread=True)
-    with pytest.MonkeyPatch.context() as patch, no_gpu(patch), tensors_of_a_gpu(patch):
-        with host, connect_gpu(group, Processes(host)):
-            found: list[Any] = [collectives() for _ in range(TURNS)]
-            x = torch.empty(6)
-            for turn in range(TURNS):
-                x.fill_(turn + dist.get_rank())
-                dist.all_reduce(x)
-                dist.all_reduce(x, dist.ReduceOp.MAX)
-                found.append(x.tolist())
-            assert any(group._cache.values()), "nothing was cached"
-            return found
+    with (
+        pytest.MonkeyPatch.context() as patch, no_gpu(patch), tensors_of_a_gpu(patch),
+        host, connect_gpu(group, Processes(host)),
+    ):  # fmt: skip
+        found: list[Any] = [collectives() for _ in range(TURNS)]
+        x, apart = torch.empty(6), torch.empty(3, 6)
+        for turn in range(TURNS):
+            x.fill_(turn + dist.get_rank())
+            dist.all_reduce(x)
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+            apart.zero_()
+            dist.all_gather([apart[0], apart[2]], x)  # through a temporary tensor
+            found.append([x.tolist(), apart[:, 0].tolist()])
+        assert any(group._cache.values()), "nothing was cached"
+        return found
 
 
 def on_the_host() -> list[Any]:
@@ -46,6 +50,17 @@ def on_the_host() -> list[Any]:
                 dist.all_reduce(x)
                 dist.broadcast(x, turn % 2)
                 found.append(x.tolist())
+    return found
+
+
+def signs() -> list[float]:
+    """An all-reduce in place of the values, and of their negatives, of the same memory."""
+    x, found = torch.zeros(3), list[float]()
+    for turn in range(TURNS):
+        for view in (x, torch._neg_view(x)):
+            x.fill_(turn)
+            dist.all_reduce(view)
+            found.append(x[0].item())
     return found
 
 

@@ -1,8 +1,8 @@
 """Launches the operations of one call, and caches calls: a call repeated on the same memory skips its checks.
 
-The cache key has everything that a call depends on: operation, arguments, stream, and device, address, shape and dtype
-of each tensor.  A cached call holds addresses and no tensor, so memory that was freed and allocated again either is used
-in the same way or has another key.  The first call with a key only marks it; the second one is prepared for the next.
+The cache key has everything that a call depends on: operation, arguments, stream, and the device, address, shape and
+dtype of each tensor.  A cached call holds addresses and no tensor.  So memory that was freed and allocated again either
+is used in the same way or has another key.  The first call with a key marks it, the second one is prepared for the next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 import kos
 from kos.comm.persistent import Persistent
-from kos.interop.torch.tensors import Arrays, Tensor
+from kos.interop.torch.tensors import Arrays, Tensor, in_memory
 from kos.memory.array import Array
 from kos.memory.libraries import plain_array
 
@@ -78,8 +78,8 @@ def cache_key(call: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ..
     """The key of ``call``, which is all but the tensors; None if kos copies a tensor, or does not know its kind."""
     key = [*call]
     for x in tensors:
-        plain = type(x) is Tensor or type(x) is torch.nn.Parameter
-        if not plain or x.layout is not torch.strided or not x.is_contiguous() or x.is_neg() or x.is_conj():
+        known = type(x) is Tensor or type(x) is torch.nn.Parameter
+        if not known or x.layout is not torch.strided or not in_memory(x):
             return None
         key += (x.get_device(), x.data_ptr(), x.shape, x.dtype)
     return tuple(key)

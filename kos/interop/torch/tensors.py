@@ -73,13 +73,16 @@ def split_counts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
     return [split * width for split in splits]
 
 
+def in_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a dense tensor is its elements in order, with no sign or conjugation to be applied."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def as_array(tensor: Tensor) -> Any:
     """What kos reads: a contiguous tensor, in host memory as an array of NumPy if that has its dtype."""
     tensor = tensor.detach()
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    if not in_memory(tensor):
+        tensor = tensor.contiguous().resolve_conj().resolve_neg()
     return tensor.numpy() if not tensor.is_cuda and tensor.dtype in _OF_NUMPY else tensor
 
 
@@ -102,7 +105,7 @@ class Arrays:
 
     def output(self, tensor: Tensor) -> Any:
         """What kos writes in place of ``tensor``."""
-        if tensor.is_contiguous():
+        if in_memory(tensor):
             return as_array(tensor)
         temporary = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         self.add_copy(tensor, temporary)
@@ -110,11 +113,10 @@ class Arrays:
 
     def in_place(self, tensor: Tensor) -> Any:
         """What kos reads and writes in place of ``tensor``."""
-        if tensor.is_contiguous():
-            return as_array(tensor)
-        temporary = tensor.detach().contiguous()
-        self.add_copy(tensor, temporary)
-        return as_array(temporary)
+        array = as_array(tensor)
+        if not in_memory(tensor):
+            self.add_copy(tensor, torch.as_tensor(array))
+        return array
 
     def joined(self, parts: Sequence[Tensor]) -> Any:
         """What kos reads in place of several tensors."""
