@@ -38,7 +38,7 @@ from kos.memory.array import Array
 from tests.comm.fake_nccl import Group, no_gpu
 from tests.interop.torch_on_host import connect_gpu, tensors_of_a_gpu
 
-TURNS, CALLS, ROUNDS = 15, 300, 5
+TURNS, CALLS, ROUNDS = 9, 200, 3
 LIMIT = timedelta(seconds=60)
 Calls = dict[str, Callable[[], Any]]
 Clock = Callable[[], int]

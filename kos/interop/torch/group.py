@@ -321,7 +321,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        ops = tuple(reduce_op(op, tensor) for tensor in tensors)
+        ops = tuple([reduce_op(op, tensor) for tensor in tensors])
 
         def call(launch: Launch) -> None:
             for tensor, op in zip(tensors, ops, strict=True):
@@ -418,7 +418,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        ops = tuple(reduce_op(op, output) for output in outputs)
+        ops = tuple([reduce_op(op, output) for output in outputs])
 
         def call(launch: Launch) -> None:
             for output, input, op in zip(outputs, inputs, ops, strict=True):
@@ -543,7 +543,7 @@ def rendezvous(group: Any = None, timeout: float = 120.0) -> StoreRendezvous:
 
         comm = kos.init(rendezvous=kos.interop.torch.rendezvous())
     """
-    stored = dist.distributed_c10d._get_process_group_store(group or dist.group.WORLD)
-    store = torch._C._distributed_c10d.PrefixStore("kos/", stored)
+    group = group or dist.group.WORLD
+    store = torch._C._distributed_c10d.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
     ranks = dist.get_process_group_ranks(group)
     return StoreRendezvous(store, dist.get_rank(group), len(ranks), timeout, ranks)

@@ -1,8 +1,8 @@
 """Launches the operations of one call, and caches calls: a call repeated on the same memory skips its checks.
 
 The cache key has everything that a call depends on: operation, arguments, stream, and the device, address, shape and
-dtype of each tensor.  A cached call holds addresses and no tensor.  So memory that was freed and allocated again either
-is used in the same way or has another key.  The first call with a key marks it, the second one is prepared for the next.
+dtype of each tensor.  A cached call holds addresses and no tensor.  So memory that was freed and allocated again is
+used in the same way, or has another key.  The first call with a key marks it, the second one is prepared for the next.
 """
 
 from __future__ import annotations

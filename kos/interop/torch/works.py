@@ -181,8 +181,8 @@ class DeviceWork(_Work):
     """An operation on a GPU, after which ``event`` is recorded; None: it is on the stream that was current."""
 
     def __init__(self, group: Group, tensors: Sequence[Tensor], event: Any = None) -> None:
-        super().__init__(tensors)
-        self._group, self.event = group, event
+        dist.Work.__init__(self)
+        self.tensors, self._group, self.event = list(tensors), group, event
         self._polled: PooledEvent | None = None  # where ``event`` is None and the program polls
 
     def launch(self) -> None:
