@@ -20,6 +20,7 @@ EXTRAS_train := train,mpi
 endif
 EXTRAS_test := $(EXTRAS_train),tokenizers,plot,test
 EXTRAS_lint := train,tokenizers,lint
+EXTRAS_docs := $(EXTRAS_train),tokenizers,plot,docs
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
@@ -28,7 +29,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_btl ?= ^ofi
 
-.PHONY: help train test test-all lint clean
+.PHONY: help train test test-all lint docs clean
 
 help:  ## list the targets
 	@echo "kos: collective communication without torch, and a LLaMA trainer on it"
@@ -57,6 +58,11 @@ test-all: $(VENV)/.kos-test-$(MPI)  ## as test, with those that are exhaustive a
 lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Without --quiet, which would hide the warnings from strict mode too.
+docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "build/docs/index.html"
 
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

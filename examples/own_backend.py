@@ -1,6 +1,6 @@
 """A backend of one's own: messages by mpi4py, and every operation of kos on top of them.
 
-docs/writing-a-backend.md builds one that also compares calls, and names failures.
+docs/guides/writing-a-backend.md builds one that also compares calls, and names failures.
 
 mpirun -n 2 python examples/own_backend.py
 """

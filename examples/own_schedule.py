@@ -1,7 +1,8 @@
 """An algorithm of one's own for all_reduce: verified, simulated on GPUs that are not there, then run.
 
 Neighbours share a host, so each odd rank first adds to the even rank before it.  The even ranks send to rank 0, which
-sends the sum back; the odd ranks get it last.  docs/communicator.md, "A schedule of your own", explains ``Moves``.
+sends the sum back; the odd ranks get it last.  "A schedule of your own" in docs/guides/collectives.md explains
+``Moves``.
 
 mpirun -n 4 python examples/own_schedule.py
 """

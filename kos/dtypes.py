@@ -19,11 +19,17 @@ class DType:
     """One element type under all its names; an empty name means that library has no such type."""
 
     name: str
+    """The name in kos, which is NumPy's or that of ml_dtypes."""
     numpy: np.dtype[Any]
-    kind: str  # "float", "int", "uint", "bool" or "complex"
-    mpi: str  # attribute of mpi4py.MPI
-    nccl: str  # member of ncclDataType_t
-    accumulate: np.dtype[Any]  # sums and products are carried out in this type
+    """The dtype of NumPy."""
+    kind: str
+    """"float", "int", "uint", "bool" or "complex"."""
+    mpi: str
+    """The attribute of mpi4py.MPI."""
+    nccl: str
+    """The member of ncclDataType_t."""
+    accumulate: np.dtype[Any]
+    """The type in which sums and products are computed."""
 
     @property
     def itemsize(self) -> int:
@@ -32,6 +38,7 @@ class DType:
 
     @property
     def is_float(self) -> bool:
+        """Whether it is a floating-point type, of any width."""
         return self.kind == "float"
 
     def __str__(self) -> str:
@@ -66,6 +73,7 @@ DTYPES: dict[str, DType] = {
         _entry(np.complex128, "complex", "C_DOUBLE_COMPLEX", ""),
     )
 }
+"""All element types by name."""
 
 _BY_NUMPY: dict[np.dtype[Any], DType] = {entry.numpy: entry for entry in DTYPES.values()}
 

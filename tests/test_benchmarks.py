@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import runpy
@@ -216,6 +217,7 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         monkeypatch.delenv(name, raising=False)
     file = tmp_path / "rows.json"
     arguments = ["--sizes", "4K", "--iterations", "4", "--ranks", "3", "--collective", "all", "--json", str(file)]
+    arguments.append("--no-plot")  # drawing nine operations takes long
     monkeypatch.setattr(sys, "argv", ["collectives", *arguments])
     assert command.main(arguments) == 0
     result = json.loads(file.read_text())
@@ -225,6 +227,8 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert {row["call"] for row in result["rows"]} == {"function", "persistent"}
     printed = capsys.readouterr().out
     assert printed.count("# all_reduce on 3 ranks") == 1 and "0 wrong elements in" in printed
+    assert printed.count("# summary: ") == len(OPERATIONS) and printed.endswith("# no picture (--no-plot)\n")
+    assert not file.with_suffix(".png").exists()
 
     pytest.importorskip("matplotlib")
     from benchmarks.collectives.plot import plot, series
@@ -241,7 +245,7 @@ def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in command.STARTED_BY:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command, "Ours", Lazy)
-    assert command.main(["--sizes", "64", "--iterations", "4", "--mode", "eager"]) == 1
+    assert command.main(["--sizes", "64", "--iterations", "4", "--mode", "eager", "--no-plot"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -382,6 +386,7 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dtype", "complex64", "--collective", "all_gather"], "--dtype: expected one of float64, "),
         (["--seed", "-1"], "--seed: expected a number from 0 on, got -1"),
         (["--iterations", "0"], "expected numbers from 1 on"),
+        (["--plot", "x.png", "--no-plot"], "--plot, --no-plot: expected one of them, got both"),
         (["--algorithm", "foo"], "--algorithm: expected some of auto, ring, "),
         (["--algorithm", "ring", "--collective", "broadcast"], "--algorithm: expected some of auto, got 'ring'"),
         (["--algorithm", "deterministic", "--collective", "all_gather"], "got 'deterministic'"),
@@ -399,7 +404,7 @@ def test_an_algorithm_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     file, asked = tmp_path / "rows.json", "two_shot,one_shot,deterministic"
     monkeypatch.setattr(sys, "argv", ["collectives"])
-    few = ["--sizes", "4K", "--iterations", "4", "--mode", "eager", "--place", "out"]
+    few = ["--sizes", "4K", "--iterations", "4", "--mode", "eager", "--place", "out", "--no-plot"]
     assert command.main([*few, "--collective", "all", "--algorithm", asked, "--json", str(file)]) == 0
     assert {(row["op"], row["algorithm"]) for row in json.loads(file.read_text())["rows"]} == {
         ("all_reduce", "two_shot"), ("all_reduce", "one_shot"), ("all_reduce", "deterministic"),
@@ -435,6 +440,12 @@ def test_under_mpirun(tmp_path: Path) -> None:
     backends = {row["backend"] for row in result["rows"]} | set(result["skipped"])
     assert backends == {"mpi", "mpi-native", "gloo"}
     assert all(row["limit_us"] > 0 for row in result["rows"] if row["ranks"] == 2)
+    assert "# summary: all_reduce on 2 ranks, eager; a peer's column" in done.stdout
+    last = done.stdout.splitlines()[-1]
+    if importlib.util.find_spec("matplotlib"):
+        assert last == f"# picture: {file.with_suffix('.png')}" and file.with_suffix(".png").exists()
+    else:
+        assert last.startswith("# no picture: a picture needs matplotlib")
 
 
 class StandIn:

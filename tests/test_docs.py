@@ -1,16 +1,29 @@
-"""Every Python block of the README and of docs/ runs.
+"""Every Python block of the README and of docs/ runs, and prints what the page says.
 
 A comment before a block says how: ``<!-- on 4 ranks -->`` with ``comm`` on so many mock ranks,
 ``<!-- script: mpirun -n 2 -->`` under mpirun, ``<!-- pytest -->`` as a test file, ``<!-- not run: why -->``.
-A block without one is a script of one rank.
+A block without one is a script of one rank.  ``<!-- prints -->`` after the block and a ```text block after that
+hold its output.
+
+``<!-- file: NAME -->``: the block is a file, which commands of the page use.  ``<!-- run -->`` before a ```console
+block: its lines ``$ COMMAND`` run in the order of the page, in one temporary folder, where `python`, `kos`, `pytest`
+and `mpirun` are found; the lines after a command are its output.  ``<!-- run, exit 1 -->`` names an exit status,
+``<!-- run, slow -->`` a block for `make test-all`.
+
+In output, `…` stands for any part of a line, and a line `…` for any lines.  ``<!-- prints, in any order -->`` and
+``<!-- run, in any order -->`` compare lines that ranks print in any order.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import os
 import pkgutil
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,16 +38,30 @@ from kos.comm.recorder import Recorder
 from kos.memory import Array
 from kos.testing import spawn
 from tests.comm.test_jobs import environment
-from tests.forked import fork_server
+from tests.forked import fork_server, python
 from tests.launcher import MPIRUN, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
+COMMUNICATOR = ("collectives", "gpus", "hosts", "failures", "determinism", "testing-your-code", "backends")
+GUIDES = "\n".join((ROOT / "docs" / "guides" / f"{name}.md").read_text() for name in COMMUNICATOR)
+"""The guides to the communicator."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(?:^<!-- (?P<how>[^\n]*) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<how>[^\n]*) -->\n)?^```python\n(?P<code>.*?)^```$"
+    r"(?:\s+^<!-- prints(?P<unordered>, in any order)? -->\n^```text\n(?P<printed>.*?)^```$)?",
+    re.M | re.S,
+)
+COMMANDS = re.compile(
+    r"^<!-- file: (?P<name>\S+) -->\n^```\w+\n(?P<code>.*?)^```$"
+    r"|^<!-- run(?P<slow>, slow)?(?P<unordered>, in any order)?(?:, exit (?P<status>\d+))? -->\n"
+    r"^```console\n(?P<text>.*?)^```$",
+    re.M | re.S,
+)
 HOW = re.compile(
     r"on (?P<ranks>\d+) ranks|script: mpirun -n (?P<mpi>\d+)|(?P<pytest>pytest)|not run: (?P<why>.+)"
 )
 LIMIT = 200  # seconds
+TOGETHER: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
 def blocks() -> list[pytest.ParameterSet]:
@@ -44,17 +71,20 @@ def blocks() -> list[pytest.ParameterSet]:
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start("code")) + 1
             name = f"{page.relative_to(ROOT)}:{line}"
-            found.append(pytest.param(match["how"], match["code"], name, line, id=name))
+            if not (match["how"] or "").startswith("file: "):
+                found.append(pytest.param(match, name, line, id=name))
     return found
 
 
-def run(*command: str, cwd: Path) -> None:
-    done = run_program(*command, cwd=cwd, env=environment())
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+def run(*command: str, cwd: Path, env: dict[str, str] | None = None, status: int = 0) -> str:
+    done = run_program(*command, cwd=cwd, env=env or environment(), capture_output=False, **TOGETHER)
+    assert done.returncode == status, f"{shlex.join(command)}: {done.returncode}\n{done.stdout}"
+    return str(done.stdout)
 
 
-@pytest.mark.parametrize(("how", "code", "name", "line"), blocks())
-def test_block(how: str | None, code: str, name: str, line: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("block", "name", "line"), blocks())
+def test_block(block: re.Match[str], name: str, line: int, tmp_path: Path) -> None:
+    how, code = block["how"], block["code"]
     way = HOW.fullmatch(how) if how else None
     assert way or not how, f"{name}: expected a comment that says how to run it, got {how!r}"
     padded = "\n" * (line - 1) + code  # so that errors name the page's own line
@@ -62,21 +92,23 @@ def test_block(how: str | None, code: str, name: str, line: int, tmp_path: Path)
         pytest.skip(way["why"])
     elif way and way["ranks"]:
         compiled = compile(padded, name, "exec")
-        spawn(
-            lambda comm: exec(compiled, {"comm": comm, "kos": kos, "np": np}),
-            int(way["ranks"]),
-            timeout=LIMIT,
-        )
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            spawn(
+                lambda comm: exec(compiled, {"comm": comm, "kos": kos, "np": np}),
+                int(way["ranks"]),
+                timeout=LIMIT,
+            )
+        text = stdout.getvalue()
     elif way and way["pytest"]:
         (tmp_path / "conftest.py").write_text('pytest_plugins = ["kos.testing.plugin"]\n')
         (tmp_path / "test_example.py").write_text(code)
-        run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", ".", cwd=tmp_path)
+        text = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", ".", cwd=tmp_path)
     elif way and way["mpi"]:
         if not MPIRUN:
             pytest.skip("mpirun was not found beside Python or in PATH")
         script = tmp_path / "script.py"
         script.write_text(padded)
-        run(MPIRUN, "-n", way["mpi"], sys.executable, str(script), cwd=tmp_path)
+        text = run(MPIRUN, "-n", way["mpi"], sys.executable, str(script), cwd=tmp_path)
     else:
         output = tmp_path / "output"
         process = fork_server().start("tests.forked:run_program", [padded, name], environment(), output, tmp_path)
@@ -84,6 +116,98 @@ def test_block(how: str | None, code: str, name: str, line: int, tmp_path: Path)
             assert process.wait(LIMIT) == 0, output.read_text()
         finally:
             process.kill()
+        text = output.read_text()
+    if block["printed"] is not None:
+        assert prints(block["printed"], text, bool(block["unordered"])), f"{name}: printed\n{text}"
+
+
+def prints(expected: str, printed: str, unordered: bool = False) -> bool:
+    """Whether a program printed what a page shows; ``unordered``: the lines in any order."""
+    wanted = [line.rstrip() for line in expected.splitlines()]
+    lines = [line.rstrip() for line in printed.splitlines()]
+    patterns = {line: ".*".join(map(re.escape, line.split("…"))) for line in wanted}
+    if not unordered:
+        parts = (r"(?:.*\n)*" if line == "…" else patterns[line] + r"\n" for line in wanted)
+        return re.fullmatch("".join(parts), "".join(f"{line}\n" for line in lines)) is not None
+    for each in (line for line in wanted if line != "…"):
+        found = next((line for line in lines if re.fullmatch(patterns[each], line)), None)
+        if found is None:
+            return False
+        lines.remove(found)
+    return "…" in wanted or not lines
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "unordered", "same"),
+    [
+        ("a\nb\n", "a\nb\n", False, True),
+        ("a\nb\n", "b\na\n", False, False),
+        ("a\nb\n", "b\na\n", True, True),
+        ("a\nb\n", "a\n", True, False),
+        ("a\n", "a\nb\n", False, False),
+        ("a\n", "a\nb\n", True, False),
+        ("a\na\n", "a\nb\n", True, False),
+        ("a\n…\n", "a\nb\nc\n", False, True),
+        ("…\nb\n", "a\nb\nc\n", False, False),
+        ("b\n…\n", "a\nb\nc\n", True, True),
+        ("in … s (1)\n", "in 0.3 s (1)\n", False, True),
+        ("in … s (1)\n", "in 0.3 s (2)\n", False, False),
+        ("in … s\n", "in 0.3\n4 s\n", False, False),
+        ("…\n", "", False, True),
+    ],
+)
+def test_output_is_compared(expected: str, printed: str, unordered: bool, same: bool) -> None:
+    assert prints(expected, printed, unordered) is same
+
+
+def pages_with_commands() -> list[pytest.ParameterSet]:
+    found = []
+    for page in PAGES:
+        name, matches = str(page.relative_to(ROOT)), list(COMMANDS.finditer(page.read_text()))
+        if matches:
+            found.append(pytest.param(page, False, id=name))
+        if any(match["slow"] for match in matches):
+            found.append(pytest.param(page, True, id=f"{name}, slow", marks=pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("page", "slow"), pages_with_commands())
+def test_commands(page: Path, slow: bool, tmp_path: Path) -> None:
+    programs, folder = tmp_path / "bin", tmp_path / "folder"
+    programs.mkdir()
+    folder.mkdir()
+    for program, arguments in {"python": (), "kos": ("-m", "kos"), "pytest": ("-m", "pytest")}.items():
+        script = programs / program
+        script.write_text(f'#!/bin/sh\nexec {shlex.join([*python(), *arguments])} "$@"\n')
+        script.chmod(0o755)
+    env = environment() | {"PATH": f"{programs}:{Path(MPIRUN).parent}:{os.environ['PATH']}", "COLUMNS": "80"}
+    text, ran = page.read_text(), ""
+    for match in COMMANDS.finditer(text):
+        if match["name"]:
+            (folder / match["name"]).write_text(match["code"])
+            continue
+        if match["slow"] and not slow:
+            continue
+        line = text.count("\n", 0, match.start("text")) + 1
+        for session in re.split(r"^\$ ", match["text"], flags=re.M)[1:]:
+            command, _, expected = session.partition("\n")
+            if "mpirun" in command and not MPIRUN:
+                pytest.skip("mpirun was not found beside Python or in PATH")
+            printed = run("bash", "-c", command, cwd=folder, env=env, status=int(match["status"] or 0))
+            where = f"{page.relative_to(ROOT)}:{line}: {command}"
+            assert prints(expected, printed, bool(match["unordered"])), f"{where}: printed\n{printed}"
+            ran += command
+    assert ran, f"{page.relative_to(ROOT)}: no command uses its files"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_is_to_be_compared_is_found(page: Path) -> None:
+    """A comment that is misspelt, or not directly before its block, would compare nothing."""
+    text = page.read_text()
+    comments = re.findall(r"^<!-- (?:file|run|prints)\b.*", text, re.M)
+    found = [match[0] for match in COMMANDS.finditer(text)]
+    found += [match[0] for match in BLOCK.finditer(text) if match["printed"] is not None]
+    assert len(comments) == len(found), f"of {comments} only {len(found)} are before a block"
 
 
 def public(thing: Any) -> Iterator[tuple[str, Any]]:
@@ -96,18 +220,16 @@ def public(thing: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def test_the_page_names_every_method_of_the_communicator() -> None:
-    page = (ROOT / "docs" / "communicator.md").read_text()
-    missing = [name for name, _ in public(kos.Communicator) if not re.search(rf"\b{name}\b", page)]
-    assert not missing, f"docs/communicator.md does not mention {missing}"
+def test_the_guides_name_every_method_of_the_communicator() -> None:
+    missing = [name for name, _ in public(kos.Communicator) if not re.search(rf"\b{name}\b", GUIDES)]
+    assert not missing, f"docs/guides do not mention {missing}"
 
 
-def test_what_the_page_names_can_be_imported() -> None:
-    page = (ROOT / "docs" / "communicator.md").read_text()
-    names = sorted(set(re.findall(r"(?<![/\w.])kos(?:\.[A-Za-z_]\w*)+", page)))
+def test_what_the_guides_name_can_be_imported() -> None:
+    names = sorted(set(re.findall(r"(?<![/\w.])kos(?:\.[A-Za-z_]\w*)+", GUIDES)))
     missing = [name for name in names if not resolves(name)]
     assert len(names) > 10 and not missing, missing
-    for module, listed in re.findall(r"from (kos[\w.]*) import ([\w, ]+)", page):
+    for module, listed in re.findall(r"from (kos[\w.]*) import ([\w, ]+)", GUIDES):
         for name in listed.split(","):
             assert resolves(f"{module}.{name.strip()}"), (module, name)
 
@@ -151,4 +273,4 @@ def test_help_names_every_argument_and_the_errors(thing: Any) -> None:
 
 
 def test_blocks_are_found() -> None:
-    assert {"README.md", "docs/communicator.md"} <= {str(block.id).partition(":")[0] for block in blocks()}
+    assert {"README.md", "docs/guides/collectives.md"} <= {str(block.id).partition(":")[0] for block in blocks()}

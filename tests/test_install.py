@@ -182,7 +182,7 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path,
 def test_every_extra_that_a_message_or_the_readme_names_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     text = "".join(file.read_text() for file in (ROOT / "kos").rglob("*.py"))
-    pages = "".join(file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    pages = "".join(file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
     found = [*re.findall(r"""\binstall\(["']([a-z,]+)["']\)""", text), *re.findall(r"'\.\[([a-z,]+)\]'", pages)]
     named = {extra for group in found for extra in group.split(",")}
     assert {"mpi", "train", "cuda", "plot"} <= named, "the test looks for the wrong thing"

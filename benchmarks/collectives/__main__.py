@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import kos
@@ -17,6 +18,7 @@ from benchmarks.collectives.measure import DeviceTimer, HostTimer, Job, Run, Tim
 from benchmarks.collectives.memory import DeviceMemory, HostMemory, Memory, Space
 from benchmarks.collectives.options import parse
 from benchmarks.collectives.plot import plot
+from benchmarks.collectives.summary import summary
 from kos.comm import Communicator
 from kos.comm.rendezvous.choose import default_rendezvous
 from kos.cuda import unavailable
@@ -233,10 +235,32 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
         result = report.document(rows, benchmark.device, benchmark.figures, benchmark.skipped, control.size)
         if options.json:
             options.json.write_text(report.to_json(result))
-        if options.plot:
-            plot(result, options.plot)
+        print("\n".join(summary(rows)))
+        print(draw(result, options), flush=True)
     benchmark.close()
     return result
+
+
+def draw(result: report.Row, options: argparse.Namespace) -> str:
+    """Draw the picture unless ``--no-plot``; what became of it, on one line."""
+    if not options.plot and options.no_plot:
+        return "# no picture (--no-plot)"
+    path = options.plot or picture_name(result, options.json)
+    try:
+        check_picture(path)
+    except KosError as error:
+        return f"# no picture: {error}"
+    plot(result, path)
+    return f"# picture: {path}"
+
+
+def picture_name(result: report.Row, json: Path | None) -> Path:
+    """Beside the rows, or named after what was measured, in the current folder."""
+    if json is not None:
+        return json.with_suffix(".png")
+    ops = list(dict.fromkeys(row["op"] for row in result["rows"]))
+    ranks = max(row["ranks"] for row in result["rows"])
+    return Path(f"bench-{ops[0] if len(ops) == 1 else 'collectives'}-{ranks}.png")
 
 
 def all_cases(options: argparse.Namespace, ranks: int) -> list[list[Case]]:

@@ -33,7 +33,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
-    add("--plot", type=Path, metavar="FILE", help="draw latency and bus bandwidth over size")
+    where = "where to draw latency and bus bandwidth over size (default: beside --json, or bench-*.png)"
+    add("--plot", type=Path, metavar="FILE", help=where)
+    add("--no-plot", action="store_true", help="draw no picture")
     options = parser.parse_args(arguments)
 
     def refuse(problem: str) -> None:
@@ -66,4 +68,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         refuse(f"--seed: expected a number from 0 on, got {options.seed}")
     if options.iterations < 1 or options.ranks < 1:
         refuse("--iterations, --ranks: expected numbers from 1 on")
+    if options.plot and options.no_plot:
+        refuse("--plot, --no-plot: expected one of them, got both")
     return options

@@ -54,6 +54,7 @@ class Backend(ABC):
     """Runs the operations of a group.  Subclasses define ``name``, ``probe``, ``idle``, ``prepare`` and ``start``."""
 
     name: str
+    """The name in errors and in ``Communicator.backend_name``."""
     on_gpu: ClassVar[bool] = False
     """Whether it accepts arrays on GPUs, and no others.  ``auto`` uses only those of kos."""
     device: int | None = None

@@ -238,7 +238,7 @@ class Communicator(Operations):
         whose coordinates differ from this rank's along ``a`` alone; its ``rank`` is this rank's coordinate.
         Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.
 
-            rows, columns = comm.grid((2, 4))            # rows.size == 2, columns.size == 4
+            column, row = comm.grid((2, 4))            # column.size == 2, row.size == 4
         """
         sizes = check_shape(shape)
         if math.prod(sizes) != self.size:

@@ -72,6 +72,7 @@ class Operation:
 
     @property
     def collective(self) -> bool:
+        """Whether all ranks take part; False for messages."""
         return self.name not in POINT_TO_POINT
 
     def common_count(self) -> int | None:
@@ -151,6 +152,7 @@ class Call:
 
     @property
     def name(self) -> str:
+        """The operation's name, such as "all_reduce"."""
         return self.operation.name
 
     def fingerprint(self) -> dict[str, Any]:

@@ -171,7 +171,7 @@ class ProgressThread:
 
 
 class Work(Generic[T]):
-    """An operation in flight.  Its steps are a generator that yields whenever it has to wait.
+    """An operation in flight, which a call with ``async_op=True`` returns.
 
     Its methods raise what the operation raises: InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost, or
     CollectiveError for other errors of the backend.

@@ -23,18 +23,28 @@ SYSFS = Path("/sys")
 class DeviceInfo:
     """One visible GPU, or one MIG instance of it."""
 
-    index: int  # CUDA's ordinal in this process
+    index: int
+    """CUDA's ordinal in this process."""
     name: str
-    uuid: str  # the same in every process
+    """The name of the product."""
+    uuid: str
+    """Identifies the device in every process."""
     compute_capability: tuple[int, int]
-    memory: int  # bytes
+    """(major, minor)."""
+    memory: int
+    """Size of the memory in bytes."""
     multiprocessors: int
-    pci_address: str  # domain:bus:device.function
+    """Number of streaming multiprocessors."""
+    pci_address: str
+    """domain:bus:device.function."""
     numa_node: int | None
+    """The nearest NUMA node; None if there is one node, or it is unknown."""
     mig: bool
+    """Whether it is a MIG instance."""
 
     @property
     def arch(self) -> str:
+        """NVRTC's architecture, such as "sm_90a"."""
         return arch_of(self.compute_capability)
 
 

@@ -136,10 +136,12 @@ class Array:
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.size * self.dtype.itemsize
 
     def reshape(self, *shape: Any) -> Array:

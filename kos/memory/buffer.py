@@ -46,6 +46,7 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.count * self.dtype.itemsize
 
     @property

@@ -1,6 +1,6 @@
 """A pytest plugin: ``pytest_plugins = ["kos.testing.plugin"]`` in a conftest.py adds the fixture ``spawn_ranks``.
 
-docs/communicator.md, "Testing your own code", shows its use.
+docs/guides/testing-your-code.md shows its use.
 """
 
 from __future__ import annotations

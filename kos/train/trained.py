@@ -21,14 +21,19 @@ from kos.train.ops import numpy as numpy_ops
 
 
 class TrainedModel:
-    """What ``load`` gives: ``config`` (the shape), ``tokenizer`` and ``weights``, arrays by Hugging Face's names."""
+    """A model that ``load`` has read, on the CPU in float32.
+
+    ``config`` has its shape, ``tokenizer`` its tokenizer, ``weights`` its arrays by Hugging Face's names.
+    """
 
     def __init__(self, config: LlamaConfig, weights: Parameters, tokenizer: Tokenizer) -> None:
         self.config, self.weights, self.tokenizer = config, weights, tokenizer
         self._model = make_model(config, numpy_ops)
 
     def logits(self, tokens: str | ArrayLike) -> NDArray[np.float32]:
-        """Of what follows each token: (T, V) of a text or of (T,) token ids, (B, T, V) of (B, T).
+        """The logits of the next token after each token.
+
+        ``tokens`` are a text or (T,) token ids, with logits (T, V); or (B, T) token ids, with logits (B, T, V).
 
         Raises:
             InvalidArgument: no tokens, more than the context, or one outside the vocabulary.
@@ -38,9 +43,10 @@ class TrainedModel:
         return rows.reshape(*ids.shape, self.config.vocab_size)
 
     def loss(self, tokens: str | ArrayLike, targets: ArrayLike | None = None) -> float:
-        """The mean cross-entropy, in nats a token, of ``targets``, which are left out of it where they are -1.
+        """The mean cross-entropy in nats per token.
 
-        Without ``targets`` each token is the target of the one before it.
+        ``targets`` are token ids of the shape of ``tokens``; -1 excludes a position.  Without ``targets`` each token
+        is the target of the token before it.  Raises InvalidArgument for other shapes or values.
         """
         ids = np.atleast_2d(self._ids(tokens, 1 if targets is None else 0))
         if targets is None:
@@ -56,7 +62,11 @@ class TrainedModel:
     def generate(
         self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
     ) -> str:
-        """``prompt`` and up to ``tokens`` more, drawn as ``python -m kos.train.sample`` draws them."""
+        """``prompt`` and up to ``tokens`` sampled tokens, as one text, as ``kos sample`` prints it.
+
+        ``temperature`` 0 takes the most likely token.  ``top_k`` limits the choice to the k most likely tokens; 0: no
+        limit.  Raises InvalidArgument for negative values.
+        """
         for name, value in {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}.items():
             if not value >= 0:
                 raise InvalidArgument(f"{name}: expected 0 or more, got {value}")
@@ -76,12 +86,13 @@ class TrainedModel:
 
 
 def load(folder: str | os.PathLike[str]) -> TrainedModel:
-    """The model in ``folder``: a run's (its newest whole checkpoint), a checkpoint's, or one of Hugging Face's.
+    """Read the model in ``folder``: that of a run, of a checkpoint, or of Hugging Face.
 
-    A Hugging Face folder without a tokenizer.json takes token numbers for text.
+    A run stands for its newest complete checkpoint.  A Hugging Face folder without tokenizer.json gets a tokenizer
+    whose texts are token numbers.
 
     Raises:
-        CheckpointError: no model in there, a damaged one, or one that kos does not know.
+        CheckpointError: the folder has no model, or a damaged one, or one of an unknown type.
     """
     path = Path(folder)
     if (path / checkpoint.MANIFEST).exists() or not any(path.glob("*.safetensors")):

@@ -12,6 +12,7 @@ import itertools
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm import watchdog
 from kos.comm.gpu import backend as device
 from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, works
 from kos.comm.gpu.nccl import NCCLBackend
@@ -342,7 +344,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(nccl_binding, "split", split)
     monkeypatch.setattr(nccl_binding, "unique_id", lambda: os.urandom(128))
     monkeypatch.setattr(nccl_binding, "join", join)
-    yield fake
+    monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
+    try:
+        yield fake
+    finally:  # what is left open must not be looked at without the stand-ins
+        watchdog._end()
 
 
 def _file(path: Path, name: str) -> str:

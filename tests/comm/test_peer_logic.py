@@ -318,9 +318,10 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large"])
 def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels end, the error names the rank, and a new communicator of the others works."""
-    monkeypatch.setattr(watchdog, "TICK", 0.03)  # which shows whom the others' kernels wait for
+    monkeypatch.setattr(watchdog, "TICK", 0.03)
     began: dict[int, float] = {}
-    timeout = 2.5  # in which the others' waits are seen, on a machine that does much else too
+    ended = threading.Barrier(SIZE)
+    timeout = 2.5
 
     def body(rendezvous: Rendezvous) -> None:
         comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
@@ -351,12 +352,15 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             assert f"{name} #{0 if kind == 'send_recv' else 1}" in message
             if isinstance(raised.value, CollectiveTimeout):
                 absent = rf"rank (\d) did not arrive within {timeout} s \(channel 0, phase"
-                [late] = map(int, re.findall(absent, message))
+                found = re.search(absent, message)
+                assert found is not None, message
+                late = int(found[1])
                 assert raised.value.ranks == (late,)
                 # The other may have been held up as it began.
                 assert late == SIZE - 1 or began.get(late, 1e9) > began[rank] + 0.8 * timeout, message
             with pytest.raises(CollectiveError, match="failed before"):
                 comm.all_reduce(x)
+        ended.wait(40)  # outside kos: the rank that does not come waits for nobody
         rest = rendezvous.split(None if rank == SIZE - 1 else 0)
         rendezvous.barrier()
         comm.abort()
@@ -364,6 +368,30 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             again = communicator(rest, 20.0)
             assert (again.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == 2).all()
             again.close()
+
+    ranks.run_bare(body)
+
+
+def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collective before it has ended well."""
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm = communicator(rendezvous, 20.0)
+        x = Array.zeros(4, np.float32, 0)
+        comm.all_reduce(x)
+        comm.synchronize()
+        rendezvous.barrier()
+        comm.timeout, rendezvous.timeout = 0.5, 20.0
+        if rendezvous.rank == 0:
+            found = threading.Event()
+            comm.on_failure(lambda error: found.set())  # the program waits outside kos
+            comm.recv(x, SIZE - 1)
+            assert found.wait(20)
+            with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} did not arrive within 0.5 s"):
+                comm.synchronize()
+        rendezvous.barrier()
+        comm.abort()
 
     ranks.run_bare(body)
 

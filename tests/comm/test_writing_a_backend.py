@@ -1,4 +1,4 @@
-"""The backend of docs/writing-a-backend.md keeps the promises of the conformance suite."""
+"""The backend of docs/guides/writing-a-backend.md keeps the promises of the conformance suite."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.testing.conformance import run
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-backend.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "writing-a-backend.md"
 BLOCK = r"^<!-- not run: the test runs all blocks together -->\n```python\n(.*?)^```$"
 BLOCKS = re.findall(BLOCK, PAGE.read_text(), re.M | re.S)
 LINES = 150

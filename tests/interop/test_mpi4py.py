@@ -1,4 +1,4 @@
-"""kos beside mpi4py in one program: the table of docs/interop.md, row by row, on one set of data."""
+"""kos beside mpi4py in one program: the table of docs/guides/other-libraries.md, row by row, on one set of data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.comm.test_jobs import mpirun, program
 from tests.launcher import needs_mpirun
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "interop.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "other-libraries.md"
 TEXT = """
 import mpi4py.MPI as MPI
 from kos.errors import InvalidArgument

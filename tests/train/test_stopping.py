@@ -226,7 +226,7 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path:
     free = iter([1 << 40, 1 << 20])
     monkeypatch.setattr(cpu, "free_memory", lambda: next(free))
     monkeypatch.setattr(cpu, "Parameters", None)
-    expected = "expected at most 0.00 GiB, which are free on this machine for each of 2 ranks, got .* takes fewer ranks"
+    expected = "expected at most 0.00 GiB, the memory free on this machine for each of 2 ranks, got .* use fewer ranks"
     with pytest.raises(ConfigError, match=expected):
         _train(text, tmp_path, 2)
     large = TrainConfig.from_preset("8b", seq_len=64).for_world(1)
@@ -237,7 +237,7 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path:
         (1, {"micro_batch_size": 1, "recompute": "block"}, "a smaller model"),
     ):
         config = large.model_copy(update=changes)
-        with pytest.raises(ConfigError, match=f"activations .*; less takes {said}$"):
+        with pytest.raises(ConfigError, match=rf"activations .*\); to reduce it, use {said}$"):
             _plan(config, config.model_config_for(256), ranks).check()
 
 

@@ -196,6 +196,7 @@ class DeviceBackend(Backend):
         if self.broken is not None:
             self.refuse(call)
         route, shared = call.route, self.shared
+        self._last = call
         try:
             if shared.calls is not None and call.mark:  # messages have none
                 shared.calls.announce(call)
@@ -210,12 +211,11 @@ class DeviceBackend(Backend):
                 self._queue((call,))
         except Exception as error:
             self._raise(call, error)
-        self._last = call
         return None
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
         self.raise_failure(calls[0].name)
-        shared = self.shared
+        shared, self._last = self.shared, calls[-1]
         try:
             for each in calls:
                 if shared.calls is not None and each.mark:
@@ -229,7 +229,6 @@ class DeviceBackend(Backend):
             self._queue(calls)
         except Exception as error:
             self._raise(calls[0], error)
-        self._last = calls[-1]
         return [DeviceWork(each, self) for each in calls]
 
     def queued(self, call: Call) -> Work[Any]:
@@ -313,7 +312,6 @@ class DeviceBackend(Backend):
             else:
                 self.queue(calls, side)
             call(cu.cuEventRecord, event.handle, side)
-        self._last = calls[-1]
         works = [DeviceWork(each, self, event) for each in calls]
         if not captured:  # what a graph uses is kept by the graph
             self._flying.append(works)
@@ -485,7 +483,7 @@ class DeviceBackend(Backend):
         with shared.lock:  # what is closed or aborted meanwhile must not be touched
             if self.broken is not None or self._closing:
                 return
-            latest = shared.last or Call(Operation("watchdog", self.rank))
+            latest = self._last or shared.last or Call(Operation("watchdog", self.rank))
             try:
                 if self.together[0] is self:
                     shared.look_for_the_lost(latest)

@@ -51,6 +51,7 @@ class Hub(threading.Thread):
         self._reading: dict[int, Waiting[bytes]] = {}  # ranks of whose message a part has come
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
+        self._expected = 0  # ranks that may still join a group that has failed
         self._acceptor = Acceptor(listener, key)
 
     def run(self) -> None:
@@ -95,6 +96,7 @@ class Hub(threading.Thread):
                 problem = f"rank {rank} joined twice: expected one process of each rank"
             if problem:  # all ranks raise it, including the caller
                 self._refused.append(connection)
+                self._expected = self._size - len(self._members) - 1
                 raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
             self._members[rank] = connection
 
@@ -177,12 +179,13 @@ class Hub(threading.Thread):
     def _report(self, failure: bytes) -> None:
         """Send the failure to all ranks, including late ones, and return when they have closed.
 
+        Ranks that have not joined a group started wrongly are awaited until CLOSE_SECONDS after rank 0 has closed.
         TCP may discard undelivered data when a connection is closed with unread input.
         """
         waiting: list[Connection] = []
         new, own = [*self._members.values(), *self._refused], self._members.get(0)
         deadline = float("inf")
-        while (new or waiting) and time.monotonic() < deadline:
+        while (new or waiting or self._expected > 0) and time.monotonic() < deadline:
             for connection in new:
                 connection.post(failure)
             for connection in waiting + new:
@@ -191,8 +194,9 @@ class Hub(threading.Thread):
             waiting = [connection for connection in waiting + new if not connection.drain()]
             if own not in waiting:
                 deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)
-            caller = self._acceptor.admit(_POLL_SECONDS) if waiting else None
+            caller = self._acceptor.admit(_POLL_SECONDS) if waiting or self._expected > 0 else None
             new = [] if caller is None else [caller[2]]
+            self._expected -= len(new)
             self._refused += new
 
 

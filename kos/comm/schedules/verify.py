@@ -26,7 +26,7 @@ Slot = tuple[str, int]
 _ADDING, _RECEIVING = ("recv_reduce", "reduce"), ("recv", "recv_reduce")
 
 
-class _Value(NamedTuple):
+class Value(NamedTuple):
     """The contents of a chunk."""
 
     chunk: int  # its original chunk
@@ -36,9 +36,20 @@ class _Value(NamedTuple):
 
 def verify(schedule: Schedule) -> None:
     """Raise ScheduleError with rank, round and chunk unless ``schedule`` is correct."""
+    for _ in contents(schedule):
+        pass
+
+
+def contents(schedule: Schedule) -> Iterator[list[dict[Slot, Value]]]:
+    """By rank, what is in each chunk before the first round and after each round.  Verifies the schedule.
+
+    The dicts are the same each time: copy what is needed later.
+    """
     proof = _Proof(schedule)
+    yield proof.held
     for number, steps in enumerate(schedule.rounds):
         proof.play(number, steps)
+        yield proof.held
     proof.conclude()
 
 
@@ -48,8 +59,8 @@ class _Proof:
         self.orders: dict[tuple[int, int], int] = {}
         self.limits = [{space: schedule.units[space] * schedule.parts for space in schedule.spaces(rank)}
                        for rank in range(schedule.ranks)]
-        self.held: list[dict[Slot, _Value]] = [
-            {(space, x): _Value(x, 1 << rank, -1 - rank) for space, chunks in limits.items()
+        self.held: list[dict[Slot, Value]] = [
+            {(space, x): Value(x, 1 << rank, -1 - rank) for space, chunks in limits.items()
              if space != "output" for x in range(chunks)} for rank, limits in enumerate(self.limits)]
 
     def play(self, number: int, steps: Round) -> None:
@@ -108,7 +119,7 @@ class _Proof:
                     raise self._fail(rank, number, step, f"writes chunk {slot[1]} while it is in flight")
                 touched[slot] = "added to" if adds else "written"
 
-    def _store(self, number: int, rank: int, step: Step, values: list[_Value]) -> None:
+    def _store(self, number: int, rank: int, step: Step, values: list[Value]) -> None:
         for k, value in enumerate(values):
             slot = step.space, step.chunk + k
             if step.kind in _ADDING:
@@ -118,7 +129,7 @@ class _Proof:
                     raise self._fail(rank, number, step._replace(chunk=slot[1], span=1), str(problem)) from None
             self.held[rank][slot] = value
 
-    def _sum(self, a: _Value, b: _Value) -> _Value:
+    def _sum(self, a: Value, b: Value) -> Value:
         """a + b; ValueError if it adds a contribution twice, mixes chunks or breaks rank order."""
         if a.chunk != b.chunk:
             raise ValueError(f"adds what began as chunk {b.chunk} to what began as chunk {a.chunk}")
@@ -127,7 +138,7 @@ class _Proof:
         if self.schedule.ordered and (b.ranks != a.ranks + 1 or a.ranks & (a.ranks + 1)):  # not {k} to {0..k-1}
             raise ValueError(f"adds rank {_ranks(b.ranks)} to rank {_ranks(a.ranks)}, not in rank order")
         order = self.orders.setdefault((min(a.order, b.order), max(a.order, b.order)), len(self.orders))
-        return _Value(a.chunk, a.ranks | b.ranks, order)
+        return Value(a.chunk, a.ranks | b.ranks, order)
 
     def conclude(self) -> None:
         """Compare the final chunks with the postcondition."""

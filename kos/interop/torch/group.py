@@ -38,9 +38,10 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one sig
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``pg_options`` of a group: the kos backend for tensors on a GPU, "auto", "nccl" or "peer"."""
+    """The ``pg_options`` of a group."""
 
     gpu: str = "auto"
+    """The backend of kos for tensors on a GPU: "auto", "nccl" or "peer"."""
 
 
 class ProcessGroupKos(_ProcessGroup):
@@ -542,6 +543,8 @@ def rendezvous(group: Any = None, timeout: float = 120.0) -> StoreRendezvous:
     """The ranks of a process group of any backend, for ``kos.init(rendezvous=...)``.  Collective in the group.
 
         comm = kos.init(rendezvous=kos.interop.torch.rendezvous())
+
+    ``group`` None is the default group.  ``timeout`` in seconds bounds every wait of the rendezvous.
     """
     group = group or dist.group.WORLD
     store = torch._C._distributed_c10d.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))

@@ -1,4 +1,4 @@
-"""The promises of every collective (docs/communicator.md, "What is promised") as tests for any backend.
+"""The promises of every collective (docs/guides/backends.md) as tests for any backend.
 
 Call ``run(world)`` on all ranks of a communicator, use ``cases()`` as parametrized tests of pytest, or run
 ``python -m kos.testing.conformance --backend NAME``, alone or under mpirun, torchrun or srun.

@@ -62,9 +62,9 @@ class MemoryPlan(NamedTuple):
             return self
         uses = sorted(self.uses.items(), key=lambda use: -use[1])
         raise ConfigError(
-            f"memory: expected at most {self.free / GIB:.2f} GiB, which are free on {self.device}, "
-            f"got {self.total / GIB:.2f} GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in uses)}; "
-            f"less takes {' or '.join([*self.savings, 'a smaller model'])}"
+            f"memory: expected at most {self.free / GIB:.2f} GiB, the memory free on {self.device}, "
+            f"got {self.total / GIB:.2f} GiB ({'; '.join(f'{name} {size / GIB:.2f}' for name, size in uses)}); "
+            f"to reduce it, use {' or '.join([*self.savings, 'a smaller model'])}"
         )
 
     def __str__(self) -> str:

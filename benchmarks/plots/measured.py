@@ -1,0 +1,135 @@
+"""What the files hold, by subject: the rows that both a picture and a table show."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from benchmarks.plots.results import Row, one, select
+
+GPU_LINES = {
+    "kos, symmetric buffers": {"backend": "auto", "algorithm": "window", "call": "function"},
+    "kos, any buffers": {"backend": "auto", "algorithm": "auto", "call": "function"},
+    "NCCL": {"backend": "nccl"},
+    "NCCL, symmetric windows": {"backend": "nccl-window"},
+    "torch one-shot": {"backend": "torch-symm", "algorithm": "one_shot"},
+    "torch two-shot": {"backend": "torch-symm", "algorithm": "two_shot"},
+    "torch.distributed": {"backend": "torch-nccl"},
+}
+IN_PLACE_ONLY = ("torch two-shot", "torch.distributed")
+
+HOST_LINES = {
+    "kos": {"backend": "mpi", "call": "function"},
+    "kos, persistent": {"backend": "mpi", "call": "persistent"},
+    "Open MPI": {"backend": "mpi-native"},
+    "Gloo": {"backend": "gloo"},
+}
+
+Series = dict[int, float]
+"""A value by the size in bytes."""
+
+
+def all_reduce_gpus(ranks: int, name: str, mode: str = "graph", value: str = "time_us") -> Series:
+    """Out of place, where the implementation does that."""
+    wanted: dict[str, Any] = {**GPU_LINES[name], "mode": mode, "in_place": name in IN_PLACE_ONLY}
+    return {row["bytes"]: row[value] for row in select(f"collectives-h200-{ranks}", **wanted)}
+
+
+def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in_place: bool = True) -> Series:
+    wanted: dict[str, Any] = {**HOST_LINES[name], "mode": mode, "in_place": in_place, "ranks": ranks}
+    return {row["bytes"]: row["time_us"] for row in select(f"collectives-{machine}-{ranks}", **wanted)}
+
+
+def limits(file: str, mode: str, in_place: bool, **wanted: Any) -> Series:
+    return {row["bytes"]: row["limit_us"] for row in select(file, mode=mode, in_place=in_place, **wanted)}
+
+
+class Trained(NamedTuple):
+    """A model on some GPUs: the row of kos and that of the fastest PyTorch of the same run."""
+
+    ranks: int
+    label: str
+    kos: Row
+    torch: Row
+
+    @property
+    def ratio(self) -> float:
+        speed: float = self.kos["tokens_per_second"] / self.torch["tokens_per_second"]
+        return speed
+
+
+MODELS = [  # preset, sequences of a GPU, tokens of a sequence, label
+    ("124m", 4, 1024, "124m, 4 x 1,024"),
+    ("124m", 32, 1024, "124m, 32 x 1,024"),
+    ("1b", 2, 4096, "1b, 2 x 4,096"),
+    ("8b-4-layers", 2, 4096, "4 layers of 8b, 2 x 4,096"),
+    ("8b", 2, 8192, "8b, 2 x 8,192"),
+]
+
+
+def trained(ranks: int) -> list[Trained]:
+    """Every model that was measured beside PyTorch on so many H200."""
+    found = []
+    for preset, batch, tokens, label in MODELS:
+        rows = select(f"train-h200-{ranks}", preset=preset, batch_size=batch, seq_len=tokens)
+        theirs = [row for row in rows if row["implementation"] == "torch"]
+        if not theirs:
+            continue
+        torch = max(theirs, key=lambda row: row["tokens_per_second"])
+        ours = [row for row in rows if row["implementation"] == "kos" and row.get("commit") == torch.get("commit")]
+        found.append(Trained(ranks, label, ours[0], torch))
+    return found
+
+
+def variant(row: Row) -> str:
+    """How PyTorch was set up, in words."""
+    words = {
+        "flash": "flash", "cudnn": "cuDNN", "master": "bf16 weights and fp32 copy", "autocast": "autocast",
+        "graphs": "CUDA graphs", "fsdp": "FSDP2", "eager": "eager", "whole": "one batch",
+    }  # fmt: skip
+    said = ", ".join(words[word] for word in row["variant"].split("-"))
+    return said + ", DDP" * row["layout"].startswith("dp") * (row["ranks"] > 1)
+
+
+MOVES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+MOVERS = {
+    "kos, any buffers": {"backend": "peer", "algorithm": "auto"},
+    "kos, symmetric buffers": {"backend": "peer", "algorithm": "window"},
+    "NCCL": {"backend": "nccl"},
+    "NCCL, symmetric windows": {"backend": "nccl-window"},
+}
+
+
+def moved(op: str, name: str) -> Series:
+    return {row["bytes"]: row["time_us"] for row in select("collectives-moving-h200-2", op=op, **MOVERS[name])}
+
+
+ATTENTION = [  # preset of the file, label
+    ("8b", "8b: 1 x 8,192, head size 128"),
+    ("1b", "1b: 2 x 4,096, head size 64"),
+    ("124m", "124m: 32 x 1,024, head size 64"),
+]
+
+
+def attention(preset: str, way: str) -> dict[str, float]:
+    """TFLOP/s by implementation, ``way`` being "" (forward) or "_backward"."""
+    ours = one("attention-h200-1", op=f"attention{way}", preset=preset)
+    cudnn = one("attention-h200-1", op=f"attention_cudnn{way}", preset=preset)
+    times = {"kos": ours["fast_us"], "PyTorch's choice": ours["torch_us"], "cuDNN through kos": cudnn["fast_us"]}
+    return {name: ours["flops"] / time * 1e-6 for name, time in times.items()}
+
+
+LAYOUTS = [  # preset, layout, commit of the row, whether a later one follows, label
+    ("1b", "dp2", "3583f2d", "dp 2"),
+    ("1b", "tp2", "ab04e75 with the change of de429d5", "tp 2"),
+    ("1b", "pp2 zero-bubble-v", "3583f2d", "pp 2, zero-bubble-v"),
+    ("1b", "cp2", "ab04e75", "cp 2"),
+    ("8b", "dp2 zero1", "ab04e75", "dp 2, ZeRO-1"),
+    ("8b", "tp2", "ab04e75 with the change of de429d5", "tp 2"),
+]
+
+
+def layout_rows() -> list[tuple[str, Row]]:
+    return [
+        (label, one("layouts-h200-2", preset=preset, layout=layout, commit=commit))
+        for preset, layout, commit, label in LAYOUTS
+    ]

@@ -1,0 +1,255 @@
+"""The pictures: each function draws one figure from the recorded results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.plots import measured
+from benchmarks.plots.results import PEAK_TFLOPS, load, one, select
+from benchmarks.plots.style import (
+    KOS,
+    KOS_LIGHT,
+    LIMIT,
+    LIMIT_LINE,
+    PEER,
+    PEER_LIGHT,
+    PEER_THIRD,
+    bars,
+    limit,
+    line,
+    new,
+    sizes_along,
+    times_up,
+)
+
+NANOGPT = 1.4697
+"""Validation loss of shakespeare_char after 5,000 iterations, as its README has it."""
+GPU_NAMES = ("kos, symmetric buffers", "kos, any buffers", "NCCL", "NCCL, symmetric windows")
+
+
+def faster(axes: Any, ours: dict[int, float], theirs: dict[int, float], name: str, color: str) -> None:
+    """How many times as long the other takes, by size."""
+    sizes = sorted(set(ours) & set(theirs))
+    axes.plot(sizes, [theirs[each] / ours[each] for each in sizes], label=name, color=color, marker="o")
+    axes.axhline(1.0, color=LIMIT, linewidth=0.9)
+
+
+def all_reduce_nccl() -> Any:
+    """For README: 8 GPUs, times and the ratio to NCCL."""
+    figure, [[times, ratios]] = new(3.1, columns=2, width_ratios=[3, 2])
+    lines = {name: measured.all_reduce_gpus(8, name) for name in GPU_NAMES}
+    for name, series in lines.items():
+        line(times, name, series)
+    bound = measured.limits("collectives-h200-8", "graph", False)
+    limit(times, bound)
+    sizes_along(times, bound)
+    times_up(times)
+    times.set(title="all_reduce on 8 H200, bfloat16, CUDA graph", ylabel="microseconds (lower is better)")
+    times.legend()
+    for name, color in (("kos, symmetric buffers", KOS), ("kos, any buffers", KOS_LIGHT)):
+        faster(ratios, lines[name], lines["NCCL"], name, color)
+    sizes_along(ratios, bound)
+    ratios.set(title="times as fast as NCCL", ylim=(0, None))
+    ratios.legend()
+    return figure
+
+
+def all_reduce_gpus() -> Any:
+    """2, 4 and 8 GPUs beside NCCL and torch's symmetric memory."""
+    figure, panels = new(6.4, rows=2, columns=3, sharey="row")
+    names = (*GPU_NAMES, "torch one-shot", "torch two-shot")
+    for column, ranks in enumerate((2, 4, 8)):
+        times, ratios = panels[0][column], panels[1][column]
+        lines = {name: measured.all_reduce_gpus(ranks, name) for name in names}
+        bound = measured.limits(f"collectives-h200-{ranks}", "graph", False)
+        for name in names:
+            line(times, name, lines[name])
+        limit(times, bound)
+        times_up(times)
+        for name, color in (("kos, symmetric buffers", KOS), ("kos, any buffers", KOS_LIGHT)):
+            faster(ratios, lines[name], lines["NCCL"], name, color)
+        for axes in (times, ratios):
+            sizes_along(axes, bound, apart=8)
+        times.set_title(f"{ranks} GPUs: time of a call")
+        ratios.set_title(f"{ranks} GPUs: times as fast as NCCL")
+    panels[1][0].set_ylim(0, 5)
+    panels[0][0].set_ylabel("microseconds (lower is better)")
+    panels[1][0].set_ylabel("NCCL / kos (higher is better)")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    return figure
+
+
+def all_reduce_hosts() -> Any:
+    """2 and 4 ranks on two cores beside Open MPI and Gloo."""
+    figure, panels = new(3.5, columns=2)
+    for ranks, axes in zip((2, 4), panels[0], strict=True):
+        for name in measured.HOST_LINES:
+            line(axes, name, measured.all_reduce_host("xeon", ranks, name))
+        bound = measured.limits(f"collectives-xeon-{ranks}", "eager", True)
+        limit(axes, bound)
+        sizes_along(axes, bound)
+        times_up(axes)
+        axes.set(title=f"all_reduce, {ranks} ranks on 2 cores, float32, in place")
+    panels[0][0].set_ylabel("microseconds (lower is better)")
+    panels[0][0].legend()
+    return figure
+
+
+def collectives() -> Any:
+    """Operations that move data, on 2 GPUs."""
+    figure, panels = new(5.6, rows=2, columns=2)
+    for axes, op in zip(panels.flat, measured.MOVES, strict=True):
+        for name in measured.MOVERS:
+            line(axes, name, measured.moved(op, name))
+        bound = measured.limits("collectives-moving-h200-2", "graph", False, op=op)
+        limit(axes, bound)
+        sizes_along(axes, bound)
+        times_up(axes)
+        axes.set_title(f"{op}, 2 H200, bfloat16, CUDA graph")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("microseconds")
+    panels[0][0].legend()
+    return figure
+
+
+def training() -> Any:
+    """Tokens a second of a GPU, by model and number of GPUs, beside compiled PyTorch."""
+    figure, panels = new(3.9, columns=len(measured.MODELS), sharey=False)
+    every = [measured.trained(ranks) for ranks in (1, 4, 8)]
+    for axes, (*_, label) in zip(panels[0], measured.MODELS, strict=True):
+        rows = [row for rows in every for row in rows if row.label == label]
+        speeds = {
+            "kos": [row.kos["tokens_per_second"] / row.ranks / 1e3 for row in rows],
+            "PyTorch, torch.compile": [row.torch["tokens_per_second"] / row.ranks / 1e3 for row in rows],
+        }
+        bars(axes, [str(row.ranks) for row in rows], speeds, [KOS, PEER], texts=False)
+        top = max(max(values) for values in speeds.values())
+        for at, row in enumerate(rows):
+            axes.text(at, top * 1.02, f"{row.ratio:.2f}x", ha="center", fontsize=7.5)
+        axes.set(title=label.replace(", ", "\n", 1), xlabel="H200", ylim=(0, top * 1.12),
+                 xlim=(len(rows) / 2 - 2.1, len(rows) / 2 + 1.1))  # fmt: skip
+    panels[0][0].set_ylabel("thousand tokens a second and GPU (higher is better)")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2)
+    return figure
+
+
+def loss_curve() -> Any:
+    """The run of ``make train``."""
+    figure, [[axes]] = new(2.7)
+    rows = load("train-tiny-xeon-2")["rows"]
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], color=KOS_LIGHT, linewidth=1.0,
+              label="training loss")  # fmt: skip
+    checks = [(0, load("train-tiny-xeon-2")["val_loss_before"])]
+    checks += [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+    axes.plot(*zip(*checks, strict=True), color=KOS, marker="o", label="validation loss")
+    for step, loss in (checks[0], checks[-1]):
+        axes.annotate(f"{loss:.2f}", (step, loss), textcoords="offset points", xytext=(5, 6))
+    axes.set(title="make train: a LLaMA of 820,352 parameters on Python's sources, 2 ranks", xlabel="step",
+             ylabel="nats a byte", ylim=(1, None), xlim=(-5, 625))  # fmt: skip
+    axes.legend()
+    return figure
+
+
+def layouts() -> Any:
+    """Step times of each axis on two GPUs."""
+    figure, panels = new(2.9, columns=2, width_ratios=[2, 1])
+    for axes, preset, title in zip(
+        panels[0], ("1b", "8b"), ("1b, 16 x 4,096 tokens on 2 H200", "8b, 4 x 8,192 tokens"), strict=True
+    ):
+        rows = [(label, row) for label, row in measured.layout_rows() if row["preset"] == preset]
+        speeds = {"tokens/s": [row["tokens_per_second"] for _, row in rows]}
+        bars(axes, [label.replace(", ", ",\n") for label, _ in rows], speeds, [KOS])
+        axes.set_title(title)
+    panels[0][0].set_ylabel("tokens a second")
+    return figure
+
+
+KERNELS = (
+    "swiglu", "swiglu_backward", "gelu", "rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "linear",
+    "linear_residual", "linear_backward", "rope", "rope_backward", "attention", "attention_backward", "embedding",
+    "cross_entropy", "gradient_norm", "adamw",
+)  # fmt: skip
+
+
+def kernels() -> Any:
+    """How much of the physical limit each operation reaches."""
+    figure, [[axes]] = new(5.6)
+    for index, op in enumerate(KERNELS):
+        row = one("kernels-h200-1", op=op)
+        reached = {"kos": row["fast_us"], "PyTorch, eager": row["torch_us"]}
+        if "torch_compiled_us" in row:
+            reached["PyTorch, torch.compile"] = row["torch_compiled_us"]
+        for (name, time), color in zip(reached.items(), (KOS, PEER_LIGHT, PEER), strict=False):
+            shift = list(reached).index(name)
+            axes.barh(index + 0.27 * (shift - 1), 100 * row["limit_us"] / time, 0.25, color=color,
+                      label=name if index == 0 else None)  # fmt: skip
+    axes.set_yticks(range(len(KERNELS)), KERNELS)
+    axes.invert_yaxis()
+    axes.axvline(100, **LIMIT_LINE, label="physical limit")
+    axes.grid(axis="y", visible=False)
+    axes.set(title="Operations of a training step: preset 1b, 8,192 tokens, bfloat16, one H200",
+             xlabel="percent of the physical limit (higher is better)", xlim=(0, 104))  # fmt: skip
+    figure.legend(loc="outside lower center", ncols=4)
+    return figure
+
+
+def attention() -> Any:
+    """TFLOP/s forward and backward, beside torch and cuDNN."""
+    figure, panels = new(3.2, columns=2, sharey=True)
+    for axes, way, title in zip(panels[0], ("", "_backward"), ("forward", "backward"), strict=True):
+        by_shape = [measured.attention(preset, way) for preset, _ in measured.ATTENTION]
+        series = {name: [shape[name] for shape in by_shape] for name in by_shape[0]}
+        labels = [label.replace(": ", "\n").replace(", head", "\nhead") for _, label in measured.ATTENTION]
+        bars(axes, labels, series, [KOS, PEER, PEER_THIRD])
+        axes.axhline(PEAK_TFLOPS, **LIMIT_LINE, label="data sheet's peak")
+        axes.set_title(f"causal attention on one H200, {title}")
+    panels[0][0].set_ylabel("TFLOP/s (higher is better)")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    return figure
+
+
+def torch_backend() -> Any:
+    """All-reduce of torch.distributed: over kos and over NCCL's process group."""
+    figure, panels = new(3.1, columns=2, sharey=True)
+    rows = load("torch-backend-h200-2")["all_reduce"]
+    for axes, mode in zip(panels[0], ("graph", "eager"), strict=True):
+        for name, label, color, marker in (("kos", "kos", KOS, "o"), ("nccl", "ProcessGroupNCCL", PEER, "^")):
+            axes.plot([row["bytes"] for row in rows], [row[f"{name} {mode}"]["us"] for row in rows], color=color,
+                      marker=marker, label=label)  # fmt: skip
+        sizes_along(axes, [row["bytes"] for row in rows])
+        times_up(axes)
+        axes.set_title(f"dist.all_reduce on 2 H200, {'CUDA graph' if mode == 'graph' else 'eager'}")
+    panels[0][0].set_ylabel("microseconds (lower is better)")
+    panels[0][0].legend()
+    return figure
+
+
+def baby() -> Any:
+    """Validation loss of the character model."""
+    figure, [[axes]] = new(2.5)
+    rows = select("baby-h200")
+    axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], color=KOS_LIGHT, label="training loss")
+    axes.plot([row["step"] for row in rows], [row["val_loss"] for row in rows], color=KOS, marker="o",
+              label="validation loss")  # fmt: skip
+    axes.axhline(NANOGPT, **{**LIMIT_LINE, "color": PEER}, label="nanoGPT, published")
+    axes.set(title="preset baby: characters of Tiny Shakespeare, one H200", xlabel="step", ylabel="nats a character")
+    axes.legend()
+    return figure
+
+
+PICTURES = {
+    "all-reduce-nccl": all_reduce_nccl,
+    "all-reduce-gpus": all_reduce_gpus,
+    "all-reduce-hosts": all_reduce_hosts,
+    "collectives": collectives,
+    "training": training,
+    "loss-curve": loss_curve,
+    "loss-baby": baby,
+    "layouts": layouts,
+    "kernels": kernels,
+    "attention": attention,
+    "torch-backend": torch_backend,
+}

@@ -1,0 +1,139 @@
+"""The tables by name, and where they stand in the pages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.plots import measured
+from benchmarks.plots import tables_collectives as collectives
+from benchmarks.plots import tables_training as training
+from benchmarks.plots.results import RESULTS, ROOT, load, ratio, size, table, us
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
+MARKED = re.compile(r"(?P<begin>^<!-- table (?P<name>\S+) -->\n)(?P<body>.*?)(?P<end>^<!-- end -->$)", re.M | re.S)
+
+
+def link(name: str) -> str:
+    """To a file of results; ``from_page`` makes it relative to its page."""
+    return f"[{name}](benchmarks/results/{name})"
+
+
+def provenance(*names: str) -> str:
+    """Hardware, software, commit and command of files of results."""
+    rows = []
+    for name in names:
+        result = load(name)
+        versions = result["versions"]
+        libraries = {"NCCL": "libnccl", "Open MPI": "openmpi", "PyTorch": "torch", "NumPy": "numpy"}
+        known = [f"{title} {versions[key]}" for title, key in libraries.items() if key in versions]
+        if result.get("driver"):
+            known.insert(0, f"driver {result['driver'].split(' (')[0]}")
+        hardware = result["hardware"]
+        if isinstance(hardware, dict):
+            hardware = f"{hardware['cores']} cores of {hardware['cpu']}"
+        commit = result.get("commit") or "in its rows"
+        rows.append([link(f"{name}.json"), hardware.replace("(R)", ""), ", ".join(known), result["date"][:10],
+                     commit[:7] if re.fullmatch("[0-9a-f]{7,40}", commit) else "in its rows"])  # fmt: skip
+    return table(["file", "hardware", "software", "date", "commit"], rows)
+
+
+def readme() -> str:
+    """The figures of README."""
+    symmetric, nccl = (measured.all_reduce_gpus(8, name) for name in ("kos, symmetric buffers", "NCCL"))
+    rows = []
+    for nbytes in (1 << 10, 1 << 20):
+        ours, theirs = symmetric[nbytes], nccl[nbytes]
+        rows.append([f"all_reduce of {size(nbytes)}, 8 H200, µs in a CUDA graph", us(ours), f"{us(theirs)} (NCCL)",
+                     ratio(theirs / ours), link("collectives-h200-8.json")])  # fmt: skip
+    host, mpi = (measured.all_reduce_host("xeon", 2, name) for name in ("kos", "Open MPI"))
+    for nbytes in (8, 1 << 20, 16 << 20):
+        rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 Xeon cores, µs", us(host[nbytes]),
+                     f"{us(mpi[nbytes])} (Open MPI)", ratio(mpi[nbytes] / host[nbytes]),
+                     link("collectives-xeon-2.json")])  # fmt: skip
+    for ranks, label, title in ((1, "124m, 32 x 1,024", "124m on one H200"), (8, "8b, 2 x 8,192", "8b on 8 H200")):
+        row = next(row for row in measured.trained(ranks) if row.label == label)
+        how = "compiled" + ", FSDP2" * ("fsdp" in row.torch["variant"])
+        rows.append([f"training {title}, tokens/s", training.tokens(row.kos),
+                     f"{training.tokens(row.torch)} (PyTorch, {how})", ratio(row.ratio),
+                     link(f"train-h200-{ranks}.json")])  # fmt: skip
+    kos, torch = (
+        max(row["tokens_per_second"] for row in load("train-epyc-zen4-2")["rows"] if row["implementation"] == name)
+        for name in ("kos", "torch")
+    )
+    rows.append(["training `tiny`, 2 ranks on 2 EPYC cores, tokens/s", f"{kos:,.0f}", f"{torch:,.0f} (PyTorch, DDP)",
+                 ratio(kos / torch), link("train-epyc-zen4-2.json")])  # fmt: skip
+    return table(["what", "kos", "beside", "times as fast", "recorded"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "all-reduce-2": partial(collectives.all_reduce_gpus, 2),
+    "all-reduce-4": partial(collectives.all_reduce_gpus, 4),
+    "all-reduce-8": partial(collectives.all_reduce_gpus, 8),
+    "all-reduce-bandwidth": collectives.bandwidth_gpus,
+    "all-reduce-modes": collectives.modes_gpus,
+    "auto": collectives.auto_routes,
+    "call-cost": collectives.call_cost,
+    "all-reduce-files": partial(
+        provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
+    ),
+    "collectives": collectives.moves,
+    "collectives-files": partial(provenance, "collectives-moving-h200-2"),
+    "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),
+    "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
+    "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),
+    "hosts-epyc-4": partial(collectives.hosts, "epyc", 4),
+    "hosts-one-rank": collectives.one_rank,
+    "hosts-files": partial(
+        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
+        "collectives-epyc-4",
+    ),
+    "training-1": partial(training.training, 1),
+    "training-4": partial(training.training, 4),
+    "training-8": partial(training.training, 8),
+    "training-scaling": training.training_scaling,
+    "training-variants": training.training_variants,
+    "training-float32-grads": training.training_float32_grads,
+    "training-cpu": training.training_cpu,
+    "training-files": partial(
+        provenance, "train-h200-1", "train-h200-4", "train-h200-8", "train-h200-8-float32-grads", "train_cpu-epyc",
+        "train-epyc-zen4-1", "train-epyc-zen4-2", "train-tiny-xeon-2", "baby-h200", "power-h200-1",
+    ),
+    "profile-124m": partial(training.profile, "profile-124m-h200-1"),
+    "profile-1b": partial(training.profile, "profile-1b-h200-1"),
+    "profile-8b": partial(training.profile, "profile-8b-h200-8"),
+    "power": training.power,
+    "baby": training.baby,
+    "layouts": training.layouts,
+    "layouts-files": partial(provenance, "layouts-h200-2"),
+    "kernels-1b": partial(training.kernels, "kernels-h200-1"),
+    "kernels-124m": partial(training.kernels, "kernels-h200-1-124m"),
+    "attention": training.attention,
+    "attention-families": training.attention_families,
+    "kernels-files": partial(
+        provenance, "kernels-h200-1", "kernels-h200-1-124m", "attention-h200-1", "attention-1xH200"
+    ),
+    "torch-backend": collectives.torch_backend,
+    "torch-ddp": collectives.torch_ddp,
+    "torch-files": partial(provenance, "torch-backend-h200-2"),
+}  # fmt: skip
+
+
+def renewed(text: str, page: Path) -> str:
+    """The page with every marked table written anew.  LookupError where one is not known."""
+
+    def write(found: re.Match[str]) -> str:
+        if found["name"] not in TABLES:
+            raise LookupError(f"{page.name}: expected a table of {', '.join(TABLES)}, got {found['name']!r}")
+        body = TABLES[found["name"]]().replace("](benchmarks/results/", f"]({to_results(page)}")
+        return f"{found['begin']}\n{body}\n{found['end']}"
+
+    return MARKED.sub(write, text)
+
+
+def to_results(page: Path) -> str:
+    """The folder of results as a link of this page names it."""
+    return "../" * len(page.relative_to(ROOT).parts[1:]) + str(RESULTS.relative_to(ROOT)) + "/"

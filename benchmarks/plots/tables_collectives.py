@@ -1,0 +1,179 @@
+"""The tables of all_reduce, of the other collectives, of hosts, and of torch.distributed over kos."""
+
+from __future__ import annotations
+
+from benchmarks.plots import measured
+from benchmarks.plots.measured import Series
+from benchmarks.plots.results import Row, load, one, ratio, select, size, table, us
+
+AUTO_WITHIN = 1.03
+
+
+def cell(series: Series, nbytes: int) -> str:
+    return us(series[nbytes]) if nbytes in series else ""
+
+
+def all_reduce_gpus(ranks: int) -> str:
+    """Times by size in a CUDA graph."""
+    names = list(measured.GPU_LINES)
+    lines = {name: measured.all_reduce_gpus(ranks, name) for name in names}
+    p99 = measured.all_reduce_gpus(ranks, names[0], value="p99_us")
+    limits = measured.limits(f"collectives-h200-{ranks}", "graph", False)
+    rows = []
+    for nbytes, bound in sorted(limits.items()):
+        ours, nccl = lines["kos, symmetric buffers"][nbytes], lines["NCCL"][nbytes]
+        rows.append([
+            size(nbytes), us(ours), us(p99[nbytes]), *(cell(lines[name], nbytes) for name in names[1:]), us(bound),
+            f"{bound / ours:.0%}", ratio(nccl / ours), ratio(nccl / lines["kos, any buffers"][nbytes]),
+        ])  # fmt: skip
+    return table(
+        ["size", "kos, symmetric", "its p99", "kos, any buffers", "NCCL", "NCCL windows", "torch one-shot",
+         "torch two-shot", "torch.distributed", "limit", "kos of limit", "NCCL / kos symmetric", "NCCL / kos any"],
+        rows,
+    )  # fmt: skip
+
+
+def bandwidth_gpus() -> str:
+    """Bus bandwidth of large messages in a CUDA graph."""
+    names = ("kos, symmetric buffers", "kos, any buffers", "NCCL", "NCCL, symmetric windows", "torch two-shot",
+             "torch.distributed")  # fmt: skip
+    rows = []
+    for ranks in (2, 4, 8):
+        lines = {name: measured.all_reduce_gpus(ranks, name, value="busbw_gbps") for name in names}
+        pair = load(f"collectives-h200-{ranks}")["limits"]["pair_gbps"]
+        for nbytes in (16 << 20, 64 << 20, 256 << 20, 1 << 30):
+            rows.append([str(ranks), size(nbytes), *(f"{lines[name][nbytes]:.0f}" for name in names), f"{pair:.0f}"])
+    return table(["GPUs", "size", *names, "limit: one copy engine, one pair"], rows)
+
+
+MODES = {
+    "kos `auto`": {"backend": "auto", "algorithm": "auto", "call": "function"},
+    "kos `auto`, persistent": {"backend": "auto", "algorithm": "auto", "call": "persistent"},
+    "kos `auto`, symmetric": {"backend": "auto", "algorithm": "window", "call": "function"},
+    "kos `peer`": {"backend": "peer", "algorithm": "auto", "call": "function"},
+    "kos `peer`, persistent": {"backend": "peer", "algorithm": "auto", "call": "persistent"},
+    "kos `peer`, symmetric": {"backend": "peer", "algorithm": "window", "call": "function"},
+    "kos `nccl`": {"backend": "kos-nccl", "algorithm": "auto", "call": "function"},
+    "kos `nccl`, persistent": {"backend": "kos-nccl", "algorithm": "auto", "call": "persistent"},
+    "NCCL": {"backend": "nccl"},
+    "NCCL windows": {"backend": "nccl-window"},
+    "torch one-shot": {"backend": "torch-symm", "algorithm": "one_shot"},
+    "torch two-shot, in place": {"backend": "torch-symm", "algorithm": "two_shot"},
+    "torch.distributed, in place": {"backend": "torch-nccl"},
+}
+
+
+def modes_gpus() -> str:
+    """Graph, eager, single call and the CPU's part, on 8 GPUs."""
+    rows = []
+    for name, wanted in MODES.items():
+        line = [name]
+        for nbytes in (1 << 10, 1 << 20, 64 << 20):
+            place = {"bytes": nbytes, "in_place": "in place" in name}
+            modes = {mode: one("collectives-h200-8", **wanted, **place, mode=mode)
+                     for mode in ("graph", "eager", "single_shot")}  # fmt: skip
+            line += [us(row["time_us"]) for row in modes.values()] + [us(modes["eager"]["cpu_us"])]
+        rows.append(line)
+    head = [f"{nbytes}: {what}" if what == "graph" else what
+            for nbytes in ("1 KB", "1 MB", "64 MB") for what in ("graph", "eager", "single", "CPU")]  # fmt: skip
+    return table(["8 GPUs", *head], rows)
+
+
+def auto_routes() -> str:
+    """How near ``auto`` comes to the faster of the two backends that it chooses from."""
+    rows = []
+    for ranks in (2, 4, 8):
+        excess: list[float] = []
+        file = f"collectives-h200-{ranks}"
+        for row in select(file, backend="auto", mode="graph"):
+            if row["algorithm"] == "deterministic":
+                continue
+            alike = {key: row[key] for key in ("bytes", "algorithm", "call", "in_place", "mode")}
+            parts = [one(file, backend=name, **alike)["time_us"] for name in ("peer", "kos-nccl")]
+            excess.append(row["time_us"] / min(parts))
+        near = sum(each <= AUTO_WITHIN for each in excess)
+        rows.append([str(ranks), str(len(excess)), str(near), f"{max(excess) - 1:.1%}"])
+    return table(["GPUs", "rows", "within 3% of the faster backend", "furthest"], rows)
+
+
+def call_cost() -> str:
+    """Microseconds until a call returns, in a loop."""
+    calls = ("NCCL's function", "kos nccl", "kos nccl persistent", "kos nccl 8 arrays", "kos auto",
+             "kos auto persistent", "kos auto 8 arrays", "torch.distributed")  # fmt: skip
+    rows = []
+    for call in calls:
+        line = [call]
+        for process in ("without torch", "with torch in the process"):
+            for nbytes in (1 << 10, 16 << 20):
+                found = select("call-cost-h200-8", call=call, process=process, bytes=nbytes)
+                line.append(us(found[0]["cpu_us"]) if found else "")
+        rows.append(line)
+    return table(["call", "1 KB", "16 MB", "1 KB, torch in the process", "16 MB, torch in the process"], rows)
+
+
+def moves() -> str:
+    """all_gather, reduce_scatter, all_to_all and broadcast on 2 GPUs."""
+    rows = []
+    for op in measured.MOVES:
+        lines = {name: measured.moved(op, name) for name in measured.MOVERS}
+        for nbytes, bound in sorted(measured.limits("collectives-moving-h200-2", "graph", False, op=op).items()):
+            best = min(lines["kos, any buffers"][nbytes], lines["kos, symmetric buffers"][nbytes])
+            peer = min(lines["NCCL"][nbytes], lines["NCCL, symmetric windows"][nbytes])
+            rows.append([op, size(nbytes), *(us(line[nbytes]) for line in lines.values()), us(bound),
+                         f"{bound / best:.0%}", ratio(peer / best)])  # fmt: skip
+    return table(["operation", "size", *measured.MOVERS, "limit", "kos of limit", "best of NCCL / best of kos"], rows)
+
+
+def hosts(machine: str, ranks: int) -> str:
+    """all_reduce beside Open MPI and Gloo."""
+    lines = {name: measured.all_reduce_host(machine, ranks, name) for name in measured.HOST_LINES}
+    alone = {name: measured.all_reduce_host(machine, ranks, name, "single_shot") for name in ("kos", "Open MPI")}
+    out = {name: measured.all_reduce_host(machine, ranks, name, in_place=False) for name in ("kos", "Open MPI")}
+    rows = []
+    for nbytes, bound in sorted(measured.limits(f"collectives-{machine}-{ranks}", "eager", True, ranks=ranks).items()):
+        kos, persistent, mpi = (lines[name][nbytes] for name in ("kos", "kos, persistent", "Open MPI"))
+        rows.append([
+            size(nbytes), *(cell(lines[name], nbytes) for name in measured.HOST_LINES), us(bound),
+            ratio(mpi / kos), ratio(mpi / persistent), ratio(alone["Open MPI"][nbytes] / alone["kos"][nbytes]),
+            ratio(out["Open MPI"][nbytes] / out["kos"][nbytes]), f"{lines['Gloo'][nbytes] / kos:.1f}",
+        ])  # fmt: skip
+    return table(
+        ["size", *measured.HOST_LINES, "limit", "Open MPI / kos", "Open MPI / persistent", "the same, single calls",
+         "the same, out of place", "Gloo / kos"],
+        rows,
+    )  # fmt: skip
+
+
+def one_rank() -> str:
+    """A call in a group of one rank, which moves nothing."""
+    lines = {
+        "kos": ("mpi", "function"),
+        "kos, persistent": ("mpi", "persistent"),
+        "Open MPI": ("mpi-native", "function"),
+    }
+    rows = []
+    for machine, title in (("xeon-1", "Xeon, 8 bytes"), ("epyc-2", "EPYC, 4 bytes")):
+        times = {}
+        for name, (backend, call) in lines.items():
+            found = select(f"collectives-{machine}", ranks=1, mode="eager", in_place=True, backend=backend, call=call,
+                           bytes=8 if machine == "xeon-1" else 4)  # fmt: skip
+            times[name] = us(found[0]["time_us"]) if found else ""
+        rows.append([title, *times.values()])
+    return table(["µs a call of one rank", *lines], rows)
+
+
+def torch_backend() -> str:
+    """torch.distributed over kos and over ProcessGroupNCCL."""
+    rows = []
+    for row in load("torch-backend-h200-2")["all_reduce"]:
+        line = [size(row["bytes"])]
+        for mode in ("graph", "eager", "async"):
+            line += [us(row[f"kos {mode}"]["us"]), us(row[f"nccl {mode}"]["us"])]
+        rows.append([*line, us(row["kos eager"]["cpu_us"]), us(row["nccl eager"]["cpu_us"])])
+    head = [f"{name} {mode}" for mode in ("graph", "eager", "async") for name in ("kos", "NCCL")]
+    return table(["size", *head, "CPU, kos eager", "CPU, NCCL eager"], rows)
+
+
+def torch_ddp() -> str:
+    steps: Row = load("torch-backend-h200-2")["ddp_ms"]
+    return table(["", "over kos", "over NCCL"], [["ms a step", f"{steps['kos']:.1f}", f"{steps['nccl']:.1f}"]])

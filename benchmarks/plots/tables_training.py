@@ -1,0 +1,181 @@
+"""The tables of training, layouts and kernels."""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks.plots import measured
+from benchmarks.plots.results import GIB, RESULTS, Row, load, one, ratio, select, table, us
+
+
+def tokens(row: Row) -> str:
+    return f"{row['tokens_per_second']:,.0f}"
+
+
+def gib(row: Row) -> str:
+    return f"{row['peak_memory_bytes'] / GIB:.1f}"
+
+
+def training(ranks: int) -> str:
+    """Every model beside the fastest PyTorch."""
+    rows = []
+    for row in measured.trained(ranks):
+        kos = row.kos
+        rows.append([
+            row.label, tokens(kos), f"{kos['tokens_per_second'] / ranks:,.0f}", f"{kos['step_ms']:.1f}",
+            f"{kos['mfu_causal']:.1%}", gib(kos), f"{kos['first_step_seconds']:.1f}", tokens(row.torch),
+            f"{row.torch['mfu_causal']:.1%}", gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
+            f"{row.torch['loss_difference']:.0e}",
+        ])  # fmt: skip
+    return table(
+        ["model, sequences x tokens of a GPU", "kos, tokens/s", "a GPU", "step, ms", "MFU", "GiB", "first step, s",
+         "PyTorch, tokens/s", "MFU", "GiB", "PyTorch's variant", "kos / PyTorch", "losses differ by"],
+        rows,
+    )  # fmt: skip
+
+
+def training_variants() -> str:
+    """Every variant of PyTorch on one GPU."""
+    rows = []
+    for preset, batch, length, label in measured.MODELS:
+        for row in select("train-h200-1", preset=preset, batch_size=batch, seq_len=length, implementation="torch"):
+            rows.append([label, measured.variant(row), tokens(row), gib(row), f"{row['first_step_seconds']:.1f}"])
+    return table(["model", "PyTorch's variant", "tokens/s", "GiB", "first step, s"], rows)
+
+
+def training_float32_grads() -> str:
+    rows = []
+    for row in select("train-h200-8-float32-grads", implementation="kos"):
+        label = next(label for preset, batch, _, label in measured.MODELS
+                     if (preset, batch) == (row["preset"], row["batch_size"]))  # fmt: skip
+        bf16 = next(each.kos for each in measured.trained(8) if each.label == label)
+        rows.append([label, tokens(row), tokens(bf16), gib(row), gib(bf16)])
+    return table(["8 GPUs", "fp32 gradients, tokens/s", "bf16, tokens/s", "fp32, GiB", "bf16, GiB"], rows)
+
+
+def training_scaling() -> str:
+    """Tokens a second and GPU on 4 GPUs, beside one."""
+    alone = {row.label: row.kos["tokens_per_second"] for row in measured.trained(1)}
+    rows = []
+    for row in measured.trained(4):
+        if row.label in alone:
+            each = row.kos["tokens_per_second"] / 4
+            rows.append([row.label, f"{alone[row.label]:,.0f}", f"{each:,.0f}", f"{each / alone[row.label]:.1%}"])
+    return table(["model", "1 GPU, tokens/s", "4 GPUs, tokens/s and GPU", "scaling"], rows)
+
+
+def training_cpu() -> str:
+    """Two cores of two machines."""
+    rows = []
+    for label, name in (("1 process, 1 thread", "1 process x 1"), ("1 process, 2 threads", "1 process x 2"),
+                        ("2 ranks", "2 ranks x 1 (torch: DDP over gloo)")):  # fmt: skip
+        found = {row["worker"]: row["tokens_per_second"] for row in select("train_cpu-epyc", label=name)}
+        torch = max(found["torch"], found["torch-whole"])
+        rows.append(["EPYC, Zen 5", label, f"{found['kos']:,.0f}", f"{torch:,.0f}", ratio(found["kos"] / torch)])
+    for ranks, label in ((1, "1 process, 2 threads"), (2, "2 ranks")):
+        kos = one(f"train-epyc-zen4-{ranks}", implementation="kos")
+        torch_rows = select(f"train-epyc-zen4-{ranks}", implementation="torch")
+        best = max(torch_rows, key=lambda row: row["tokens_per_second"])
+        speed = kos["tokens_per_second"] / best["tokens_per_second"]
+        rows.append(["EPYC, Zen 4", label, tokens(kos), tokens(best), ratio(speed)])
+    return table(["2 cores of", "", "kos, tokens/s", "PyTorch eager, tokens/s", "kos / PyTorch"], rows)
+
+
+def power() -> str:
+    rows = []
+    for row in select("power-h200-1"):
+        if "product" in row:
+            what = "product " + " x ".join(str(each) for each in row["product"])
+            speeds = [f"{row['tflops_first_50ms']:.0f}", f"{row['tflops_last_second']:.0f}"]
+        else:
+            words = re.search(r"--preset (\S+)(?: --num-hidden-layers (\d))?.* --batch-size (\d+)", row["command"])
+            assert words
+            layers = f"{words[2]} layers of " * bool(words[2])
+            what, speeds = f"training {layers}{words[1]}, {words[3]} sequences a step", ["", ""]
+        low, mid, high = row["sm_mhz"]
+        rows.append([what, *speeds, f"{low:,.0f}", f"{mid:,.0f}", f"{high:,.0f}", f"{row['at_power_limit']:.0%}"])
+    return table(
+        ["what runs", "TFLOP/s, first 50 ms", "last second", "MHz, 5th percentile", "median", "95th", "at 700 W"], rows
+    )
+
+
+GROUPS = [
+    ("matrix products", "linear"),
+    ("attention, forward", "attention$"),
+    ("attention, backward", "attention_backward"),
+    ("optimizer and norm", "adamw|squares|finish_norm"),
+    ("collectives, beside other work", ".*, collective"),
+]
+
+
+def profile(name: str) -> str:
+    """The operations of a step in groups, from the file that ``--profile`` wrote."""
+    lines = (RESULTS / f"{name}.txt").read_text().splitlines()
+    step = float(next(line for line in lines if line.startswith("a step")).split()[2].strip(","))
+    sums: dict[str, float] = {group: 0.0 for group, _ in GROUPS} | {"everything else": 0.0}
+    for line in lines[lines.index(next(line for line in lines if line.startswith("operation "))) + 1 :]:
+        words = re.split(r"\s{2,}", line)
+        if words[0] and len(words) > 3:  # what is indented is a part of the operation above it
+            group = next((group for group, which in GROUPS if re.match(which, words[0])), "everything else")
+            sums[group] += float(words[2])
+    rows = [[group, f"{ms:,.1f}", f"{ms / step:.1%}"] for group, ms in sums.items() if ms]
+    return table(["operations", "ms", "of the step"], [*rows, ["the step", f"{step:,.1f}", ""]])
+
+
+def layouts() -> str:
+    predicted = load("layouts-h200-2")["predicted_ms"]
+    keys = {"dp 2": "dp2", "tp 2": "tp2", "pp 2, zero-bubble-v": "pp2 zero-bubble-v, micro-batches of 1",
+            "cp 2": "cp2", "dp 2, ZeRO-1": "dp2 zero1"}  # fmt: skip
+    rows = []
+    for label, row in measured.layout_rows():
+        said = predicted[f"{row['preset']} {keys[label]}"]
+        mfu = f"{row['mfu_causal']:.1%}" if row.get("mfu_causal") else ""
+        memory = gib(row) if row.get("peak_memory_bytes") else ""
+        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, f"{said:,.0f}",
+                     row["commit"]])  # fmt: skip
+    return table(["model", "layout", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms", "commit"], rows)
+
+
+def kernels(name: str) -> str:
+    rows = []
+    for row in select(name):
+        fast = row.get("fast_us")
+        free = row["limit_us"] < 1  # no bytes to speak of
+        rows.append([
+            row["op"], us(row["naive_us"]), us(fast) if fast else "", "" if free else us(row["limit_us"]),
+            "" if free or not fast else f"{row['of_limit']:.0%}", us(row["torch_us"]),
+            us(row["torch_compiled_us"]) if "torch_compiled_us" in row else "",
+        ])  # fmt: skip
+    return table(["operation", "naive", "fast", "limit", "fast of limit", "PyTorch", "PyTorch compiled"], rows)
+
+
+def attention() -> str:
+    rows = []
+    for preset, label in measured.ATTENTION:
+        ways = {way: measured.attention(preset, way) for way in ("", "_backward")}
+        limits = {way: one("attention-h200-1", op=f"attention{way}", preset=preset)["of_limit"] for way in ways}
+        rows.append([label, *(f"{ways[''][name]:.0f} / {ways['_backward'][name]:.0f}" for name in ways[""]),
+                     f"{limits['']:.0%} / {limits['_backward']:.0%}"])  # fmt: skip
+    return table(["TFLOP/s, forward / backward", *measured.attention("8b", ""), "kos of the peak"], rows)
+
+
+def attention_families() -> str:
+    """The kernels of other GPUs, and torch's backends one by one."""
+    names = ("kos mma", "torch flash", "torch cuDNN")
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in select("attention-1xH200") if "forward_tflops" in row))
+    rows = []
+    for shape in shapes:
+        found = [one("attention-1xH200", shape=list(shape), implementation=name) for name in names]
+        speeds = [f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" for row in found]
+        rows.append([", ".join(f"{each:,}" for each in shape), *speeds])
+    return table(["B, T, query heads, kv heads, head size", *names], rows)
+
+
+def baby() -> str:
+    result = load("baby-h200")
+    last, best = result["last"], result["best"]
+    return table(
+        ["steps", "validation loss, last", "least", "nanoGPT, published", "tokens/s"],
+        [[f"{last['step']:,}", f"{last['val_loss']:.3f}", f"{best['val_loss']:.3f}", "1.4697",
+          f"{result['tokens_per_second']:,}"]],
+    )  # fmt: skip

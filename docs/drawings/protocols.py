@@ -1,0 +1,102 @@
+"""What passes between ranks, threads and GPUs, message by message, as the modules of kos.comm that are named do it."""
+
+from __future__ import annotations
+
+from docs.drawings.svg import COLOURS, GREY, LIGHT, Box, exchange, timeline
+from kos.comm.host.shared.segment import DEPTH
+from kos.comm.host.tcp_messages import CREDIT_BYTES, EAGER_BYTES
+from kos.comm.watchdog import TICK
+
+
+def messages() -> str:
+    """``kos.comm.host.tcp_messages``."""
+    note = f"up to {EAGER_BYTES >> 10} KiB, and within {CREDIT_BYTES >> 20} MiB of credits: eager; else: rendezvous"
+    return exchange("Messages over TCP", note, ["rank 0: program", "rank 0: socket", "rank 1: socket",
+                                                "rank 1: program"], [
+        (0, 1, "send(short)"), (1, 2, "EAGER and data"), (2, 2, "no receive yet: buffered"),
+        (3, 2, "recv(out)"), (2, 3, "copied"),
+        (0, 1, "send(long)"), (1, 2, "RTS, no data"), (3, 2, "recv(out)"), (2, 1, "CTS, credits"),
+        (1, 2, "DATA"), (2, 3, "read straight into out"),
+    ])  # fmt: skip
+
+
+def rendezvous() -> str:
+    """``kos.comm.rendezvous.env``, ``hub`` and ``wire``."""
+    return exchange("Rendezvous over TCP", "the hub is a thread of rank 0, at MASTER_ADDR:MASTER_PORT",
+                    ["rank 0", "hub", "rank 1", "rank 2", "rank 3"], [
+        (0, 1, "starts, socket pair"), (2, 1, "call, proof of the secret"), (4, 1, "call, proof of the secret"),
+        (3, 1, "call, proof of the secret"), (1, 1, "all ranks are here"),
+        (0, 1, "bytes of 0"), (2, 1, "bytes of 1"), (3, 1, "bytes of 2"), (4, 1, "bytes of 3"),
+        (1, 4, "all four, to every rank"), (1, 0, "all four"),
+        (3, 2, "direct connection, when a backend needs one"),
+    ])  # fmt: skip
+
+
+def failures() -> str:
+    """``kos.comm.failures`` and ``kos.comm.host.shared``."""
+    return exchange("The first cause travels", "rank 1 waits for rank 2, which waits for rank 3; all are on one host",
+                    ["rank 0", "rank 1", "shared memory", "rank 2", "rank 3"], [
+        (3, 2, "waits for 3"), (1, 2, "waits for 2"), (0, 2, "waits for 1"), (4, 4, "killed"),
+        (3, 3, "process of 3 ended"), (3, 2, "first failure: RankLost 3"), (3, 3, "raises: rank 3 is gone"),
+        (2, 1, "first failure"), (2, 0, "first failure"), (1, 1, "raises: rank 3 is gone"),
+        (0, 0, "raises: rank 3 is gone"),
+    ])  # fmt: skip
+
+
+def watchdog() -> str:
+    """``kos.comm.watchdog``, ``kos.comm.gpu.backend`` and ``kos/comm/gpu/kernels/channel.cuh``."""
+    return exchange("The watchdog", f"a thread of each process; it looks every {TICK:g} s",
+                    ["program", "GPU", "watchdog", "other ranks"], [
+        (0, 1, "all_reduce, queued"), (0, 0, "waits for the stream"), (1, 1, "kernel waits for rank 2"),
+        (2, 3, "is a process gone?"), (2, 1, "which rank is awaited?"), (2, 3, "posts: this GPU waits for 2"),
+        (1, 1, "deadline in the kernel"), (1, 3, "notifies all kernels"), (1, 0, "stream drains"),
+        (2, 2, "records CollectiveTimeout"), (2, 0, "next call raises: rank 2"),
+    ])  # fmt: skip
+
+
+def batches() -> str:
+    """``kos/comm/gpu/kernels/exchange.cu``: a large piece."""
+    return exchange("A large piece of the exchange kernel", "two slots for each pair of ranks, two counters",
+                    ["rank 0: sending half", "slots of the pair on rank 1", "rank 1: receiving half"], [
+        (0, 1, "batch 0 to slot 0, sent = 1"), (0, 1, "batch 1 to slot 1, sent = 2"), (1, 2, "batch 0 to the output"),
+        (2, 0, "taken = 1: slot 0 is free"), (0, 1, "batch 2 to slot 0, sent = 3"), (1, 2, "batch 1 to the output"),
+        (2, 0, "taken = 2: slot 1 is free"), (1, 2, "batch 2 to the output"),
+    ])  # fmt: skip
+
+
+def packets() -> str:
+    """``kos/comm/gpu/kernels/packets.cuh`` and ``exchange.cu``; beside them NCCL's LL (``src/device/prims_ll.h``)."""
+    rows = {"sums, up to 4-byte elements": [12, 4], "sums, 8-byte elements": [8, 4, 4], "exchange": [8, 8],
+            "LL of NCCL": [4, 4, 4, 4]}  # fmt: skip
+    flags = {(0, 1), (1, 2), (2, 1), (3, 1), (3, 3)}
+    boxes = []
+    for row, parts in enumerate(rows.values()):
+        at = 0
+        for number, nbytes in enumerate(parts):
+            flag, unused = (row, number) in flags, (row, number) == (1, 1)
+            name = "unused" if unused else "flag" if flag else f"{nbytes} bytes of data"
+            boxes.append(Box(row, at, at + nbytes, name, GREY if unused else COLOURS[1] if flag else COLOURS[0]))
+            at += nbytes
+    return timeline("A packet carries its own flag", "16 bytes, written by one store", [*rows], boxes,
+                    {"data": COLOURS[0], "flag: the epoch, or the number of the piece": COLOURS[1]})  # fmt: skip
+
+
+def shared_memory(ranks: int = 4, stages: int = 3) -> str:
+    """``kos.comm.host.shared.collectives``: an all_reduce of several stages, with ranks of unequal speed."""
+    names, colours = ("put", "add", "get"), COLOURS[:3]
+    boxes: list[Box] = []
+    ended = [[0.0] * ranks for _ in range(3 * stages)]  # by step: when each rank has passed it
+    for step in range(3 * stages):
+        stage, kind = divmod(step, 3)
+        for rank in range(ranks):
+            # put: all have got what was in the slot; add, get: all have put or added this stage's data.
+            others = ended[3 * (stage - DEPTH) + 2] if kind == 0 and stage >= DEPTH else ended[step - 1] if kind else []
+            start = max([ended[step - 1][rank] if step else 0.0, *others])
+            seconds = (4, 4, 3)[kind] + (rank + 2 * step) % 4 / 2
+            ended[step][rank] = start + seconds
+            shade = (colours if stage % 2 == 0 else LIGHT)[kind]
+            boxes.append(Box(rank, start, start + seconds, names[kind], shade))
+    legend = {"put own data": colours[0], "add own part": colours[1], "get the other parts": colours[2],
+              "lighter: slot 1": LIGHT[0]}  # fmt: skip
+    note = f"{stages} stages in {DEPTH} slots in turn; blank: waiting for flags"
+    return timeline("all_reduce in shared memory", note, [f"rank {rank}" for rank in range(ranks)], boxes, legend)

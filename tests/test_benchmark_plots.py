@@ -1,0 +1,169 @@
+"""The pictures and tables of README.md and docs/benchmarks are those of the recorded results."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks import loss_curve
+from benchmarks.plots import __main__ as command
+from benchmarks.plots import results, tables
+from benchmarks.plots.pictures import PICTURES
+from benchmarks.plots.results import RESULTS, ROOT, size, us
+
+README = ROOT / "README.md"
+LARGEST = 100_000  # bytes of a picture
+CODE = re.compile(r"^```.*?^```$", re.M | re.S)
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)]*)?\)")
+FIGURE = re.compile(r"\d[\d.,]*(?:[x%]|\s?(?:[µmn]s|seconds|tokens/s|[KMG]B/s|TFLOP/s|times)\b)")
+
+
+@pytest.fixture
+def drawing() -> Iterator[None]:
+    matplotlib = pytest.importorskip("matplotlib")
+    pytest.importorskip("PIL")
+    from benchmarks.plots import style
+
+    with matplotlib.rc_context(style.SETTINGS):
+        yield
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_files(page: Path) -> None:
+    """Each figure of a marked table is the figure of its file: ``python -m benchmarks.plots`` writes them."""
+    text = page.read_text()
+    assert tables.renewed(text, page) == text, (
+        f"{page.name} differs from benchmarks/results: python -m benchmarks.plots"
+    )
+
+
+def test_every_table_stands_in_a_page() -> None:
+    named = [found["name"] for page in tables.PAGES for found in tables.MARKED.finditer(page.read_text())]
+    assert sorted(named) == sorted(tables.TABLES)
+
+
+def test_a_changed_figure_is_seen(tmp_path: Path) -> None:
+    text = README.read_text()
+    figure = tables.readme().splitlines()[2].split(" | ")[1]
+    changed = text.replace(f"| {figure} |", "| 0.01 |")
+    assert changed != text and tables.renewed(changed, README) == text
+    with pytest.raises(LookupError, match="expected a table of readme, .*, got 'no-such'"):
+        tables.renewed("<!-- table no-such -->\n<!-- end -->\n", tmp_path / "page.md")
+
+
+def test_readme_has_figures_in_its_table_and_in_quoted_output_only() -> None:
+    """So that none goes unchecked."""
+    prose = LINK.sub("]", tables.MARKED.sub("", CODE.sub("", README.read_text())))
+    assert not FIGURE.findall(prose)
+    assert FIGURE.findall("28.4 µs, 1.2x, 3,000 tokens/s, 4 times") == ["28.4 µs", "1.2x", "3,000 tokens/s", "4 times"]
+
+
+def test_readme_quotes_the_run_that_was_recorded() -> None:
+    [quoted] = [code for code in CODE.findall(README.read_text()) if "val_loss" in code]
+    lines = quoted.splitlines()[1:-1]
+    output = results.load("train-tiny-xeon-2")["output"]
+    assert len(lines) == 10 and [line for line in lines if line not in output] == []
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_files_and_pictures_of_a_page_are_there(page: Path) -> None:
+    missing = [
+        target for target, _ in LINK.findall(page.read_text())
+        if ("benchmarks/results" in target or "images/" in target) and not (page.parent / target).exists()
+    ]  # fmt: skip
+    assert not missing
+
+
+def test_every_file_of_results_is_used() -> None:
+    """A page, a tuning table or a test names it: what nothing needs goes."""
+    places = [*tables.PAGES, *(ROOT / "docs").rglob("*.md"), *(ROOT / "kos").rglob("*.json")]
+    places += [ROOT / "kos" / "train" / "tools" / "rates.py"]
+    said = "".join(place.read_text() for place in places)
+    assert not [path.name for path in RESULTS.iterdir() if path.name not in said]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_those_of_the_files(name: str, drawing: None) -> None:
+    from PIL import Image
+
+    from benchmarks.plots import style
+
+    path = command.IMAGES / f"{name}.png"
+    assert path.stat().st_size < LARGEST
+    with Image.open(path) as picture:
+        assert picture.width == 7 * style.DPI
+        shown = picture.text[style.DIGEST]  # type: ignore[attr-defined]
+    assert style.digest(PICTURES[name]()) == shown, f"{path.name} differs from its results: python -m benchmarks.plots"
+    pages = "".join(page.read_text() for page in tables.PAGES)
+    assert f"images/{name}.png" in pages
+
+
+def test_a_picture_is_drawn_alike_twice(drawing: None, tmp_path: Path) -> None:
+    from benchmarks.plots import style
+
+    for name in ("first", "second"):
+        style.save(PICTURES["loss-baby"](), tmp_path / name)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_the_digest_is_of_what_is_shown(drawing: None) -> None:
+    from benchmarks.plots import style
+
+    figure = PICTURES["loss-baby"]()
+    before = style.digest(figure)
+    line = figure.axes[0].lines[1]
+    line.set_ydata([*line.get_ydata()[:-1], 1.5])
+    assert style.digest(figure) != before
+
+
+def test_sizes_and_times() -> None:
+    assert [size(nbytes) for nbytes in (8, 1024, 512 << 10, 1 << 20, 1 << 30)] == [
+        "8 B", "1 KB", "512 KB", "1 MB", "1 GB",
+    ]  # fmt: skip
+    assert [us(value) for value in (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2)] == [
+        "3.24", "10.0", "24.9", "100", "362", "5,353",
+    ]  # fmt: skip
+
+
+def test_the_command_checks_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "docs" / "benchmarks" / "page.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("<!-- table torch-ddp -->\n<!-- end -->\n")
+    for module in (command, tables):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+        monkeypatch.setattr(module, "PAGES", [page], raising=False)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "benchmarks" / "results")
+    monkeypatch.setattr(sys, "argv", ["plots", "--check"])
+    assert command.main() == 1 and "page.md: tables differ" in capsys.readouterr().out
+    page.write_text(tables.renewed(page.read_text(), page))
+    assert command.main() == 0 and "ms a step" in page.read_text()
+
+
+def test_a_run_becomes_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [
+        {"step": 1, "loss": 5.25, "lr": 0.1, "tokens_per_second": 10.0, "val_loss_before": 5.5},
+        {"step": 2, "loss": 3.123456, "lr": 0.1, "tokens_per_second": 30.0, "val_loss": 4.0},
+        {"step": 3, "loss": 3.0, "lr": 0.1, "tokens_per_second": 20.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    log = ["kos: begins", "step   1/12  loss 5", "step  2/12  loss 3  val_loss 4", "step  3/12  loss 3", "done"]
+    (tmp_path / "log").write_text("\n".join(log))
+    file = tmp_path / "run.json"
+    arguments = [str(tmp_path), "--command", "make train", "--log", str(tmp_path / "log"), "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["loss_curve", *arguments])
+    loss_curve.main()
+    result = json.loads(file.read_text())
+    assert result["command"] == "make train" and result["tokens_per_second"] == 20 and result["val_loss_before"] == 5.5
+    assert result["rows"][1] == {"step": 2, "loss": 3.1235, "val_loss": 4.0, "lr": 0.1} and len(result["rows"]) == 3
+    assert result["output"] == [*log[:3], "done"]

@@ -1,0 +1,100 @@
+"""What a run of the benchmark of collectives says at its end: the summary, and what became of the picture."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.collectives import __main__ as command
+from benchmarks.collectives.options import parse
+from benchmarks.collectives.summary import MOST_LINES, summary
+
+
+def row(backend: str, nbytes: int, time_us: float, **other: Any) -> dict[str, Any]:
+    usual = {"op": "all_reduce", "ranks": 2, "mode": "eager", "in_place": True, "algorithm": "auto", "limit_us": 0.5}
+    return {**usual, "call": "function", "dtype": "float32", "backend": backend, "bytes": nbytes,
+            "time_us": time_us, "busbw_gbps": 1.0, **other}  # fmt: skip
+
+
+def test_worst_rows_are_first() -> None:
+    rows = [
+        row("mpi", 8, 10.0), row("mpi-native", 8, 4.0), row("gloo", 8, 100.0),
+        row("mpi", 1024, 20.0), row("mpi", 1024, 16.0, call="persistent"), row("mpi-native", 1024, 32.0),
+        row("mpi", 64, 10.0), row("mpi-native", 64, 2.0), row("mpi-native", 64, 1.0, in_place=False),
+        row("mpi", 64, 1.0, ranks=1), row("mpi", 8, 1.0, mode="single_shot"),
+    ]  # fmt: skip
+    title, heading, *lines, end = summary(rows)
+    assert title.startswith("# summary: all_reduce on 2 ranks, eager; a peer's column is its time / the time of kos")
+    assert heading.split()[-2:] == ["mpi-native", "gloo"]
+    said = [line.split() for line in lines]
+    assert [(words[0], words[1]) for words in said] == [("64", "in"), ("8", "in"), ("1024", "in"), ("64", "out")]
+    assert said[0][2:] == ["mpi-native", "2.00", "0.50", "mpi", "10.00", "0.20", "n/a"]
+    assert said[1][2:] == ["mpi-native", "4.00", "0.50", "mpi", "10.00", "0.40", "10.00"]
+    assert said[2][2:] == ["mpi", "persistent", "16.00", "0.50", "mpi", "persistent", "16.00", "2.00", "n/a"]
+    assert said[3][2:] == ["mpi-native", "1.00", "0.50", "none", "n/a", "n/a"], "kos was not measured there"
+    assert end == "# kos is the fastest in 1 of 3 rows"
+
+
+def test_peers_with_several_algorithms_count_by_their_best() -> None:
+    rows = [row("peer", 8, 4.0, mode="graph"), row("torch-symm", 8, 12.0, mode="graph", algorithm="one_shot"),
+            row("torch-symm", 8, 8.0, mode="graph", algorithm="two_shot"), row("peer", 8, 1.0)]  # fmt: skip
+    title, _, line, end = summary(rows)
+    assert "graph" in title and line.split()[-1] == "2.00" and end == "# kos is the fastest in 1 of 1 rows"
+
+
+def test_a_long_run_is_cut() -> None:
+    sizes = [1 << power for power in range(MOST_LINES + 3)]
+    rows = [row("mpi", nbytes, 1.0) for nbytes in sizes]
+    rows += [row("mpi-native", nbytes, 2.0 + index) for index, nbytes in enumerate(sizes)]
+    lines = summary(rows)
+    assert len(lines) == MOST_LINES + 4
+    assert lines[-2] == f"# 3 more rows, each at least {2 + MOST_LINES:.2f} times as fast as every peer"
+
+
+def test_without_peers_the_fastest_by_size_is_named() -> None:
+    lines = summary([row("mock", 64, 2.0), row("mock", 8, 3.0), row("mock", 8, 1.5, call="persistent")])
+    assert len(lines) == 4 and "peer" not in lines[0]
+    assert [line.split()[:5] for line in lines[2:]] == [["8", "in", "mock", "persistent", "1.50"],
+                                                        ["64", "in", "mock", "2.00", "0.50"]]  # fmt: skip
+
+
+def test_several_operations_have_a_part_each() -> None:
+    lines = summary([row("mock", 8, 1.0), row("mock", 8, 1.0, op="broadcast")])
+    assert [line.split()[2] for line in lines if line.startswith("# summary")] == ["all_reduce", "broadcast"]
+
+
+def result_of(*ops: str) -> dict[str, Any]:
+    rows = [row("mock", nbytes, 1.0, op=op) for op in ops for nbytes in (8, 64)]
+    return {"hardware": "h", "date": "2026-01-01", "rows": rows}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ops", "name"),
+    [
+        ([], ["all_reduce"], "bench-all_reduce-2.png"),
+        ([], ["all_reduce", "broadcast"], "bench-collectives-2.png"),
+        (["--json", "rows.json"], ["all_reduce"], "rows.png"),
+        (["--json", "rows.json", "--plot", "x.svg"], ["all_reduce"], "x.svg"),
+    ],
+)
+def test_a_picture_is_drawn(
+    arguments: list[str], ops: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert command.draw(result_of(*ops), parse(arguments)) == f"# picture: {name}"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_no_picture_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options: argparse.Namespace = parse(["--no-plot"])
+    assert command.draw(result_of("all_reduce"), options) == "# no picture (--no-plot)"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    said = command.draw(result_of("all_reduce"), parse([]))
+    assert said.startswith("# no picture: a picture needs matplotlib: ") and "\n" not in said
+    assert not list(tmp_path.iterdir())

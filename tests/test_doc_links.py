@@ -1,0 +1,67 @@
+"""The pages lead to each other: links and their anchors exist, and every page is in the site's navigation."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from kos.__main__ import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS]
+CODE = re.compile(
+    r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.M | re.S
+)
+LINK = re.compile(r"\]\(\s*([^)\s]+)|^\[[^\]\n]+\]:\s*(\S+)|<(?:a|img)\b[^>]*?\b(?:href|src)=\"([^\"]+)", re.M)
+HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.M)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def links(text: str) -> list[str]:
+    """The targets within the repository."""
+    found = [next(filter(None, match)) for match in LINK.findall(CODE.sub("`code`", text))]
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page, as GitHub and the site make them, and those that only the site has."""
+    text = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.M | re.S)
+    made = {f"kos-{command}" for command in COMMANDS} if "<!-- commands -->" in text else set()
+    made |= set(re.findall(r"^::: (\S+)", text, re.M)) | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
+    slugs = Counter(slug(heading) for heading in HEADING.findall(text))
+    return made | {each for each, times in slugs.items() if times == 1}  # GitHub and the site number others differently
+
+
+def slug(heading: str) -> str:
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+    return re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for target in links(page.read_text()):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        known = anchors(there) if there.suffix == ".md" and there.is_file() else set()
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in known):
+            wrong.append(target)
+    assert not wrong, f"{name(page)}: expected targets that exist, got {wrong}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = re.search(r"^nav:\n((?: +.*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert nav is not None
+    listed = re.findall(r"(?:- |: )(\S+\.md)$", nav[1], re.M)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in DOCS]
+    missing = [page for page in pages if not any(fnmatch(page, each) for each in listed)]
+    assert len(listed) > 10 and not missing, f"mkdocs.yml: expected these pages in nav: {missing}"
+    assert len(listed) == len(set(listed)), f"mkdocs.yml: expected each page once in nav, got {Counter(listed)}"

@@ -1,0 +1,68 @@
+"""The hooks of the documentation site: its navigation, and links that leave docs/."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def hook(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"hook_{name}", ROOT / "docs" / "hooks" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_patterns_stand_for_the_pages_that_have_no_name() -> None:
+    pages = ["index.md", "guides/a.md", "guides/b.md", "guides/c.md"]
+    nav: list[Any] = [{"Home": "index.md"}, {"Guides": [{"First": ["guides/b.md"]}, "guides/*.md"]}, {"No": "no/*.md"}]
+    assert hook("navigation").expand(nav, pages) == [
+        {"Home": "index.md"},
+        {"Guides": [{"First": ["guides/b.md"]}, "guides/a.md", "guides/c.md"]},
+    ]
+
+
+def test_a_page_in_no_section_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("index.md", "lost.md"):
+        (tmp_path / name).write_text("# A page\n")
+    config = hook("navigation").on_config({"docs_dir": str(tmp_path), "nav": ["index.md"]})
+    assert config["nav"] == ["index.md"]
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "lost.md: expected this page in a section of nav in mkdocs.yml"
+    ]
+
+
+@pytest.mark.parametrize("url", ["", "https://example.org/kos"])
+def test_links_that_leave_docs(url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("mkdocs")
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+
+    monkeypatch.setenv("KOS_REPOSITORY_URL", url)
+    config = MkDocsConfig()
+    config["docs_dir"], config["site_dir"] = str(ROOT / "docs"), str(ROOT / "build" / "docs")
+    config["plugins"], config["use_directory_urls"] = SimpleNamespace(_current_plugin="links"), False
+    page = SimpleNamespace(
+        file=SimpleNamespace(src_uri="guides/a.md", abs_src_path=str(ROOT / "docs" / "guides" / "a.md"))
+    )
+    files, text = Files([]), "[a](../../README.md#kos), [b](../index.md), `[c](../../x.py)`\n```\n[d](../../x)\n```\n"
+    result = hook("links").on_page_markdown(text + "[e](../../none.py)\n", page, config, files)
+    there = f"{url}/blob/main/README.md#kos" if url else "../repository/README.md.txt"
+    assert result == text.replace("../../README.md#kos", there) + "[e](../../none.py)\n"
+    assert [file.src_uri for file in files] == ([] if url else ["repository/README.md.txt"])
+    assert "guides/a.md: expected a file of the repository, got a link to ../../none.py" in caplog.text
+
+
+def test_examples_in_docstrings_are_python() -> None:
+    pytest.importorskip("griffe")
+    text = "Add.\n\n    comm.all_reduce(x)\n\n    y = x\n\nMore.\n\n- a list\n    of two lines"
+    expected = "Add.\n\n```python\ncomm.all_reduce(x)\n\ny = x\n```\n\nMore.\n\n- a list\n    of two lines"
+    assert hook("docstrings").fenced(text) == expected

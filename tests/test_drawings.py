@@ -1,0 +1,86 @@
+"""The pictures of docs/how-it-works: each file is what ``python -m docs.drawings`` draws today."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from docs.drawings import IMAGES, pictures
+from docs.drawings.collectives import steps_of
+from docs.drawings.house import imports, reduced, rows_of
+from kos.comm.schedules import build
+
+DRAWN = pictures()
+SVG = "{http://www.w3.org/2000/svg}"
+PAGES = sorted((IMAGES.parents[1] / "how-it-works").glob("*.md"))
+
+
+def test_the_committed_pictures_are_those_drawn_today() -> None:
+    committed = {file.stem: file.read_text() for file in IMAGES.glob("*")}
+    assert committed.keys() == DRAWN.keys(), "run python -m docs.drawings, and remove what it no longer draws"
+    stale = [name for name, svg in DRAWN.items() if committed[name] != svg]
+    assert not stale, f"{stale}: run python -m docs.drawings"
+
+
+def test_every_picture_is_on_a_page_and_every_page_has_a_picture() -> None:
+    shown = {page.name: set(re.findall(r"images/how-it-works/([\w-]+)\.svg", page.read_text())) for page in PAGES}
+    assert set().union(*shown.values()) == DRAWN.keys()
+    assert all(shown.values()), shown
+
+
+def test_the_index_lists_every_page() -> None:
+    index = (IMAGES.parents[1] / "how-it-works" / "index.md").read_text()
+    missing = [page.name for page in PAGES if page.name != "index.md" and f"]({page.name})" not in index]
+    assert not missing
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_words_stay_inside_and_apart(name: str) -> None:
+    """A letter is taken to be 0.56 of its size wide, as in DejaVu Sans, the widest of the fonts that are named."""
+    root = ET.fromstring(DRAWN[name])
+    width, height = (float(root.get(side, "0")) for side in ("width", "height"))
+    spans: list[tuple[float, float, float, str]] = []
+    for text in root.iter(f"{SVG}text"):
+        words, size = text.text or "", float(text.get("font-size", "0"))
+        x, y, long = float(text.get("x", "0")), float(text.get("y", "0")), 0.56 * size * len(words)
+        left = x - {"start": 0.0, "middle": long / 2, "end": long}[text.get("text-anchor", "")]
+        assert left >= 0 and left + long <= width and size >= 11 and 0 < y < height, words
+        spans.append((y, left, left + long, words))
+    for y, left, right, words in spans:
+        over = [other for at, a, b, other in spans if abs(at - y) < 8 and a < right - 1 and left < b - 1]
+        assert over == [words], over
+
+
+def test_a_ring_as_it_is_drawn() -> None:
+    states, arrows = steps_of(build("all_reduce", "ring", 4))
+    assert len(states) == 7 and [len(each) for each in arrows] == [4] * 6
+    assert [state[1] for state in states[:3]] == [dict.fromkeys(range(4), 2), {0: 3, 1: 2, 2: 2, 3: 2},
+                                                  {0: 3, 1: 2, 2: 2, 3: 11}]  # fmt: skip
+    assert states[-1] == [dict.fromkeys(range(4), 15)] * 4
+    assert [all(a.adds for a in each) for each in arrows] == [True] * 3 + [False] * 3
+
+
+def test_local_rounds_belong_to_the_step_before_them() -> None:
+    states, arrows = steps_of(build("all_reduce", "two_shot", 4))
+    assert len(arrows) == 2 and [len(each) for each in arrows] == [12, 12]
+    assert states[1] == [{chunk: 15 if chunk == rank else 1 << rank for chunk in range(4)} for rank in range(4)]
+
+
+def test_the_house_of_a_small_package(tmp_path: Path) -> None:
+    for module, text in {
+        "__init__": "", "train/__init__": "from kos.comm import work\nfrom kos import errors", "errors": "",
+        "comm/__init__": "import kos.errors", "comm/work": "from kos.comm.host import wire",
+        "comm/host/__init__": "", "comm/host/wire": "from kos.comm.tree.build import x\nfrom kos.comm.tree import y",
+        "comm/tree/__init__": "", "comm/tree/build": "", "comm/tree/back": "from kos.comm.host import wire",
+    }.items():  # fmt: skip
+        file = tmp_path / "kos" / f"{module}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    packages, rooms = imports(tmp_path / "kos")
+    assert packages == {"comm": {"errors"}, "train": {"comm", "errors"}, "errors": set()}
+    assert rooms == {"comm/host": {"comm/tree"}, "comm/tree": set()}, "two statements against one"
+    assert sorted(reduced(packages)) == [("comm", "errors"), ("train", "comm")]
+    assert rows_of(packages) == [["train"], ["comm"], ["errors"]]
