@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -11,8 +13,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
+from typing import TypeVar
 
 from kos.cuda.kernels import KernelCache
 
@@ -25,6 +31,8 @@ OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared"
 if platform.machine() == "x86_64" and "g++" in (COMPILER or ""):
     OPTIONS += ["-mtls-dialect=gnu2"]  # what a thread has of its own is reached without a call
 OPTIONS += ["-D_GLIBCXX_INCLUDE_NEXT_C_HEADERS"]  # C's math.h: C++'s takes longer to compile than a kernel
+LIMIT = 120  # seconds for one kernel
+T = TypeVar("T")
 QUOTED = re.compile(r'#include "(/[^"]+)"')  # of a file that is not among those given
 
 
@@ -41,12 +49,67 @@ def compiled(files: Mapping[str, str], options: Sequence[str]) -> ctypes.CDLL:
     kept = FOLDER / f"{key[:32]}.so"
     if not kept.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="kos-host-kernels-", dir=FOLDER) as folder:
-            for name, text in files.items():
-                (Path(folder) / name).write_text(text)
-            made = Path(folder) / "kernels.so"
-            command += [f"{folder}/kernels.cc", "-o", str(made)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-            assert done.returncode == 0, done.stderr[:3000]
-            os.replace(made, kept)
+        with _clock.stopped(), _alone(kept):
+            if not kept.exists():
+                _compile(files, command, kept)
     return ctypes.CDLL(str(kept))
+
+
+def _compile(files: Mapping[str, str], command: Sequence[str], kept: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="kos-host-kernels-", dir=FOLDER) as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text)
+        made = Path(folder) / "kernels.so"
+        command = [*command, f"{folder}/kernels.cc", "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+        assert done.returncode == 0, done.stderr[:3000]
+        os.replace(made, kept)
+
+
+@contextlib.contextmanager
+def _alone(kept: Path) -> Iterator[None]:
+    """No other thread or process compiles the same text meanwhile."""
+    with open(kept.with_suffix(".lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class _Clock:
+    """The time in which no thread of this process compiles a kernel."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._compiling, self._since, self._spent = 0, 0.0, 0.0
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        with self._lock:
+            if not self._compiling:
+                self._since = time.monotonic()
+            self._compiling += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._compiling -= 1
+                if not self._compiling:
+                    self._spent += time.monotonic() - self._since
+
+    def now(self) -> float:
+        with self._lock:
+            return (self._since if self._compiling else time.monotonic()) - self._spent
+
+
+_clock = _Clock()
+
+
+def result_of(running: Future[T], timeout: float) -> T:
+    """What it returns within so many seconds.  Those in which a kernel is compiled do not count: on a busy machine a
+    kernel takes a minute."""
+    deadline = _clock.now() + timeout
+    while not running.done():
+        left = deadline - _clock.now()
+        if left <= 0:
+            raise TimeoutError(f"no result within {timeout} s")
+        wait([running], left)
+    return running.result()

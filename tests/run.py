@@ -27,7 +27,8 @@ from kos import cuda
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
-SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180  # seconds; over thrice what 2 busy cores take
+# Seconds, over thrice what 2 busy cores take; a stage has twice as many with --all.
+SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180
 WAITING = 2  # workers more than cores: many tests wait for a process or for a timeout
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
 MPI_SIZES = (2, 3, 4)
@@ -183,7 +184,7 @@ def main(everything: bool, arguments: list[str]) -> int:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import kos: it compiles once, not each time
     named = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
     mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(named) or named)  # tests start it elsewhere
-    quick = "" if everything else " and not slow"
+    quick, times = ("", 2) if everything else (" and not slow", 1)
     cores = len(os.sched_getaffinity(0))
     parts = {"serial": (cores + WAITING, arguments)}
     if not arguments:
@@ -199,13 +200,14 @@ def main(everything: bool, arguments: list[str]) -> int:
     ok = True
     for stage, (workers, chosen) in parts.items():
         options = ["-n", str(workers), "--dist", "worksteal", "-m", f"not mpi{quick}", junit(report_name(stage, 0))]
-        ok &= run_stage(stage, 1, SERIAL_LIMIT, [sys.executable, "-m", "pytest", *options, *chosen], bool(arguments))
+        command = [sys.executable, "-m", "pytest", *options, *chosen]
+        ok &= run_stage(stage, 1, times * SERIAL_LIMIT, command, bool(arguments))
     for size in MPI_SIZES:
         stage = f"mpi-{size}"
         files = [file for file in with_mpi if everything or file not in NOT_AT_EACH_SIZE.get(size, ())]
         chosen = ["-m", f"mpi{quick}", *(arguments or files)]
         command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *chosen]
-        ok &= run_stage(stage, size, MPI_LIMIT, command, bool(arguments))
+        ok &= run_stage(stage, size, times * MPI_LIMIT, command, bool(arguments))
     if without and not arguments:
         totals.append(f"without a GPU ({without}): no {', '.join(WITH_GPUS)} under mpirun")
     print("\n== totals", *totals, sep="\n", flush=True)

@@ -60,7 +60,7 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_what_overlaps_goes_by_copy_engines,
     test_windows_are_freed_when_all_ranks_let_go,
 )
-from tests.host_compiler import COMPILER
+from tests.host_compiler import COMPILER, result_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
 
@@ -101,7 +101,8 @@ class ThreadRanks:
                 failures.append((index, traceback.format_exc()))
                 threads.fail(RankLost("another rank failed"))
 
-        results = [running.result(3 * timeout) for running in [self.pool.submit(rank, i) for i in range(self.size)]]
+        running = [self.pool.submit(rank, i) for i in range(self.size)]
+        results = [result_of(each, 3 * timeout) for each in running]
         assert not failures, "rank {} failed:\n{}".format(*failures[0])
         return results
 
