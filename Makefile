@@ -18,7 +18,7 @@ MPIRUN := $(BIN)/mpirun
 MPI := wheel-mpi
 EXTRAS_train := train,mpi
 endif
-EXTRAS_test := $(EXTRAS_train),tokenizers,plot,test
+EXTRAS_test := $(EXTRAS_train),tokenizers,plot,tensorboard,test
 EXTRAS_lint := train,tokenizers,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,plot,docs
 

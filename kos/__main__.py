@@ -12,6 +12,7 @@ import kos
 COMMANDS = {
     "train": ("kos.train", "train a LLaMA: mpirun -n N kos train"),
     "sample": ("kos.train.sample", "generate text with a trained model"),
+    "plot": ("kos.train.tools.plot", "draw loss, learning rate, gradient norm and tokens/s of runs: kos plot RUN…"),
     "doctor": ("kos.doctor", "report what this machine and job can use"),
     "tune": ("kos.tune", "measure the tuning table of this machine's GPUs"),
     "schedules": ("kos.comm.schedules", "list, verify, draw and predict algorithms"),

@@ -54,7 +54,8 @@ def test_a_command_is_its_module(ran: list[tuple[str, list[str]]]) -> None:
     for name, (module, _) in COMMANDS.items():
         if name != "bench":
             assert main([name, "--help", "x"]) == 0 and ran.pop() == (module, ["--help", "x"])
-            assert importlib.util.find_spec(f"{module}.__main__" if name != "sample" else module) is not None
+            program = module if name in ("sample", "plot") else f"{module}.__main__"
+            assert importlib.util.find_spec(program) is not None
     assert main(["bench", "--json", "x"]) == 0 and ran.pop() == ("benchmarks.collectives", ["--json", "x"])
     assert main(["bench", "recorder", "x"]) == 0 and ran.pop() == ("benchmarks.recorder", ["x"])
     assert main(["bench"]) == 0 and ran.pop() == ("benchmarks.collectives", [])

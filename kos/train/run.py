@@ -42,7 +42,7 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
-from kos.train.tools import commands
+from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import run_folder
 from kos.train.tools.metrics import MetricsLog, read_metrics
@@ -77,6 +77,7 @@ class Trainer:
         self.config = config = config.for_world(self.mesh.dp.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
+        self.stop.announce(self.console.warn)
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         self.checkpoints = self.out / "checkpoints"
         self.skipped = 0  # steps left out, of those of this run
@@ -100,7 +101,7 @@ class Trainer:
             self._held.callback(self.console.close)
             self._announce()
             self._load()
-            self.console.start = self.step = self.start
+            self.step = self.start
             self.metrics = together(comm, self._open_output)
             self._name = self._check_shared()
         except BaseException:
@@ -135,12 +136,13 @@ class Trainer:
         What can be refused before there are data is refused here.
         """
         config = self.config
+        trackers.check(config.tracker)
         if config.resume == "auto":
-            self._found = checkpoint.latest(self.checkpoints)
+            self._found = checkpoint.latest(self.checkpoints, show=self.console.progress)
             if self._found is None:
                 self.console.say(f"no checkpoint in {self.checkpoints}: starting anew")
         elif config.resume is not None:
-            self._found = checkpoint.find(Path(config.resume))
+            self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
         if self._found is None:
             self._check_free(start=0, saved_step=-1)
             return config.init_from, 0, -1, False
@@ -174,6 +176,7 @@ class Trainer:
             self.engine.read(huggingface.weight_files(path, shapes), moments, self.start)
 
         together(self.comm, begin)
+        self.console.close()
 
     def _check_source(self) -> None:
         source = Path(str(self.source))
@@ -223,6 +226,7 @@ class Trainer:
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
             return None
+        config = self.config
         try:
             self._check_free(self.start, self.saved_step)  # a run may have ended here since ``_find_source``
             self.out.mkdir(parents=True, exist_ok=True)
@@ -233,17 +237,20 @@ class Trainer:
             lock.write(secrets.token_hex(8))
             lock.flush()
             checkpoint.remove_unfinished(self.checkpoints)
-            trains = not self.config.profile and self.start < self.config.steps
+            trains = not config.profile and self.start < config.steps
             if trains or not (self.out / "config.json").exists():
                 write_json(self.out / "config.json", self.description)
         except BlockingIOError as error:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
-        if self.config.profile:
+        if config.profile:
             return None
         metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
         self._held.callback(metrics.close)
+        self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
+        for tracker in self._trackers:
+            self._held.callback(tracker.close)
         return metrics
 
     def _check_shared(self) -> str:
@@ -290,6 +297,8 @@ class Trainer:
             if self.start == 0 and config.eval_batches:
                 self._validate_untrained()
             stop_together(self.comm, self.stop)
+            self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
+            self.console.close()
             stopped = train(self.engine, config, self)
             self._finish_save()
             self.console.close()
@@ -351,16 +360,20 @@ class Trainer:
         self.console.step(row, log=self.step % self.config.log_every == 0 or last)
         if self.metrics is not None:
             self.metrics.write(row)
+            for tracker in self._trackers:
+                tracker.log(row)
 
     def save(self) -> None:
         """Save this step, after the checkpoint before is there. With ``--save-async`` files are written meanwhile."""
         self._finish_save()
         if self.step == self.saved_step:
             return
+        if self.step == self.config.steps:
+            self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
         self._saving = checkpoint.save(
             self.checkpoints, self.engine.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
             keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name,
-            at_once=not self.config.save_async,
+            show=None if self.config.save_async else self.console.progress,
         )  # fmt: skip
         if not self.config.save_async:
             self._finish_save()
@@ -429,6 +442,7 @@ class Trainer:
 
     def _conclude(self, stopped: bool) -> None:
         text, config, step = "", self.config, self.step
+        self.stop.plan = "ending the sample, all steps are saved"
         if step == config.steps and config.sample_tokens and not stopped:
             next_logits, model = self.engine.sampler(), self.mesh.model
 
@@ -451,6 +465,7 @@ class Trainer:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")
+        say(f"plot:       {commands.plot(out)}")
         if not early:
             say(f"more text:  {commands.sample(out, self.config)}")
             say(f"more steps: {commands.more_steps(out, self.comm.size, self.config)}")

@@ -147,6 +147,7 @@ def test_host_memory_is_that_of_the_plan(
     model = grouped(num_hidden_layers=24, hidden_size=128, intermediate_size=256, vocab_size=256)
     bucket, given_up, write = 1 << 17, threading.Event(), saving.write_tensors
     planned, seen = [0] * layout.ranks, []
+    shares: dict[int, list[float]] = {rank: [] for rank in range(layout.ranks)}
 
     def written(*arguments: Any) -> Any:
         assert at_once or given_up.wait(100)
@@ -160,8 +161,9 @@ def test_host_memory_is_that_of_the_plan(
             tracemalloc.start()
         comm.barrier()
         under_way = checkpoint.save(
-            tmp_path, state, step=1, tokenizer=ByteTokenizer(), config={}, keep=1, before=1, at_once=at_once
-        )
+            tmp_path, state, step=1, tokenizer=ByteTokenizer(), config={}, keep=1, before=1,
+            show=(lambda what, share: shares[comm.rank].append(share)) if at_once else None,
+        )  # fmt: skip
         comm.barrier()
         given_up.set()
         under_way.finish()
@@ -177,6 +179,8 @@ def test_host_memory_is_that_of_the_plan(
     print(seen, planned, beside)
     assert seen[0] <= sum(planned) + beside < state_bytes / (3 if at_once else 0.7)
     assert at_once or seen[0] > state_bytes, "the bound would hold for anything"
+    for mine in shares.values():
+        assert mine == sorted(mine) and (not at_once or (mine[0] == 0 and 0.5 < mine[-1] < 1))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from kos.errors import ConfigError
 from kos.train.checkpoint.huggingface import to_huggingface
-from kos.train.config.flags import parse
+from kos.train.config.flags import make_parser, parse
 from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.config.presets import PRESETS
 from kos.train.model.gpt2 import GPT2Config
@@ -27,7 +27,7 @@ REQUIRED_FLAGS = """
 --decay-fraction --weight-decay --beta1 --beta2 --eps --grad-clip --eval-batches --keep
 --sample-tokens --device --dtype --grad-dtype --zero --recompute --graph --skip-outliers
 --prompt --temperature --top-k --init-from --debug --backend --dp --tp --pp --cp --timeout --hidden-size
---num-hidden-layers --num-attention-heads --num-key-value-heads --intermediate-size --vocab-size
+--num-hidden-layers --num-attention-heads --num-key-value-heads --intermediate-size --vocab-size --tracker
 """
 
 
@@ -70,12 +70,43 @@ def test_baby_is_nanogpts_setting() -> None:
 def test_every_required_flag_is_in_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse(["--help"])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0
     listed = set(re.findall(r"(?<![\w-])--[a-z0-9-]+", text))
     assert listed.issuperset(REQUIRED_FLAGS.split()), set(REQUIRED_FLAGS.split()) - listed
     assert all(preset in text for preset in PRESETS)
-    assert "[600]" in text and "[stdlib]" in text
+    assert "Default: 600." in text and "Default: stdlib." in text
+
+
+def test_help_begins_with_what_a_newcomer_needs() -> None:
+    """Every flag is in a named group; its help is a sentence, with the default."""
+    parts = re.split(r"^(\w.*):$", make_parser().format_help(), flags=re.MULTILINE)
+    groups = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert list(groups)[1:5] == ["Model", "Data", "Ranks and layout", "How long, and where to"]
+    assert "--preset" in groups["Model"] and "--tp" in groups["Ranks and layout"]
+    flags = {title: re.findall(r"^  (--[a-z0-9-]+)((?:.*\n)(?: {10}.*\n)*)", text, re.MULTILINE)
+             for title, text in groups.items()}  # fmt: skip
+    assert not flags.pop("options")
+    found = dict(pair for pairs in flags.values() for pair in pairs)
+    fields = {flag_of(key) for key in KEYS if key != "model.rope_scaling"}
+    assert found.keys() == fields | {"--config", "--plan", "--ranks", "--gpu"}
+    for flag, about in found.items():
+        words = " ".join(about.split())
+        assert re.search(r"\b[A-Z].+\. Default: .+\.$", words), flag
+
+
+def test_trackers_are_a_list_however_they_are_given(tmp_path: Path) -> None:
+    both = ("wandb", "tensorboard")
+    file = write(tmp_path / "run.toml", 'tracker = ["wandb", "tensorboard"]\n')
+    for flags in (["--tracker", "wandb,tensorboard"], ["--tracker", "wandb", "--tracker=tensorboard, wandb"],
+                  ["--config", file]):  # fmt: skip
+        assert parse(flags).tracker == both
+    assert parse([]).tracker == ()
+    again = write(tmp_path / "again.json", json.dumps(TrainConfig.from_preset("tiny", tracker=both).to_json()))
+    assert parse(["--config", again]).tracker == both
+    expected = "--tracker: expected tensorboard, wandb, trackio, got 'wand'"
+    with refused(ConfigError, expected):
+        parse(["--tracker", "wand"])
 
 
 def test_help_has_a_line_for_each_field_but_the_nested_ones() -> None:

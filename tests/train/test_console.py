@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import re
 import struct
@@ -11,13 +12,16 @@ import sys
 import termios
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rich.console
 
 from benchmarks.train import ROW_KEYS
 from kos.train.model.llama_config import FlopsPerToken
-from kos.train.tools.console import Console, describe
+from kos.train.tools import console
+from kos.train.tools.console import Bar, Console, describe, wrapped
 from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.test_cli import ENVIRONMENT
@@ -29,7 +33,6 @@ from kos.comm.rendezvous.choose import launched_rank
 from kos.train.tools.console import Console
 rank = launched_rank()
 console = Console(rank, 9)
-console.start = 4
 console.say(f"hello [of] rank {rank}")
 row = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 for step in range(5, 10):
@@ -38,10 +41,12 @@ for step in range(5, 10):
 console.close()
 console.say(f"bye of rank {rank}")
 """
+VALUES = "  ".join(describe(ROW))
+EVALUATED = "  ".join(describe(ROW | {"val_loss": 3.75}))
 PLAIN = f"""hello [of] rank 0
-step 6/9  {describe(ROW)}
-step 7/9  {describe(ROW | {"val_loss": 3.75})}
-step 8/9  {describe(ROW)}
+step 6/9  {VALUES}
+step 7/9  {EVALUATED}
+step 8/9  {VALUES}
 bye of rank 0
 """
 BAR = re.compile(r"training.*?(\d+)/9")
@@ -90,17 +95,20 @@ def _check_bar(said: str, columns: int = 100) -> None:
     assert "\x1b[" in said
     plain = ESCAPE.sub("", said)
     counts = [int(count) for count in BAR.findall(plain)]
-    assert counts == sorted(counts) and (counts[0], counts[-1]) == (4, 9), said
+    assert counts == sorted(counts) and counts[-1] == 9, said
     lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
     assert lines.count("hello [of] rank 0") == lines.count("bye of rank 0") == 1
-    assert [line for line in lines if line.startswith("step")] == [f"step 7: {describe(ROW | {'val_loss': 3.75})}"]
-    last = next(line for line in reversed(lines) if line.startswith("training"))
-    assert describe(ROW)[:20] in last or columns < 60, "the newest logged values stand beside the bar"
-    assert lines.index("hello [of] rank 0") < lines.index(last) < lines.index("bye of rank 0")
+    at = lines.index(wrapped(["step 7:", *describe(ROW | {"val_loss": 3.75})], columns)[0])
+    assert "  ".join(lines[at:]).startswith(f"step 7:  {EVALUATED}")
+    end = lines.index("bye of rank 0")
+    last = max(index for index, line in enumerate(lines[:end]) if line.startswith("training"))
+    assert VALUES in "  ".join(lines[last:end]), "the newest logged values are beside or below the bar"
+    assert (VALUES in lines[last]) == (columns >= 80)
+    assert lines.index("hello [of] rank 0") < last
     assert "rank 1" not in plain
 
 
-@pytest.mark.parametrize("columns", [100, 80, 60, 30])
+@pytest.mark.parametrize("columns", [100, 80, 60, 40, 30])
 def test_a_terminal_gets_a_bar(columns: int) -> None:
     start = [sys.executable] if columns == 100 else python()
     _check_bar(_on_a_terminal(*start, "-c", SPEAKER, columns=columns), columns)
@@ -143,18 +151,68 @@ def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
     said = ESCAPE.sub("", _on_a_terminal(*python(), "-m", "kos.train", *flags))
     counts = [int(count) for count in BAR.findall(said)]
     assert counts == sorted(counts) and counts[-1] == 9
-    for expected in ("step 5: loss", "step 9: loss", "a sample", "step-9", "--resume auto"):
+    for expected in ("step 5:  loss", "step 9:  loss", "validation: 0%", "a sample", "step-9", "--resume auto"):
         assert expected in said, expected
 
 
 def test_both_mfus_by_the_names_of_results() -> None:
     columns = {f"mfu_{name}": share for name, share in zip(FlopsPerToken._fields, (0.486, 0.52), strict=True)}
-    assert describe(ROW | columns).endswith("MFU 48.6%/52.0%") and columns.keys() < set(ROW_KEYS)
+    assert describe(ROW | columns)[-1] == "MFU 48.6%/52.0%" and columns.keys() < set(ROW_KEYS)
+
+
+FULL = ROW | {
+    "val_loss": 2.25, "skipped": True, "tokens_per_second": 12_345_678.0, "tokens_per_second_per_gpu": 1_543_209.75,
+    "mfu_causal": 0.486, "mfu_noncausal": 0.52, "memory_bytes": 140 << 30,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 100, 200])
+@pytest.mark.parametrize("headline", ["training 19999/20000", "tokenizing the data: 45%", "loading the checkpoint: 5%"])
+def test_no_field_is_cut_on_a_narrow_terminal(width: int, headline: str) -> None:
+    bar, fields = Bar(io.StringIO(), width), describe(FULL)
+    bar._headline, bar._share, bar._fields = headline, 0.45, fields
+    terminal = io.StringIO()
+    rich.console.Console(file=terminal, width=width, force_terminal=False).print(bar)
+    lines = terminal.getvalue().splitlines()
+    assert all(len(line) <= width for line in lines) and "…" not in terminal.getvalue()
+    assert width < len(headline) or lines[0].startswith(headline)
+    assert all(any(field in line for line in lines) for field in fields), "a field is on one line, whole"
+    assert (len(lines) == 1) == (width == 200)
+    assert ("━" in lines[0]) == (width >= 40), "there is a bar where there is room for one"
+
+
+def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any) -> None:
+    terminal, clock = io.StringIO(), iter(range(0, 1000, 3))
+    monkeypatch.setattr(console, "_terminal", lambda: terminal)
+    monkeypatch.setattr(console, "columns", lambda terminal: 40)
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
+    lines = Console(0, 9)
+    for _ in range(2):
+        lines.progress("reading the data", 0.5)
+        lines.close()
+    assert terminal.getvalue().endswith("\x1b[2K"), "the bar's line is erased"
+    lines.step({"step": 9, **ROW}, log=True)
+    lines.progress("saving a checkpoint", 0.5)
+    assert lines._bar is not None and lines._bar._fields == [*describe(ROW), "saving a checkpoint: 50%"]
+    for _ in range(2):
+        lines.close()
+    shown = ESCAPE.sub("", terminal.getvalue()).split("training 9/9")
+    assert shown[-1].split()[1:] == " ".join(describe(ROW)).split()
+
+
+def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -> None:
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    lines = Console(0, 9)
+    for part in range(12):
+        lines.progress("tokenizing the data", part / 12)
+    assert capsys.readouterr().out == "tokenizing the data: 25%\ntokenizing the data: 58%\ntokenizing the data: 92%\n"
 
 
 def test_the_other_ranks_say_nothing(capfd: Any) -> None:
-    console = Console(1, 9)
-    console.say("hello")
-    console.step({"step": 1, **ROW, "val_loss": 1.0}, log=True)
-    console.close()
+    silent = Console(1, 9)
+    silent.say("hello")
+    silent.warn("hello")
+    silent.step({"step": 1, **ROW, "val_loss": 1.0}, log=True)
+    silent.close()
     assert capfd.readouterr() == ("", "")

@@ -19,6 +19,7 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CollectiveTimeout, ConfigError
 from kos.testing import spawn
+from kos.train import run as loop
 from kos.train.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.engine import cpu
@@ -168,11 +169,91 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
     command = [MPIRUN, "-n", "2", *python(), "-c", code, *SHAPE, *flags]
     done = run_program(*map(str, command), env=ENVIRONMENT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    early = "kos: stopped before the first step, nothing to save\n"
-    assert done.stderr == (early if moment in ("imports", "loading", "weights", "validation") else "")
+    early = "kos: stopped before the first step, nothing to save"
+    said = [line for line in done.stderr.splitlines() if not line.endswith("; Ctrl-C again to end now")]
+    assert said == [early] * (moment in ("imports", "loading", "weights", "validation"))
     steps = {"checkpoint": 4, "last step": 6, "sample": 6}.get(moment)
     assert steps is None or checkpoint.find(tmp_path / "run").step == steps
     assert ("to go on: " in done.stdout) == (moment == "checkpoint"), done.stdout
+
+
+LONG_STEP = """
+import ctypes, os, sys, threading
+from pathlib import Path
+from kos.train import __main__ as main
+from kos.train.engine.cpu import CpuEngine
+
+def long(self, step, stop):
+    if step == 3 and self.comm.rank == 0:
+        libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+        def wait():
+            print("long step", flush=True)
+            with open(sys.argv.pop()) as fifo:
+                fifo.read()
+            libc.pthread_mutex_unlock(lock)
+        libc.pthread_mutex_lock(lock)
+        threading.Thread(target=wait).start()
+        libc.pthread_mutex_lock(lock)  # no signal interrupts it, so Python calls no handler meanwhile
+    start(self, step, stop)
+
+start, CpuEngine.start_step = CpuEngine.start_step, long
+sys.exit(main.main(sys.argv[1:-1]))
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGUSR1)])
+def test_ctrl_c_says_within_the_step_what_it_does(
+    text: Path, tmp_path: Path, ranks: int, number: signal.Signals
+) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    flags = [*SHAPE, "--data", text, "--out", tmp_path / "run", "--steps=100", "--eval-every=0", tmp_path / "fifo"]
+    launcher = [MPIRUN, "-n", "2"] if ranks == 2 else []
+    process = subprocess.Popen(
+        [*map(str, (*launcher, *python(), "-c", LONG_STEP, *flags))], env=ENVIRONMENT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    timer = threading.Timer(SECONDS, process.kill)
+    timer.start()
+    try:
+        assert process.stdout is not None
+        assert any(line == "long step\n" for line in process.stdout)
+        process.send_signal(number)
+        plan = f"stopping after this step, then saving to {tmp_path / 'run' / 'checkpoints'}"
+        said = [next(process.stdout)]
+        (tmp_path / "fifo").write_text("go on")
+        said += process.stdout
+    finally:
+        timer.cancel()
+        process.kill()
+    assert said[0] == f"kos: {plan}; Ctrl-C again to end now\n"
+    assert said.count(said[0]) == 1, "rank 0 speaks for all"
+    assert any("stopped on request after step 4; to go on: " in line for line in said)
+    assert checkpoint.find(tmp_path / "run").step == 4
+
+
+def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    plans = {}
+
+    def watch(module: Any, name: str) -> None:
+        original = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            plans[name] = stop.plan
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    for module, name in ((loop, "load_data"), (loop, "train"), (loop, "sample_text"), (checkpoint, "save")):
+        watch(module, name)
+    stop, folder = Stop(), tmp_path / "checkpoints"
+    spawn(lambda comm: Trainer(_config(text, tmp_path, steps=3), comm, stop).run(), 1, timeout=100)
+    assert plans == {
+        "load_data": "stopping before the first step",
+        "train": f"stopping after this step, then saving to {folder}",
+        "save": f"saving the last step to {folder}, then ending",
+        "sample_text": "ending the sample, all steps are saved",
+    }
 
 
 def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:

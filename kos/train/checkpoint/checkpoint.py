@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import reprlib
@@ -30,6 +31,7 @@ from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.saving import Files, Saving, write_json
 from kos.train.checkpoint.shards import MOMENTS
 from kos.train.checkpoint.state import ShardedState
+from kos.train.data.corpus import Show
 from kos.train.data.tokenizers import SAVED, Tokenizer
 from kos.train.model.parameters import Shape
 from kos.train.parallel.failures import alone
@@ -64,14 +66,14 @@ def moment_files(path: Path, shapes: Mapping[str, Shape]) -> huggingface.TensorF
 
 def save(
     folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
-    before: int, run: str = "", at_once: bool = True,
+    before: int, run: str = "", show: Show | None = lambda what, share: None,
 ) -> Saving:  # fmt: skip
     """Begin to write ``folder/step-N``, and copy the state. ``Saving.finish`` waits for it. Collective.
 
     Once it is there, all but the newest ``keep`` up to it are deleted. Those later than ``before``, the step that the
     run saved or went on from last, are deleted too: the run went back behind them, or they are damaged. ``run`` is a
-    name that no other run on this folder has. With ``at_once`` this writes nearly all before it returns. Without, it
-    copies the rank's part of the state to host memory and returns.
+    name that no other run on this folder has. This writes nearly all before it returns, and shows how far it is; with
+    ``show=None`` it copies the rank's part of the state to host memory and returns.
     """
     world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
     alone(world, lambda: _begin(folder, temporary))
@@ -79,10 +81,14 @@ def save(
         _publish, folder=folder, temporary=temporary, step=step, state=state, tokenizer=tokenizer, config=config,
         keep=keep, before=before,
     )  # fmt: skip
-    final, ahead = folder / f"step-{step}", 1 if at_once else 0
-    saving = Saving(final, temporary, step, state.shards.contents(world.rank), world, publish, ahead)
+    final, contents = folder / f"step-{step}", state.shards.contents(world.rank)
+    saving = Saving(final, temporary, step, contents, world, publish, ahead=0 if show is None else 1)
+    whole, done = 4 * sum(math.prod(shape) for file in contents.values() for shape in file.values()), 0
     try:
         for tensor in state.gather():
+            if show is not None:
+                show("saving a checkpoint", done / whole)
+            done += tensor.nbytes
             saving.put(tensor)
         saving.put(None)
     except BaseException:
@@ -137,7 +143,7 @@ def _publish(
         shutil.rmtree(path, ignore_errors=True)
 
 
-def verify(path: Path, weights_only: bool = False) -> Checkpoint:
+def verify(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
     """The checkpoint at ``path``, size and checksum of every file compared with the manifest.
 
     Files are read side by side; with ``weights_only`` those of the optimizer are not looked at.
@@ -162,7 +168,8 @@ def verify(path: Path, weights_only: bool = False) -> Checkpoint:
         wanted = [name for name in manifest["files"] if not (weights_only and name.startswith(OPTIMIZER))]
         with ThreadPoolExecutor() as pool:
             fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
-            for name, found in zip(wanted, fingerprints, strict=True):
+            for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
+                show("checking the checkpoint", number / len(wanted))
                 for key in ("bytes", "sha256"):
                     if found[key] != (expected := manifest["files"][name][key]):
                         raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
@@ -178,7 +185,7 @@ def _whole(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
 
 
-def latest(folder: Path, weights_only: bool = False) -> Checkpoint | None:
+def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
     """The newest whole checkpoint under ``folder``, damaged ones passed over with a warning; None if there is none.
 
     CheckpointError where there are some and all are damaged.
@@ -186,7 +193,7 @@ def latest(folder: Path, weights_only: bool = False) -> Checkpoint | None:
     named = steps_in(folder)
     for _, path in reversed(named):
         try:
-            return verify(path, weights_only)
+            return verify(path, weights_only, show)
         except CheckpointError as error:
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
@@ -197,7 +204,7 @@ def latest(folder: Path, weights_only: bool = False) -> Checkpoint | None:
     return None
 
 
-def find(path: Path, weights_only: bool = False) -> Checkpoint:
+def find(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
     """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder."""
     expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
     try:
@@ -207,7 +214,7 @@ def find(path: Path, weights_only: bool = False) -> Checkpoint:
         raise CheckpointError(f"{expected}, got {error}") from error
     if not is_there:
         raise CheckpointError(f"{expected}, got no such folder")
-    found = verify(path, weights_only) if is_one else latest(path / "checkpoints", weights_only)
+    found = verify(path, weights_only, show) if is_one else latest(path / "checkpoints", weights_only, show)
     if found is None:
         raise CheckpointError(f"{expected}, got none")
     return found

@@ -7,7 +7,8 @@ To be loaded, each rank reads the slices that it needs. Neither takes more host 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, Protocol
 
 import numpy as np
@@ -121,24 +122,32 @@ class ShardedState:
 
     # --- from files, or drawn ------------------------------------------------------------------------
 
-    def read(self, weights: Tensors, moments: Tensors | None = None, step: int = 0) -> None:
-        """Fill the weights, and the moments unless they begin as zeros. Waits for no other rank."""
-        self._read(self.optimizer.weights, weights)
+    def read(
+        self, weights: Tensors, moments: Tensors | None = None, step: int = 0,
+        show: Callable[[float], object] = lambda share: None,
+    ) -> None:  # fmt: skip
+        """Fill the weights, and the moments unless they begin as zeros. Waits for no other rank.
+
+        Calls ``show`` before each tensor, with the share that is done.
+        """
+        sources = [(self.optimizer.weights, weights, "")]
         if moments is not None:
-            for moment in MOMENTS:
-                self._read(getattr(self.optimizer, moment), moments, f"{moment}.")
+            sources += [(getattr(self.optimizer, moment), moments, f"{moment}.") for moment in MOMENTS]
+        parts = [*product(sources, self.placements)]
+        for index, ((held, tensors, prefix), name) in enumerate(parts):
+            show(index / len(parts))
+            self._read(held, tensors, prefix, name)
         self.optimizer.step_count = step
 
-    def _read(self, held: Parameters | Shard, tensors: Tensors, prefix: str = "") -> None:
-        dtype = as_dtype(held.flat.dtype).numpy
-        for name, placement in self.placements.items():
-            first, row = self.spans[name].start, max(1, int(np.prod(placement.local[1:])))
-            for start, stop, at in self._held(held, self.spans[name]):
-                rows = range((start - first) // row, -(-(stop - first) // row))
-                values = tensors.read(prefix + name, placement.rows(rows.start, rows.stop))
-                flat = np.ascontiguousarray(values, dtype).reshape(-1)
-                skipped = start - first - rows.start * row
-                self.ops.copy(flat[skipped : skipped + stop - start], held.flat[at : at + stop - start])
+    def _read(self, held: Parameters | Shard, tensors: Tensors, prefix: str, name: str) -> None:
+        placement, dtype = self.placements[name], as_dtype(held.flat.dtype).numpy
+        first, row = self.spans[name].start, max(1, int(np.prod(placement.local[1:])))
+        for start, stop, at in self._held(held, self.spans[name]):
+            rows = range((start - first) // row, -(-(stop - first) // row))
+            values = tensors.read(prefix + name, placement.rows(rows.start, rows.stop))
+            flat = np.ascontiguousarray(values, dtype).reshape(-1)
+            skipped = start - first - rows.start * row
+            self.ops.copy(flat[skipped : skipped + stop - start], held.flat[at : at + stop - start])
 
     @staticmethod
     def _held(held: Parameters | Shard, span: slice) -> Iterator[tuple[int, int, int]]:

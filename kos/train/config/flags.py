@@ -51,18 +51,17 @@ def _default(key: str, field: FieldInfo) -> str:
     values: Mapping[str, Any] = PRESETS["tiny"].values
     section, _, name = key.rpartition(".")
     value = (values[section] if section else values).get(name, None if field.is_required() else field.default)
-    return "" if value in (None, "") else f" [{value}]"
+    if value in (None, "", ()) and isinstance(field.json_schema_extra, dict):
+        value = field.json_schema_extra["unset"]
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _plan_parser() -> argparse.ArgumentParser:
+def _add_plan(group: Any) -> None:
     """What ``--plan`` takes beside the settings of a run."""
-    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    group = parser.add_argument_group("Plan")
-    about = "train nothing: list the layouts of --ranks N, with memory, bytes sent and predicted time of a step"
-    group.add_argument("--plan", action="store_true", help=about)
-    group.add_argument("--ranks", type=int, metavar="N", help="how many ranks to plan for")
-    group.add_argument("--gpu", metavar="NAME", help="H200, H100 or A100; default: the one that is here, else H200")
-    return parser
+    about = "Train nothing: list the layouts of --ranks N, with memory, bytes sent and predicted time of a step."
+    group.add_argument("--plan", action="store_true", help=f"{about} Default: train.")
+    group.add_argument("--ranks", type=int, metavar="N", help="Ranks to plan for. Default: none, --plan needs it.")
+    group.add_argument("--gpu", metavar="NAME", help="Plan for H200, H100 or A100. Default: the GPU here, else H200.")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -75,7 +74,6 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        parents=[_plan_parser()],
     )
     groups: dict[str, Any] = {}
     for key, field in KEYS.items():
@@ -84,27 +82,31 @@ def make_parser() -> argparse.ArgumentParser:
         title = str(field.json_schema_extra["group"])
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
-            if title == "Run":
-                groups[title].add_argument("--config", metavar="FILE", help="TOML or JSON file of these keys")
-        about = f"{field.description}{_default(key, field)}".replace("%", "%%")
+        about = f"{field.description}. Default: {_default(key, field)}.".replace("%", "%%")
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
             metavar = METAVARS.get(key, {int: "N", float: "X"}.get(_type_of(field), "NAME"))
             kind = {"metavar": metavar, "type": functools.partial(_value, field)}
+        if key == "tracker":
+            kind["action"] = "append"
         groups[title].add_argument(flag_of(key), dest=key, help=about, **kind)
+    config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
+    groups["Model"].add_argument("--config", metavar="FILE", help=config)
+    _add_plan(groups["Ranks and layout"])
     return parser
 
 
 def _preset_table() -> str:
-    """A row a preset."""
-    lines = ["Presets ([values] above are those of tiny):"]
+    """Two lines a preset."""
+    lines = ["Presets (the defaults above are those of tiny):"]
     for name, (about, values) in PRESETS.items():
         shape = values["model"]
         heads = shape["num_attention_heads"]
+        lines.append(f"  {name:<10} {about}")
         lines.append(
-            f"  {name:<9} {shape['num_hidden_layers']} layers × {shape['hidden_size']}, "
+            f"{'':13}{shape['num_hidden_layers']} layers × {shape['hidden_size']}, "
             f"{heads}/{shape.get('num_key_value_heads', heads)} heads, T {values['seq_len']}, "
-            f"batch {values['batch_size']}, {values['steps']} steps, lr {values['lr']:g}: {about}"
+            f"batch {values['batch_size']}, {values['steps']} steps, lr {values['lr']:g}"
         )
     return "\n".join(lines)
 
@@ -135,7 +137,9 @@ class PlanRequest(NamedTuple):
 
 def parse_plan(argv: Sequence[str]) -> PlanRequest:
     """As ``parse``, of a command line with ``--plan``."""
-    arguments, words = _plan_parser().parse_known_args(argv)
+    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    _add_plan(parser)
+    arguments, words = parser.parse_known_args(argv)
     given = {key for _, values in read_command_line(words) for key, value in values.items() if value is not None}
     config, ranks = parse(words), getattr(arguments, "ranks", 0)
     if ranks < 1:

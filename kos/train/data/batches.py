@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kos.errors import ConfigError, DataError
 from kos.train.config.options import TrainConfig
-from kos.train.data.corpus import Corpus, read_corpus
+from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.prepared import prepared
 from kos.train.data.tokenizers import (
     NumberTokenizer,
@@ -43,8 +43,6 @@ Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 Shards = Sequence[NDArray[Any]]
-Show = Callable[[str, float], object]
-"""Called now and then, with what is being done and the share that is done."""
 
 
 class Tokens:
@@ -149,7 +147,7 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None) -> Dat
             prompt that the tokenizer cannot spell.
         ConfigError: a tokenizer that does not go with the data.
     """
-    corpus = read_corpus(config.data)
+    corpus = read_corpus(config.data, show)
     if corpus.vocab_size is None:
         train, val, tokenizer, fingerprint = _load_text(corpus, _tokenizer_of_text(config), show)
     else:
@@ -202,9 +200,9 @@ def _load_text(corpus: Corpus, spec: str, show: Show) -> tuple[Shards, Shards, T
             with (folder / name).open("wb") as file:
                 for text in texts:
                     for portion in portions(text):
+                        show("tokenizing the data", done / total)
                         file.write(encoder.encode(portion).data)
                         done += len(portion)
-                        show("tokenizing the data", done / total)
                     if encoder.eos is not None:  # ends each text
                         file.write(np.array([encoder.eos], encoder.dtype).data)
         shards = [_map(folder / name, encoder.dtype) for name in ("train", "val")]

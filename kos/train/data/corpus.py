@@ -29,6 +29,8 @@ HELD_OUT = 10
 """One part in this many is for validation: of a text or a token file, of the files of a folder."""
 
 Splits = tuple[Sequence[Any], Sequence[Any]]
+Show = Callable[[str, float], object]
+"""Called now and then, with what is being done and the share that is done."""
 T = TypeVar("T")
 
 HEADER_BYTES = 256 * 4
@@ -54,7 +56,7 @@ class Corpus:
     val = property(lambda self: self.splits[1])
 
 
-def read_corpus(data: str) -> Corpus:
+def read_corpus(data: str, show: Show = lambda what, share: None) -> Corpus:
     """The corpus that ``--data`` names.
 
     ``stdlib``, ``tinyshakespeare``, or a path: a text or token file (its last tenth is held out), a folder of
@@ -64,7 +66,7 @@ def read_corpus(data: str) -> Corpus:
     Raises:
         DataError: missing, unreadable, empty or binary.
     """
-    corpus = _readable(data, lambda: _read(data))
+    corpus = _readable(data, lambda: _read(data, show))
     return replace(corpus, read=lambda: _readable(data, corpus.read))
 
 
@@ -76,14 +78,14 @@ def _readable(data: str, action: Callable[[], T]) -> T:
         raise DataError(f"--data {data}: expected readable files, got {got}") from None
 
 
-def _read(data: str) -> Corpus:
+def _read(data: str, show: Show) -> Corpus:
     if data == "stdlib":
         return Corpus(data, [], read_stdlib)
     if data == download.NAME:
         return Corpus(data, [], lambda: _cut(_read_text(download.tinyshakespeare())))
     path = Path(data)
     if path.is_dir():
-        return _read_folder(path)
+        return _read_folder(path, show)
     if path.is_file():
         if not _is_token_file(path):
             return Corpus(path.name, [path], lambda: _cut(_read_text(path)))
@@ -106,16 +108,17 @@ def _cut(whole: Any) -> Splits:
     return [whole[:at]], [whole[at:]]
 
 
-def _read_folder(folder: Path) -> Corpus:
+def _read_folder(folder: Path, show: Show) -> Corpus:
     paths = _visible_files(folder)
     if tokens := [path for path in paths if path.suffix == ".bin" and _is_token_file(path)]:
         return _token_corpus(str(folder), tokens)
-    return Corpus(folder.name, paths, lambda: _read_texts(folder, paths))
+    return Corpus(folder.name, paths, lambda: _read_texts(folder, paths, show))
 
 
-def _read_texts(folder: Path, paths: Sequence[Path]) -> Splits:
+def _read_texts(folder: Path, paths: Sequence[Path], show: Show) -> Splits:
     texts = []
-    for path in paths:
+    for number, path in enumerate(paths):
+        show("reading the data", number / len(paths))
         try:
             texts.append(_read_text(path))
         except DataError as error:

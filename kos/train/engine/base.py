@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -237,7 +238,8 @@ class Engine(Step):
 
     def read(self, weights: Tensors, moments: Tensors | None = None, step: int = 0) -> None:
         """Fill this rank's weights and moments, those of ``step``; waits for no other rank."""
-        self.state.read(weights, moments, step)
+        what = "preparing the weights" if moments is None else "loading the checkpoint"
+        self.state.read(weights, moments, step, partial(self.show, what))
 
     def draw_weights(self) -> None:
         """Draw this rank's initial weights; waits for no other rank."""

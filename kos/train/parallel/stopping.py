@@ -5,8 +5,10 @@ Imports nothing that takes time: a signal that comes before ``listen`` kills.
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,10 +29,31 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = self._at_once = False
+        self.plan = "stopping before the first step"
+        """What a stop does now."""
+        self._listens = False
 
     def listen(self) -> None:
+        self._listens = True
         for number in SIGNALS:
             signal.signal(number, self._handle)
+
+    def announce(self, say: Callable[[str], object]) -> None:
+        """Say ``plan`` as soon as a signal comes, from a thread: Python's handler waits until what computes returns."""
+        if not self._listens:
+            return
+
+        def watch() -> None:
+            while os.read(reader, 1)[0] not in SIGNALS:
+                pass
+            say(f"kos: {self.plan}; Ctrl-C again to end now")
+
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=watch, name="kos-signals", daemon=True).start()
+        if self.asked:
+            os.write(writer, bytes(SIGNALS[:1]))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.asked = True

@@ -41,6 +41,11 @@ def sample(out: Path, config: TrainConfig) -> str:
     return shlex.join([_near(sys.executable), "-m", "kos.train.sample", str(out), *flags])
 
 
+def plot(out: Path) -> str:
+    """A picture of the metrics of the run in ``out``."""
+    return shlex.join([_near(sys.executable), "-m", "kos.train.tools.plot", str(out)])
+
+
 def _near(program: str) -> str:
     """A program as a user would type it here."""
     near = os.path.relpath(program)

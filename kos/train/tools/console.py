@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
 from kos.comm.rendezvous import mpi_job
 
 SILENCE = 10.0  # seconds without a line, after which a part of what takes long is worth one
+LEAST_BAR = 8  # columns; a narrower bar shows nothing
 
 # How each value of a row is shown, in this order.
 _SHOWN = {
@@ -32,11 +34,11 @@ class Console:
     def __init__(self, rank: int, steps: int) -> None:
         self._silent = rank != 0 or sys.stdout is None
         self._steps = steps
-        self.start = 0  # the step that the bar counts from
-        self._spoke = time.monotonic()  # when a line was last printed
+        self._spoke = time.monotonic()  # when a line was last printed, or a step shown
+        self._values: list[str] = []  # of the step that was logged last
         self._first: tuple[int, float] | None = None  # the first step and when it was over
         terminal = None if self._silent else _terminal()
-        self._bar = None if terminal is None else _bar(terminal, steps)
+        self._bar = None if terminal is None or not columns(terminal) else Bar(terminal)
 
     def say(self, text: str) -> None:
         """A line (or several) that stays."""
@@ -50,61 +52,98 @@ class Console:
                 self._silent = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 
+    def warn(self, text: str) -> None:
+        """A line for the person at the terminal, also where the output goes to a file. Any thread may call this."""
+        if self._bar is not None:
+            self.say(text)
+        elif not self._silent:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
+
     def step(self, row: Mapping[str, Any], *, log: bool) -> None:
         """One row of metrics; ``log`` says whether it is this step's turn to be printed."""
-        evaluated, now = "val_loss" in row, time.perf_counter()
-        first, began = self._first = self._first or (row["step"], now)
+        step, evaluated, now = row["step"], "val_loss" in row, time.perf_counter()
+        first, began = self._first = self._first or (step, now)
+        seconds = (self._steps - step) * (now - began) / max(1, step - first)
+        left = [f"{duration(seconds)} left"] * (seconds > SILENCE)
         if self._bar is None:
             if log or evaluated:
-                seconds = (self._steps - row["step"]) * (now - began) / max(1, row["step"] - first)
-                left = f"  {duration(seconds)} left" if seconds > SILENCE else ""
-                self.say(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {describe(row)}{left}")
+                self.say("  ".join([f"step {step:>{len(str(self._steps))}}/{self._steps}", *describe(row), *left]))
             return
-        self._show(self._bar)
         if evaluated:
-            self.say(f"step {row['step']}: {describe(row)}")
-        beside = describe({key: value for key, value in row.items() if key != "val_loss"}) if log else None
-        self._bar.update(self._bar.task_ids[0], completed=row["step"], description=beside)
+            self.say("\n".join(wrapped([f"step {step}:", *describe(row)], self._bar.console.width)))
+        if log:
+            self._values = [*describe({key: value for key, value in row.items() if key != "val_loss"}), *left]
+        self._spoke = time.monotonic()
+        self._bar.update(f"training {step}/{self._steps}", step / self._steps, self._values)
 
     def progress(self, what: str, share: float) -> None:
-        """How far something is that takes long: beside the bar, or a line now and then."""
+        """How far something is that takes long: a bar, beside the bar of the steps, or a line now and then."""
         text = f"{what}: {share:.0%}"
-        if self._bar is not None:
-            self._show(self._bar)
-            self._bar.update(self._bar.task_ids[0], description=text)
+        if self._bar is not None and self._first is None:
+            self._bar.update(text, share)
+        elif self._bar is not None:
+            if time.monotonic() - self._spoke > 1:
+                self._bar.update(fields=[*self._values, text])
         elif time.monotonic() - self._spoke > SILENCE:
             self.say(text)
 
-    def _show(self, bar: Any) -> None:
-        if not bar.task_ids:
-            bar.add_task("", total=self._steps, completed=self.start)
-        if bar.finished or not bar.live.is_started:
-            bar.start()
-
     def close(self) -> None:
-        """No more steps."""
+        """Nothing more to show for now: the bar of the steps stays, another one goes."""
         if self._bar is not None:
-            self._bar.stop()
+            self._bar.stop(None if self._first is None else self._values)
 
 
-def _bar(terminal: TextIO, steps: int) -> Any:
-    """None where the terminal does not say how wide it is: a bar of no width would show nothing."""
-    width = os.get_terminal_size(terminal.fileno()).columns
-    if not width:
-        return None
-    from rich.console import Console as Terminal
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.table import Column
+class Bar:
+    """A headline with a bar, and fields: on the same line where all fit, else on lines below. No field is cut."""
 
-    room = width - len(f"training {steps}/{steps} ---- 0:00:00 ")  # where it is small, the values are cut
-    return Progress(
-        TextColumn("training {task.completed}/{task.total}"),
-        BarColumn(bar_width=None),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=max(1, room))),
-        console=Terminal(file=terminal, force_terminal=True, width=width),
-        refresh_per_second=5,
-    )
+    def __init__(self, terminal: TextIO, width: int = 0) -> None:
+        """``width``: columns; 0: as many as ``terminal`` has, also when that changes."""
+        from rich.console import Console as Terminal
+        from rich.live import Live
+
+        self._terminal, self._width = terminal, width
+        self._headline, self._share, self._fields = "", 0.0, list[str]()
+        self.console = Terminal(file=terminal, force_terminal=True, width=width or columns(terminal))
+        self._live = Live(self, console=self.console, refresh_per_second=5)
+
+    def update(self, headline: str | None = None, share: float = 0.0, fields: list[str] | None = None) -> None:
+        """Show another headline with its share, other fields, or both."""
+        if headline is not None:
+            self._headline, self._share = headline, share
+        self._fields = self._fields if fields is None else fields
+        self.console.width = self._width or columns(self._terminal) or self.console.width
+        if not self._live.is_started:
+            self._live.start()
+
+    def stop(self, fields: list[str] | None) -> None:
+        """Leave these fields and the headline; None: remove all."""
+        self._fields, self._live.transient = fields or [], fields is None
+        self._live.stop()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        whole, room = "  ".join(self._fields), options.max_width - len(self._headline) - 1
+        beside = whole and room - len(whole) - 1 >= LEAST_BAR
+        bar = ProgressBar(total=1, completed=self._share, width=room - (len(whole) + 1 if beside else 0))
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(self._headline), *[bar] * (room >= LEAST_BAR), *[Text(whole)] * bool(beside))
+        yield line
+        yield from map(Text, [] if beside else wrapped(self._fields, options.max_width))
+
+
+def wrapped(fields: Iterable[str], width: int) -> list[str]:
+    """Lines of whole fields, of ``width`` columns where no field is longer."""
+    lines: list[str] = []
+    for field in fields:
+        if lines and len(lines[-1]) + 2 + len(field) <= width:
+            lines[-1] += f"  {field}"
+        else:
+            lines.append(field)
+    return lines
 
 
 def _terminal() -> TextIO | None:
@@ -124,6 +163,13 @@ def _terminal() -> TextIO | None:
         return None
 
 
+def columns(terminal: TextIO) -> int:
+    """How wide a terminal is; 0 where it does not say."""
+    with contextlib.suppress(OSError):  # it is gone
+        return os.get_terminal_size(terminal.fileno()).columns
+    return 0
+
+
 def duration(seconds: float) -> str:
     """As a person says it."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
@@ -132,9 +178,9 @@ def duration(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
-def describe(row: Mapping[str, Any]) -> str:
-    """A row of metrics in one line."""
+def describe(row: Mapping[str, Any]) -> list[str]:
+    """The values of a row of metrics, each with its name or unit."""
     values = {**row, "gib": row.get("memory_bytes", 0) / 2**30}
     alone = row.get("tokens_per_second_per_gpu") == row["tokens_per_second"]
     shown = (key for key in _SHOWN if key in row and not (alone and key.endswith("gpu")))
-    return "  ".join(_SHOWN[key].format_map(values) for key in shown)
+    return [_SHOWN[key].format_map(values) for key in shown]

@@ -29,7 +29,7 @@ class MetricsLog:
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self.path, self._unwritten, self._warned = path, b"", False
         try:
-            kept = [_line(row) for row in read_metrics(path) if row["step"] <= after_step]
+            kept = [as_line(row) for row in read_metrics(path) if row["step"] <= after_step]
             replace_file(path, "".join(kept).encode())
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -37,7 +37,7 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row.  A row that the disk refuses ends no run: it is written before the next one."""
-        self._unwritten += _line(row).encode()
+        self._unwritten += as_line(row).encode()
         try:
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
@@ -51,7 +51,8 @@ class MetricsLog:
             self._file.close()
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def as_line(row: Mapping[str, Any]) -> str:
+    """A row as a line of the file."""
     finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
     return json.dumps(finite, allow_nan=False) + "\n"
 

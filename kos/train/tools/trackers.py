@@ -1,0 +1,190 @@
+"""``--tracker``: TensorBoard, Weights & Biases and Trackio, beside ``metrics.jsonl``.
+
+Each tracker runs in a process of its own, which reads rows of metrics from a pipe. So its imports, threads, signal
+handlers and network neither delay nor end the run. Rows that the pipe does not take yet wait in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from kos.errors import ConfigError, install
+from kos.files import replace_file
+from kos.train.tools.metrics import as_line
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+"""Trackers and what they import. tensorboardX writes the files; unlike tensorboard it needs no web server to do so."""
+
+ID = ".tracker-id"
+WAITING_BYTES = 4 << 20
+"""Most bytes of rows that wait for a tracker; one that is further behind is ended."""
+CLOSE_SECONDS = 20.0
+"""How long the end of a run waits for a tracker."""
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """What shows the metrics of one run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in ``tensorboard`` of the run's folder. A resumed run hides the steps that it repeats."""
+
+    def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
+        from tensorboardX import SummaryWriter
+
+        start = about["start"]
+        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1 if start else None, flush_secs=5)
+        self._writer.add_text("config", f"```json\n{json.dumps(about['config'], indent=2)}\n```", start)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Service:
+    """A run of wandb or trackio, whose calls are alike. Their environment variables choose mode, project and place."""
+
+    def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
+        options: dict[str, Any] = {"config": about["config"], "resume": "allow"}
+        if name == "wandb":
+            options |= {"id": about["id"], "name": os.environ.get("WANDB_NAME", out.name), "allow_val_change": True}
+            options["dir"] = os.environ.get("WANDB_DIR", str(out))
+        else:  # trackio finds a run again by its name
+            options["name"] = f"{out.name}-{about['id']}"
+        project = os.environ.get(f"{name.upper()}_PROJECT", "kos")
+        self._run = importlib.import_module(name).init(project=project, **options)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check(names: Sequence[str]) -> None:
+    """ConfigError where the package of a tracker is not installed."""
+    for name in names:
+        if importlib.util.find_spec(PACKAGES[name]) is None:
+            raise ConfigError(f"--tracker {name}: expected the package {PACKAGES[name]} ({install(name)}), got none")
+
+
+def start(names: Sequence[str], out: Path, start: int, description: Mapping[str, Any]) -> list[TrackerProcess]:
+    """The trackers of the run in ``out``, which begins after step ``start``: the same run again where that is not 0."""
+    if not names:
+        return []
+    path = out / ID
+    if start == 0 or not path.exists():
+        replace_file(path, secrets.token_hex(4).encode())
+    config = {**description["config"], **{key: value for key, value in description.items() if key != "config"}}
+    return [TrackerProcess(name, out, {"id": path.read_text(), "start": start, "config": config}) for name in names]
+
+
+class TrackerProcess:
+    """The trainer's end of a tracker. What fails there is a warning, once."""
+
+    def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
+        self._name, self._messages, self._unsent = name, out / f"{name}.log", b""
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", __name__, name, str(out)]
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            with open(self._messages, "wb") as messages:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=messages, stderr=messages, env=env, start_new_session=True
+                )
+            os.set_blocking(self._pipe(), False)
+        except OSError as error:
+            return self._fail(f"cannot start: {error}")
+        self._send(json.dumps(about) + "\n")
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Pass on a row of metrics. Waits for nothing."""
+        self._send(as_line(row))
+
+    def close(self) -> None:
+        """Wait, for ``CLOSE_SECONDS`` at most, until the tracker has every row and has ended."""
+        limit = time.monotonic() + CLOSE_SECONDS
+        while self._unsent and select.select([], [self._pipe()], [], max(0, limit - time.monotonic()))[1]:
+            self._send("")
+        if self._process is None:
+            return
+        try:
+            self._process.communicate(timeout=max(0, limit - time.monotonic()))
+            if self._process.returncode:
+                self._fail(f"ended with status {self._process.returncode}")
+        except subprocess.TimeoutExpired:
+            self._fail(f"not done {CLOSE_SECONDS:g} s after the last step")
+
+    def _pipe(self) -> int:
+        assert self._process is not None and self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    def _send(self, text: str) -> None:
+        if self._process is None:
+            return
+        self._unsent += text.encode()
+        try:
+            self._unsent = self._unsent[os.write(self._pipe(), self._unsent) :]
+        except BlockingIOError:
+            if len(self._unsent) > WAITING_BYTES:
+                self._fail("takes no more rows")
+        except OSError:  # nobody reads the pipe any more
+            self._fail("has ended")
+
+    def _fail(self, what: str) -> None:
+        process, self._process, self._unsent = self._process, None, b""
+        if process is not None:
+            process.kill()
+            process.communicate()
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = self._messages.read_text(errors="replace").split("\n")
+        last = next((f": {line.strip()[:200]}" for line in reversed(lines) if line.strip()), "")
+        _log.warning("--tracker %s: %s%s; see %s; metrics.jsonl has every step", self._name, what, last, self._messages)
+
+
+def _exit(args: Any) -> None:
+    """A thread that fails ends the process: a tracker without its writer would wait for ever."""
+    sys.__excepthook__(*args[:3])
+    os._exit(1)
+
+
+def main(name: str, out: str) -> None:
+    """The process of a tracker, until its input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # which tell the run to stop; it has more rows then
+        signal.signal(number, signal.SIG_IGN)
+    threading.excepthook = _exit
+    about = json.loads(sys.stdin.readline())
+    tracker: Tracker = TensorBoard(Path(out), about) if name == "tensorboard" else Service(name, Path(out), about)
+    for line in sys.stdin:
+        row = json.loads(line)
+        values = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
+        tracker.log(row["step"], values)
+    tracker.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

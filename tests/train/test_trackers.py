@@ -1,0 +1,214 @@
+"""Trackers get what metrics.jsonl gets, and whatever fails in one ends no run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos.errors import ConfigError, install
+from kos.train.tools import trackers
+from tests.train.refusal import refused
+from tests.train.test_loop import _train, text
+
+__all__ = ["text"]
+
+RUN: dict[str, Any] = {"steps": 6, "save_every": 3, "eval_every": 3, "sample_tokens": 0}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test needs a network, or writes into the user's folders."""
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "TRACKIO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "settings"))
+    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 100.0)
+
+
+def _interrupted_and_resumed(text: Path, out: Path, tracker: str) -> list[dict[str, Any]]:
+    """The metrics of a run that was killed after step 6, when step 3 was the last that it had saved."""
+    _train(text, out, tracker=(tracker,), **RUN)
+    (out / "checkpoints" / "step-6").rename(out / "gone")
+    return _train(text, out, 2, tracker=(tracker,), resume="auto", **RUN | {"steps": 8})
+
+
+def _events(folder: Path) -> Iterator[Any]:
+    """The records of event files: length, checksum, content, checksum (TensorFlow, core/lib/io/record_writer.h)."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    for path in sorted(folder.iterdir()):
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            size = int.from_bytes(content[at : at + 8], "little")
+            yield Event.FromString(content[at + 12 : at + 12 + size])
+            at += size + 16
+
+
+def test_tensorboard_has_the_values_of_metrics_jsonl(text: Path, tmp_path: Path) -> None:
+    """Those of a step that is repeated replace the first: a mark in the file says so."""
+    pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
+    rows = _interrupted_and_resumed(text, tmp_path / "run", "tensorboard")
+    seen: dict[int, dict[str, float]] = {}
+    texts = []
+    for event in _events(tmp_path / "run" / "tensorboard"):
+        if event.session_log.status == 1:  # START: later steps are void
+            seen = {step: values for step, values in seen.items() if step < event.step}
+            assert len(seen) == 3
+        for value in event.summary.value:
+            if value.HasField("tensor"):
+                texts.append(value.tensor.string_val[0].decode())
+            else:
+                assert value.tag not in seen.setdefault(event.step, {})
+                seen[event.step][value.tag] = value.simple_value
+    assert len(rows) == len(seen) == 8
+    for row in rows:
+        assert seen[row.pop("step")] == pytest.approx(row, rel=1e-6)
+    assert len(texts) == 2 and json.loads(texts[1].strip("`json\n"))["steps"] == 8
+
+
+def _wandb_records(path: Path) -> Iterator[bytes]:
+    """LevelDB's log format (google/leveldb, doc/log_format.md), after a header of 7 bytes."""
+    content, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(content):
+        if (left := -at % 32_768) and left < 7:  # no header begins there
+            at += left
+            continue
+        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        record += content[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def test_wandb_offline_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    out = tmp_path / "run"
+    rows = _interrupted_and_resumed(text, out, "wandb")
+    runs = sorted((out / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(runs) == 2 and len({path.name for path in runs}) == 1, "the second goes on with the first's id"
+    seen: dict[float, float] = {}
+    config: dict[str, Any] = {}
+    for path in runs:
+        for record in map(Record.FromString, _wandb_records(path)):
+            config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+            values = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in record.history.item}
+            if "loss" in values:
+                seen[record.history.step.num] = values["loss"]
+    assert seen == {row["step"]: row["loss"] for row in rows}
+    assert config["steps"] == 8 and config["model"]["hidden_size"] == 32
+
+
+def test_trackio_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trackio", reason="needs the extra trackio")
+    import sqlite3
+
+    rows = _interrupted_and_resumed(text, tmp_path / "run", "trackio")
+    (path,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(path) as database:
+        found = database.execute("select run_name, step, metrics from metrics").fetchall()
+        ((config,),) = database.execute("select config from configs").fetchall()
+    assert json.loads(config)["steps"] == 8
+    values = {step: json.loads(metrics) for _, step, metrics in found}
+    assert len({name for name, _, _ in found}) == 1
+    losses = {step: row["loss"] for step, row in values.items() if "loss" in row}
+    assert losses == {row["step"]: row["loss"] for row in rows}
+
+
+def test_a_package_that_is_missing_is_refused_with_what_installs_it(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(trackers.PACKAGES, "wandb", "not_there")
+    with refused(ConfigError, "--tracker wandb", "package not_there", install("wandb")):
+        _train(text, tmp_path / "run", 2, tracker=("wandb",), **RUN)
+    assert not (tmp_path / "run").exists(), "refused before anything is written"
+
+
+FAULTS = {
+    "import": ("raise ImportError('no libfoo')", "status 1: ImportError: no libfoo"),
+    "init": ("def init(**options): raise OSError('no network')", "status 1: OSError: no network"),
+    "log": (
+        "class init:\n    def __init__(self, **options): pass\n    def log(self, values, step): 1 / 0",
+        "status 1: ZeroDivisionError: division by zero",
+    ),
+    "finish": (
+        "class init:\n    def __init__(self, **options): pass\n    def log(self, values, step): pass\n"
+        "    def finish(self): print('no disk'); raise SystemExit(3)",
+        "status 3: no disk",
+    ),
+    "hangs": (
+        "import threading\ndef init(**options): print('waiting', flush=True); threading.Event().wait()",
+        "not done 2 s after the last step: waiting",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_tracker_that_fails_is_one_warning(
+    text: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code, expected = FAULTS[fault]
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    if fault == "hangs":
+        monkeypatch.setattr(trackers, "CLOSE_SECONDS", 2.0)
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, trackers.__name__):
+        rows = _train(text, tmp_path / "run", 2, tracker=("wandb",), **RUN)
+    assert len(rows) == 6 and time.monotonic() - began < 60
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == trackers.__name__]
+    what = expected.partition(": ")[2] if "has ended" in warning else expected  # noticed at the end, or at a row
+    assert what in warning and f"see {tmp_path / 'run' / 'wandb.log'}" in warning
+
+
+def test_a_tracker_that_falls_behind_keeps_no_more_than_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no row waits for it, though the pipe is full."""
+    (tmp_path / "wandb.py").write_text("import threading\nthreading.Event().wait()")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(trackers, "WAITING_BYTES", 1 << 17)
+    (tracker,) = trackers.start(["wandb"], tmp_path, 0, {"config": {}})
+    row = {"step": 1, "loss": 1.0, "more": "x" * 1000}
+    for _ in range(400):
+        tracker.log(row)
+        assert len(tracker._unsent) <= (1 << 17) + 1100
+    tracker.close()
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == ["--tracker wandb: takes no more rows"]
+
+
+def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm that is not finite is null in metrics.jsonl; a signal to the whole job does not end the tracker."""
+    (tmp_path / "trackio.py").write_text(
+        "import json, os, signal\n"
+        "class init:\n"
+        "    def __init__(self, **options): self.file = open('said', 'w')\n"
+        "    def log(self, values, step): os.kill(os.getpid(), signal.SIGTERM); print(step, values, file=self.file)\n"
+        "    def finish(self): self.file.close()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tracker,) = trackers.start(["trackio"], tmp_path, 0, {"config": {}})
+    tracker.log({"step": 7, "loss": 1.5, "grad_norm": float("inf"), "skipped": True})
+    tracker.close()
+    assert (tmp_path / "said").read_text() == "7 {'loss': 1.5, 'skipped': 1.0}\n"
+
+
+def test_without_a_tracker_there_is_no_process(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "TrackerProcess", None)
+    _train(text, tmp_path / "run", **RUN)
+    names = {path.name for path in (tmp_path / "run").iterdir()}
+    assert names == {".lock", "checkpoints", "config.json", "metrics.jsonl"}
