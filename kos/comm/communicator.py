@@ -378,7 +378,7 @@ class Communicator(Operations):
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
 
-        ``shape`` is in elements of ``dtype``, which is NumPy's or a name such as "bfloat16".
+        ``shape`` is in elements of ``dtype``: of NumPy, of torch, or a name such as "bfloat16".
         With nccl it lies in a symmetric window on this rank's GPU.  With host memory it is an ndarray, in memory that
         the ranks share if they are on one host.  ``views`` gives the parts of the other ranks.
         """

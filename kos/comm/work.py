@@ -79,7 +79,7 @@ class Engine:
             if not work.advance():
                 self._active.append(work)
                 started(call)
-                if self.thread is not None:
+                if self.thread is not None and not self.thread.paused:
                     self.thread.wake.set()
         return work
 
@@ -104,6 +104,8 @@ class Engine:
         if thread is not None:
             with self.lock:
                 thread.paused -= 1
+                if self._active and not thread.paused:
+                    thread.wake.set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

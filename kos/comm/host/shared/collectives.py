@@ -18,7 +18,7 @@ import numpy as np
 
 from kos.comm.host.shared.calls import Calls, Wait
 from kos.comm.host.shared.plans import Plan, Plans, Sum
-from kos.comm.host.shared.segment import ARRIVED, CLOSED, DEPTH, GOT, PUT, REDUCED, RING
+from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING
 from kos.comm.operation import Call
 from kos.comm.reduction import Reduction
 from kos.comm.work import Steps
@@ -44,7 +44,7 @@ class SharedCollectives:
         self._rings = [segment.layout.ring(rank) for rank in self._peers]
         self._gots, self._failure = self._of_peers[GOT], segment.layout.failure
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
-        mine = (segment.layout.ring(self.rank), *(self._mine + word for word in (ARRIVED, PUT, GOT)))
+        mine = self._mine + PUT, self._mine + GOT
         self._places: tuple[Any, ...] = (self._words, *mine, self._rings, self._failure, crowded, self._spins)
         self._issued = self._served = 0  # ticket lock of the slots: operations started, operations done
         self._stage = self._free = 0  # the next stage, and the last whose slot is known to be free
@@ -61,10 +61,8 @@ class SharedCollectives:
         One stage needs no steps if the other ranks come soon: without them it takes half the time.
         """
         plan, stage, sequence = call.plan, self._stage, call.sequence
-        words, my_ring, my_arrived, my_put, my_got, rings, failure, crowded, spins = self._places
-        place, published = sequence % RING, (call.mark or self._calls.mark(call)) + sequence
-        words[my_ring + place] = published  # ``Calls.announce``
-        words[my_arrived] = sequence + 1
+        words, my_put, my_got, rings, failure, crowded, spins = self._places
+        place, published = sequence % RING, self._calls.announce(call)
         if type(plan) is Sum:
             return self._reduce(call, *plan)
         count, per_stage, _, put, get, flags, reads_all = plan
