@@ -12,15 +12,15 @@ BIN := $(VENV)/bin
 ifdef SYSTEM_MPI
 MPIRUN := mpirun
 MPI := system-mpi
-EXTRAS_train := train
+EXTRAS_train := train,plot
 else
 MPIRUN := $(BIN)/mpirun
 MPI := wheel-mpi
-EXTRAS_train := train,mpi
+EXTRAS_train := train,plot,mpi
 endif
-EXTRAS_test := $(EXTRAS_train),tokenizers,plot,tensorboard,test
+EXTRAS_test := $(EXTRAS_train),tokenizers,tensorboard,test
 EXTRAS_lint := train,tokenizers,lint
-EXTRAS_docs := $(EXTRAS_train),tokenizers,plot,docs
+EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
