@@ -59,6 +59,7 @@ class FaultPlan:
             if fault.rank >= size:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
         self.pending = set(self._faults)
+        self.harmless = all(fault.kind == "delay" for fault in self._faults)  # no rank ends and no message is lost
         self.operations = [0] * size  # started by each rank
         self._stalled = 0
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
-from kos.testing import Deadlock, spawn
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.testing import Deadlock, Fault, spawn
 
 LONG = 600.0  # seconds: a deadlock is not found by waiting for its timeout
 
@@ -188,6 +188,10 @@ def test_messages_that_nobody_received() -> None:
     with pytest.raises(CollectiveError, match=expected):
         spawn(body, 2, 60, buffer_bytes=100)
     spawn(body, 2, 60, buffer_bytes=100, check_messages=False)
+    with pytest.raises(CollectiveError, match=expected):  # a delay loses no message
+        spawn(body, 2, 60, buffer_bytes=100, faults=[Fault("delay", 0)])
+    with pytest.raises(RankLost, match="rank 1 is gone: its function returned"):  # nothing is buffered
+        spawn(lambda comm: comm.rank or comm.send(np.ones(3), 1), 2, 60)
 
 
 def test_a_wrong_size_of_the_buffer() -> None:
