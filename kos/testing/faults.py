@@ -21,10 +21,13 @@ class Fault:
     Operations are all collectives and messages that the rank starts, on any communicator, in order.  ``kind`` is one of
 
     - ``delay``: the rank begins that operation ``seconds`` later (default 0.02), which changes no result;
-    - ``drop``: the messages that it sends in that operation are lost: ranks that wait for one raise CollectiveTimeout;
+    - ``drop``: the messages that it sends in that operation are lost: ranks that wait for one raise Deadlock, or
+      RankLost if the sender has returned;
     - ``error``: the operation raises CollectiveError before it begins, also on the other ranks that take part;
-    - ``stall``: the rank stops forever before that operation: the others raise a CollectiveTimeout that names it;
+    - ``stall``: the rank stops forever before that operation: ranks that wait for it raise Deadlock;
     - ``crash``: the rank ends without a report before that operation: the others raise RankLost.
+
+    Where the waits have a shorter timeout than ``spawn``, CollectiveTimeout comes instead of Deadlock, its base.
 
     Raises InvalidArgument for an invalid plan.
     """
@@ -61,7 +64,8 @@ class FaultPlan:
         self.pending = set(self._faults)
         self.harmless = all(fault.kind == "delay" for fault in self._faults)  # no rank ends and no message is lost
         self.operations = [0] * size  # started by each rank
-        self._stalled = 0
+        self.stalled: set[int] = set()
+        self.lost: dict[tuple[int, str], None] = {}  # rank and operation of the messages that were dropped, in order
 
     def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
         """Apply the faults of the next operation of world rank ``rank``.
@@ -75,7 +79,7 @@ class FaultPlan:
             if (fault.rank, fault.operation) != (rank, number):
                 continue
             if fault.kind == "drop":
-                lost = partial(self.pending.discard, fault)
+                lost = partial(self._lose, fault, call)
                 continue
             self.pending.discard(fault)
             if fault.kind == "delay":
@@ -89,11 +93,20 @@ class FaultPlan:
                 raise Crashed(f"it crashed before {call.name}")
         return lost
 
+    def _lose(self, fault: Fault, call: Call) -> None:
+        """Record that a message of ``call`` was dropped."""
+        self.pending.discard(fault)
+        self.lost[fault.rank, f"{call.name} #{call.sequence}"] = None
+
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks that have stalled or lost messages."""
+        return tuple(sorted({*self.stalled, *(rank for rank, _ in self.lost)}))
+
     def _stall(self, world: ThreadWorld, rank: int, call: Call) -> None:
         """Wait until all other ranks have ended or stalled too."""
         with world.lock:
-            self._stalled += 1
+            self.stalled.add(rank)
             world.notify(list(range(len(world.wakeup))))
-            while len(world.ends) + self._stalled < len(world.wakeup):
+            while len(world.ends) + len(self.stalled) < len(world.wakeup):
                 world.wait(rank, None, lambda: [(f"stalled before {call.name}, as the test's plan says", [])])
         raise Crashed(f"it stalled before {call.name}")

@@ -75,6 +75,9 @@ def test_a_rank_that_stalls_or_sends_nothing(name: str, kind: str, message: str)
         spawn(body, SIZE, 60, faults=[Fault(kind, CULPRIT, 1)])
     lines = "\n".join(sorted(str(caught.value).splitlines(), key=lambda line: "stalled" in line))
     assert re.search(message.format(name=name.split()[0]), lines)
+    assert caught.value.ranks == (CULPRIT,)
+    lost = rf"the messages of rank {CULPRIT}'s {name.split()[0]} #1 were lost, as the test's plan says"
+    assert bool(re.search(lost, lines)) == (kind == "drop")
 
 
 def test_a_rank_that_stalls_is_named_after_a_timeout_of_ones_own() -> None:
