@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,8 @@ KINDS = ("delay", "drop", "error", "stall", "crash")
 class Fault:
     """A failure of operation ``operation`` (from 0) of rank ``rank``.
 
-    Operations are all collectives and messages that the rank starts, on any communicator, in order.  ``kind`` is one of
+    Operations are all collectives and messages that the rank starts, on any communicator, in order.  ``call`` counts
+    only those of one name: ``Fault("drop", 0, 2, call="send")`` drops the third send.  ``kind`` is one of
 
     - ``delay``: the rank begins that operation ``seconds`` later (default 0.02), which changes no result;
     - ``drop``: the messages that it sends in that operation are lost: ranks that wait for one raise Deadlock, or
@@ -36,6 +38,7 @@ class Fault:
     rank: int
     operation: int = 0
     seconds: float | None = None
+    call: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -43,6 +46,8 @@ class Fault:
         if check_int("fault: rank", self.rank) < 0 or check_int("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
         timed = self.kind == "delay" and isinstance(self.seconds, int | float) and self.seconds > 0
+        if self.call is not None and not isinstance(self.call, str):
+            raise InvalidArgument(f"fault: expected the name of an operation as call, got {self.call!r}")
         if self.seconds is not None and not timed:
             raise InvalidArgument(f"fault: expected positive seconds of a delay, got {self}")
 
@@ -64,6 +69,7 @@ class FaultPlan:
         self.pending = set(self._faults)
         self.harmless = all(fault.kind == "delay" for fault in self._faults)  # no rank ends and no message is lost
         self.operations = [0] * size  # started by each rank
+        self._calls: Counter[tuple[int, str]] = Counter()  # started by each rank, by name
         self.stalled: set[int] = set()
         self.lost: dict[tuple[int, str], None] = {}  # rank and operation of the messages that were dropped, in order
 
@@ -72,11 +78,12 @@ class FaultPlan:
 
         If its messages are dropped, returns a function to call for each of them.
         """
-        number = self.operations[rank]
+        numbers = {None: self.operations[rank], call.name: self._calls[rank, call.name]}
         self.operations[rank] += 1
+        self._calls[rank, call.name] += 1
         lost = None
         for fault in self._faults:
-            if (fault.rank, fault.operation) != (rank, number):
+            if fault.rank != rank or numbers.get(fault.call) != fault.operation:
                 continue
             if fault.kind == "drop":
                 lost = partial(self._lose, fault, call)

@@ -163,6 +163,24 @@ def test_a_rank_that_crashes_finishes_nothing() -> None:
     assert spawn(body, 2, 30, faults=[Fault("crash", 1, 1)]) == [None, None]
 
 
+def test_a_fault_of_one_kind_of_operation() -> None:
+    def body(comm: kos.Communicator) -> str:
+        try:
+            for _ in range(3):
+                comm.barrier()
+                comm.all_reduce(np.ones(2))
+        except RankLost as error:
+            return str(error)
+        return "no error"
+
+    results = spawn(body, 2, 60, faults=[Fault("crash", 1, 2, call="all_reduce")])
+    assert "all_reduce #5" in results[0] and "rank 1 is gone: it crashed before all_reduce" in results[0]
+    with pytest.raises(InvalidArgument, match=r"got none of .*call='send'.* in \[6, 6\] operations"):
+        spawn(body, 2, 60, faults=[Fault("crash", 1, call="send")])
+    with pytest.raises(InvalidArgument, match="fault: expected the name of an operation as call, got 3"):
+        Fault("crash", 1, call=3)  # type: ignore[arg-type]
+
+
 def test_a_plan_that_makes_no_sense() -> None:
     for wrong in (("loss", 0), ("drop", -1), ("drop", 0, -1), ("drop", 0, 0, 1), ("delay", 0, 0, 0)):
         with pytest.raises(InvalidArgument, match="fault: expected"):
