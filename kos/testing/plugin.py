@@ -1,4 +1,4 @@
-"""A pytest plugin: ``pytest_plugins = ["kos.testing.plugin"]`` in a conftest.py adds the fixture ``spawn_ranks``.
+"""A pytest plugin with the fixture ``spawn_ranks``: ``pytest_plugins = ["kos.testing.plugin"]`` in the top conftest.py.
 
 docs/guides/testing-your-code.md shows its use.
 """
