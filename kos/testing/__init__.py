@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from kos.comm import Communicator, init
 from kos.comm.arguments import check_timeout, number_in
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.rendezvous.threads import RankThread, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
 from kos.testing.watch import Deadlock, Watch
@@ -34,6 +34,8 @@ def spawn(
     check_arrays: bool = True,
 ) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` ranks that are threads of this process; their results by rank.
+
+    ``fn`` and what it calls use that communicator: ``kos.init()`` raises InvalidArgument in the thread of a rank.
 
     If a rank raises, the others raise RankLost from their waits, and the first error is raised here with a note that
     names the rank.  After ``timeout`` seconds every wait raises a CollectiveTimeout that names the missing ranks.
@@ -90,7 +92,7 @@ def spawn(
         finally:
             group.world.end(rank, why)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    threads = [RankThread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     watch.threads, watch.deadline = threads, time.monotonic() + timeout
     for thread in threads:
         thread.start()

@@ -194,6 +194,11 @@ def test_messages_that_nobody_received() -> None:
         spawn(lambda comm: comm.rank or comm.send(np.ones(3), 1), 2, 60)
 
 
+def test_init_in_the_thread_of_a_rank_is_no_group_of_one() -> None:
+    with pytest.raises(InvalidArgument, match=r"init: expected a function of the comm of .*spawn, got kos.init\(\)"):
+        spawn(lambda comm: kos.init().size, 2)
+
+
 def test_a_wrong_size_of_the_buffer() -> None:
     for wrong in (-1, "1", None, float("nan")):
         with pytest.raises(InvalidArgument, match="buffer_bytes: expected a number of bytes from 0 on, got"):

@@ -16,6 +16,10 @@ Waits = list[tuple[str, list[int]]]
 """Operations in flight, and for each the world ranks that it waits for."""
 
 
+class RankThread(threading.Thread):
+    """The thread of a rank of ``kos.testing.spawn``."""
+
+
 class ThreadWorld:
     """The state shared by all threads of one ``spawn``: a lock, a condition per rank, the ended ranks and why."""
 
