@@ -52,7 +52,7 @@ def spawn(
       rank and the operation that each rank waits for.  Ranks that compute, sleep, or wait with their own timeout can
       continue, and so can a program with threads that started after ``spawn``.
     - ``check_arrays``: an array of an operation with ``async_op=True`` that is written before the operation is
-      complete makes it raise CollectiveError.
+      complete makes it raise CollectiveError.  It compares checksums: reads, and writes of equal values, are not seen.
     - ``check_messages``: CollectiveError for messages that were never received, if no rank raised.  It sees those of at
       most ``buffer_bytes``: the sender of a larger one still waits, and raises Deadlock, or RankLost if the receiver
       has returned.  A plan with another fault than ``delay`` switches it off.

@@ -112,7 +112,9 @@ class Watch:
         if at_launch:
             yield  # the program may write now
         if _checksums(o) != before:
-            raise CollectiveError(f"{call}: rank {o.rank} wrote to its array while the operation was in flight")
+            raise CollectiveError(
+                f"{call}: rank {o.rank} wrote to its array while the operation was in flight, or another operation did"
+            )
         if o.recv is not None and recv is not None:
             np.copyto(o.recv.flat, recv.flat)
 

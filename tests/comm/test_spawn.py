@@ -177,6 +177,17 @@ def test_arrays_that_are_written_in_flight(name: str, result: bool) -> None:
         spawn(lambda comm: in_flight(comm, write, name), 2, 60, check_arrays=False)
 
 
+def test_two_operations_in_flight_on_one_array() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(4)
+        works = [comm.all_reduce(x, async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+
+    with pytest.raises(CollectiveError, match="wrote to its array .*, or another operation did"):
+        spawn(body, 2, 60)
+
+
 def test_messages_that_nobody_received() -> None:
     def body(comm: kos.Communicator) -> None:
         part = comm.split(0)
