@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
+import kos
 from kos.comm import Communicator, init
 from kos.comm.arguments import check_timeout, number_in
+from kos.comm.failures import blaming
 from kos.comm.rendezvous.threads import RankThread, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
@@ -18,6 +23,8 @@ from kos.testing.watch import Deadlock, Watch
 __all__ = ["Deadlock", "Fault", "spawn"]
 
 ERROR_SECONDS = 2.0  # for ranks to raise the errors of their waits
+_SHOWN = 8  # ranks in a message
+_KOS, _PYTHON = str(Path(kos.__file__).parent), sysconfig.get_path("stdlib")
 
 T = TypeVar("T")
 
@@ -106,10 +113,11 @@ def spawn(
         threads[rank].join(ERROR_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
     message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
+    message += "".join(f"; rank {rank} is {_place(threads[rank])}" for rank in running[:_SHOWN])
     for rank in running:
         group.world.end(rank, message)  # ends every wait for it, in groups split from this one too
     if running and not errors:
-        raise CollectiveTimeout(message)
+        raise blaming(CollectiveTimeout(message), running)
     if errors:
         rank, error = errors[0]
         error.add_note(f"raised on rank {rank} of {world_size}")
@@ -122,3 +130,15 @@ def spawn(
     if check_messages and (plan is None or plan.harmless) and (unreceived := watch.unreceived()):
         raise CollectiveError(f"spawn: messages that no rank received: {'; '.join(unreceived[:8])}")
     return results
+
+
+def _place(thread: threading.Thread) -> str:
+    """``at file:line``: the innermost line of a running thread outside kos and Python's library."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and _in_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "ending" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _in_library(file: str) -> bool:
+    return file.startswith(_KOS) or (file.startswith(_PYTHON) and "site-packages" not in file)
