@@ -100,7 +100,7 @@ def spawn(
             group.world.end(rank, why)
 
     threads = [RankThread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    watch.threads, watch.deadline = threads, time.monotonic() + timeout
+    watch.threads, watch.deadline = [*threads], time.monotonic() + timeout
     for thread in threads:
         thread.start()
     for thread in threads:
