@@ -1,7 +1,8 @@
 """Reports what this machine and job can use, and why something is unavailable: python -m kos.doctor [--json]
 
 Start it as the job will be started (mpirun -n N, torchrun, srun), or alone.  Exit status: 0 if these ranks can
-communicate, 1 if they cannot, 2 for wrong arguments.  The last line says whether they can train too (--json: will_train).
+communicate, 1 if they cannot, 2 for wrong arguments.  The last line, and will_train of --json, say
+whether they can train too.
 """
 
 from __future__ import annotations

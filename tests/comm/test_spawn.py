@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -208,6 +212,19 @@ def test_messages_that_nobody_received() -> None:
 def test_init_in_the_thread_of_a_rank_is_no_group_of_one() -> None:
     with pytest.raises(InvalidArgument, match=r"init: expected a function of the comm of .*spawn, got kos.init\(\)"):
         spawn(lambda comm: kos.init().size, 2)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_pytest_shows_the_frames_of_the_program(tmp_path: Path, debug: str) -> None:
+    file = tmp_path / "test_mine.py"
+    file.write_text(
+        "def test_mine(spawn_ranks):\n    spawn_ranks(lambda comm: comm.barrier() if comm.rank else None)\n"
+    )
+    command = ("-m", "pytest", "-p", "kos.testing.plugin", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(file))
+    environ = {**os.environ, "KOS_DEBUG": debug}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, env=environ)
+    assert "test_mine.py:2: RankLost" in done.stdout or debug == "1"
+    assert ("communicator.py" in done.stdout or "collectives.py" in done.stdout) == (debug == "1"), done.stdout
 
 
 def test_a_wrong_size_of_the_buffer() -> None:
