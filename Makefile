@@ -29,6 +29,7 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_btl ?= ^ofi
 
+.NOTPARALLEL:  # all targets install into one .venv
 .PHONY: help train test test-all lint docs clean
 
 help:  ## list the targets

@@ -13,12 +13,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import TypeVar
 
 from kos.cuda.kernels import KernelCache
 
@@ -32,7 +28,6 @@ if platform.machine() == "x86_64" and "g++" in (COMPILER or ""):
     OPTIONS += ["-mtls-dialect=gnu2"]  # what a thread has of its own is reached without a call
 OPTIONS += ["-D_GLIBCXX_INCLUDE_NEXT_C_HEADERS"]  # C's math.h: C++'s takes longer to compile than a kernel
 LIMIT = 120  # seconds for one kernel
-T = TypeVar("T")
 QUOTED = re.compile(r'#include "(/[^"]+)"')  # of a file that is not among those given
 
 
@@ -49,7 +44,7 @@ def compiled(files: Mapping[str, str], options: Sequence[str]) -> ctypes.CDLL:
     kept = FOLDER / f"{key[:32]}.so"
     if not kept.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        with _clock.stopped(), _alone(kept):
+        with _alone(kept):
             if not kept.exists():
                 _compile(files, command, kept)
     return ctypes.CDLL(str(kept))
@@ -72,44 +67,3 @@ def _alone(kept: Path) -> Iterator[None]:
     with open(kept.with_suffix(".lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-class _Clock:
-    """The time in which no thread of this process compiles a kernel."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._compiling, self._since, self._spent = 0, 0.0, 0.0
-
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        with self._lock:
-            if not self._compiling:
-                self._since = time.monotonic()
-            self._compiling += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._compiling -= 1
-                if not self._compiling:
-                    self._spent += time.monotonic() - self._since
-
-    def now(self) -> float:
-        with self._lock:
-            return (self._since if self._compiling else time.monotonic()) - self._spent
-
-
-_clock = _Clock()
-
-
-def result_of(running: Future[T], timeout: float) -> T:
-    """What it returns within so many seconds.  Those in which a kernel is compiled do not count: on a busy machine a
-    kernel takes a minute."""
-    deadline = _clock.now() + timeout
-    while not running.done():
-        left = deadline - _clock.now()
-        if left <= 0:
-            raise TimeoutError(f"no result within {timeout} s")
-        wait([running], left)
-    return running.result()

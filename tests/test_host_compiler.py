@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests import host_compiler
-from tests.host_compiler import COMPILER, compiled, result_of
+from tests.host_compiler import COMPILER, compiled
 from tests.train.host_kernels.emulator import SIMT
 
 SOURCE = f"""#include "{SIMT}"
@@ -44,28 +43,16 @@ def test_libraries_share_no_variables() -> None:
 
 
 @needs_compiler
-def test_each_text_is_compiled_once_and_its_seconds_do_not_count(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    seconds, texts, compile_ = [0.0], [], host_compiler._compile
+def test_each_text_is_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    texts, compile_ = [], host_compiler._compile
 
-    def lasting(files: Any, command: Any, kept: Path) -> None:
+    def noted(files: Any, command: Any, kept: Path) -> None:
         texts.append(kept)
-        seconds[0] += 60
         compile_(files, command, kept)
 
     monkeypatch.setattr(host_compiler, "FOLDER", tmp_path)
-    monkeypatch.setattr(host_compiler, "_compile", lasting)
-    monkeypatch.setattr(host_compiler, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
-    before = host_compiler._clock.now()
+    monkeypatch.setattr(host_compiler, "_compile", noted)
     with ThreadPoolExecutor(3) as pool:
         for running in [pool.submit(compiled, {"kernels.cc": SOURCE}, ["-DN=3"]) for _ in range(3)]:
-            assert result_of(running, 20).places
+            assert running.result(120).places
     assert len(texts) == 1
-    seconds[0] += 1
-    assert host_compiler._clock.now() == before + 1
-
-
-def test_what_does_not_end_is_given_up() -> None:
-    with pytest.raises(TimeoutError, match="within 0.01 s"):
-        result_of(Future(), 0.01)

@@ -22,7 +22,7 @@ from kos.comm.reduction import ReduceOp
 from kos.cuda.streams import capture_of
 from kos.memory.array import Array
 
-SMALL_BYTES, MOST_HELD = 64 << 10, 64
+SMALL_BYTES, MOST_HELD = 256 << 10, 64
 """The largest ndarray whose calls are cached, and the most of them."""
 HOST_CACHED = frozenset({"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"})
 CACHED = HOST_CACHED | {"reduce", "gather", "scatter", "send_recv"}
@@ -98,17 +98,21 @@ class CallCache:
         if (
             entry is None or entry.x is not x or entry.name is not name or entry.parameter is not parameter
             or entry.out is not out or x.dtype is not entry.dtype or x.shape != entry.shape or comm._batch is not None
-            or not x.flags.c_contiguous or not (flags := entry.changing.flags).writeable
+            or not entry.changing.flags.carray  # contiguous and writeable
         ):  # fmt: skip
             return False
-        if out is not None and not (flags.c_contiguous and out.dtype is entry.dtype and out.shape == entry.out_shape):
+        if out is not None and not (
+            x.flags.c_contiguous and out.dtype is entry.dtype and out.shape == entry.out_shape
+        ):  # fmt: skip
             return False
         if comm._closed:
             comm._check_open()
         call = entry.call
         call.sequence = next(comm._collectives)
         comm._group.note(call, 3)
-        comm.backend.start(call).wait()
+        work = comm.backend.start(call)
+        if work is not None:
+            work.wait()
         return True
 
     def add_host(self, call: Call) -> None:

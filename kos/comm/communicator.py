@@ -73,6 +73,7 @@ class Communicator(Operations):
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._batch: Batch | None = None
         self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # split from this one
         self._closed = False
         self._progress: ProgressThread | None = None
         ranks = list(range(self.size))
@@ -281,7 +282,9 @@ class Communicator(Operations):
             backend = self.backend.split(rendezvous, color, key)
             if rendezvous is None or backend is None:
                 return None
-            return self._descendant(f"{name}:{label}", rendezvous, backend)
+            group = self._descendant(f"{name}:{label}", rendezvous, backend)
+            self._groups.add(group)
+            return group
 
     def _nccl_options(self, given: NCCLOptions | None) -> dict[str, Any]:
         """Those of this communicator, replaced by those given."""
@@ -306,7 +309,8 @@ class Communicator(Operations):
     def shrink(self) -> Communicator:
         """The communicator of the surviving ranks, in their order, after some were lost; all survivors call it.
 
-        This communicator is revoked: ranks that still wait in one of its operations raise RankLost.  MPI requires
+        This communicator is revoked, and the groups split from it are aborted: ranks that still wait in one of their
+        operations raise RankLost.  Split the result to have the groups again.  MPI requires
         ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the group, RendezvousError
         if a survivor does not call it within the timeout.  On tcp an unreachable rank counts as lost: if a network
         partitions, both groups continue.
@@ -314,7 +318,9 @@ class Communicator(Operations):
         self._check_open()
         self.rendezvous.check_shrink()
         with self.rendezvous.ledger.board.held():
-            self._end(str(self.backend.broken or SHRINKS), self.backend.revoke)
+            reason = str(self.backend.broken or SHRINKS)
+            self._abort_groups(reason)
+            self._end(reason, self.backend.revoke)
             with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 rendezvous.nccl = self.rendezvous.nccl
@@ -372,7 +378,7 @@ class Communicator(Operations):
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
 
-        ``shape`` is in elements of ``dtype``, which is NumPy's or a name such as "bfloat16".
+        ``shape`` is in elements of ``dtype``: of NumPy, of torch, or a name such as "bfloat16".
         With nccl it lies in a symmetric window on this rank's GPU.  With host memory it is an ndarray, in memory that
         the ranks share if they are on one host.  ``views`` gives the parts of the other ranks.
         """
@@ -488,6 +494,14 @@ class Communicator(Operations):
                 if self.backend.owns(work):
                     work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"aborted: {reason}")
+
+    def _abort_groups(self, reason: str) -> None:
+        """Abort what was split from this communicator: ranks that wait there would not come to a shrink."""
+        for group in list(self._groups):
+            group._abort_groups(reason)
+            if not group._closed:
+                group._end(reason)
+                group.rendezvous.abort(None)
 
     def _end_thread(self) -> None:
         thread, self._progress = self._progress, None

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from kos.comm.operation import Call, Operation
 from kos.comm.work import Work
+from kos.cuda.streams import capture_of
 from kos.errors import InvalidArgument
 
 T = TypeVar("T")
@@ -16,19 +17,21 @@ T = TypeVar("T")
 class Persistent(Generic[T]):
     """An operation that is checked once and started many times, always on the same arrays."""
 
-    __slots__ = ("__weakref__", "_call", "_comm", "_fixed", "_queued", "_work")
+    __slots__ = ("__weakref__", "_call", "_captured", "_comm", "_complete", "_queued", "_work")
 
     def __init__(self, comm: Any, operation: Operation) -> None:
         self._comm, self._call = comm, Call(operation, comm.name)
         self._work: Work[T] | None = None  # of the last start, until the communicator is synchronized
         self._queued: Work[T] | None = None  # of every start on a GPU: all starts queue on one stream
+        self._complete: Work[T] = Work(self._call, comm.backend, None)  # of starts that complete at once
         self._prepare()
         comm._persistents.add(self)
 
     def _prepare(self) -> None:
         self._comm.backend.prepare(self._call)
         self._queued = self._comm.backend.queued(self._call)
-        self._fixed = self._call.route is None or self._call.route.fixed
+        fixed = self._call.route is None or self._call.route.fixed
+        self._captured = None if fixed else capture_of(self._call.stream) != 0
 
     def start(self) -> Work[T]:
         """Launch the operation and return its Work.  Inside a batch it starts with the batch.
@@ -43,15 +46,18 @@ class Persistent(Generic[T]):
         # Does not test whether the operation is complete: ranks could disagree.
         if self._work is not None and not self._work.reported:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {call}")
-        if not self._fixed:  # in a graph another backend may be faster
-            self._prepare()
+        if self._captured is not None and self._captured != (capture_of(call.stream) != 0):
+            self._prepare()  # in a graph another backend may be faster
         if comm._batch is not None:
             return comm._batch.add(call, self)
         call.sequence = next(comm._collectives if call.collective else comm._messages)
         comm._group.note(call, 2)
         work = comm.backend.start(call)
         if work is None:
-            return self._queued  # type: ignore[return-value]
+            if self._queued is not None:
+                return self._queued
+            work = self._complete
+            work.reported = False
         self._work = work
         return work
 

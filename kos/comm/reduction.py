@@ -62,8 +62,8 @@ _ALLOWED: dict[str, frozenset[ReduceOp]] = {
 }
 
 
-class _Quiet(threading.local):
-    """A context for each thread in which overflow and NaN raise no warning.
+class Quiet:
+    """A context in which overflow and NaN raise no warning, for one thread at a time.
 
     ``np.errstate`` would cost more than adding a few thousand numbers.
     """
@@ -72,6 +72,10 @@ class _Quiet(threading.local):
         context = contextvars.copy_context()
         context.run(np.seterr, all="ignore")
         self.run = context.run
+
+
+class _Quiet(Quiet, threading.local):
+    """One for each thread."""
 
 
 _quiet = _Quiet()
@@ -89,15 +93,16 @@ def _complex_product(dst: Array, src: Array, out: Array | None = None) -> None:
     np.copyto(dst if out is None else out, _quiet.run(np.multiply, dst, src))
 
 
-_COMBINE = {
-    **dict.fromkeys((ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM), _combine(np.add)),
-    ReduceOp.PROD: _combine(np.multiply),
-    ReduceOp.MIN: _combine(np.minimum),
-    ReduceOp.MAX: _combine(np.maximum),
-    ReduceOp.BAND: _combine(np.bitwise_and),
-    ReduceOp.BOR: _combine(np.bitwise_or),
-    ReduceOp.BXOR: _combine(np.bitwise_xor),
+_UFUNCS = {
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM), np.add),
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
+_COMBINE = {ufunc: _combine(ufunc) for ufunc in _UFUNCS.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,7 @@ class Reduction:
     factor: float
     carrier: np.dtype[Any]
     combine: Combine
+    ufunc: Any  # what ``combine`` calls in a ``Quiet`` context, if it does nothing else
     is_plain: bool  # contributions need no scaling or conversion
 
     def stage(self, x: Array, out: Array | None) -> Array:
@@ -165,6 +171,7 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
         names = ", ".join(o.name for o in ReduceOp if o in allowed)
         raise InvalidArgument(f"op: expected one of {names} for {dtype.name}, got {op.name}")
     carrier = dtype.accumulate if op in _ACCUMULATING else dtype.numpy
-    combine = _complex_product if op is ReduceOp.PROD and dtype.kind == "complex" else _COMBINE[op]
+    ufunc = None if op is ReduceOp.PROD and dtype.kind == "complex" else _UFUNCS[op]
+    combine = _complex_product if ufunc is None else _COMBINE[ufunc]
     plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM
-    return Reduction(op, dtype, size, factor, carrier, combine, plain)
+    return Reduction(op, dtype, size, factor, carrier, combine, ufunc, plain)

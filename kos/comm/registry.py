@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -26,6 +27,7 @@ BACKENDS: dict[str, type[Backend]] = {
 """All backends by name, in the order in which ``auto`` prefers them for host memory."""
 
 _installed: bool = False  # whether the backends of installed packages are registered
+_installing = threading.RLock()  # reentrant: the import of a package may call ``kos.init``
 
 
 def register_backend(name: str, backend: type[Backend]) -> None:
@@ -52,14 +54,15 @@ def register_backend(name: str, backend: type[Backend]) -> None:
 def register_installed() -> None:
     """Register the backends of installed packages, once; a failed import makes a backend unusable, with its reason."""
     global _installed
-    if _installed:
-        return
-    _installed = True
-    for entry in entry_points(group=GROUP):
-        try:
-            register_backend(entry.name, _load(entry))
-        except InvalidArgument as error:
-            log.warning("entry point %s of %s: %s", entry.name, GROUP, error)
+    with _installing:  # ranks may be threads
+        if _installed:
+            return
+        _installed = True
+        for entry in entry_points(group=GROUP):
+            try:
+                register_backend(entry.name, _load(entry))
+            except InvalidArgument as error:
+                log.warning("entry point %s of %s: %s", entry.name, GROUP, error)
 
 
 def _load(entry: EntryPoint) -> Any:

@@ -72,14 +72,14 @@ class Engine:
         self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
 
-    def launch(self, call: Call, backend: Stepping) -> Work[Any]:
-        """Start ``call``: messages that need no waiting are posted when this returns."""
+    def launch(self, call: Call, backend: Stepping, steps: Steps = _BEGIN) -> Work[Any]:
+        """Start ``call``: messages that need no waiting are posted when this returns.  ``steps``: it has begun."""
         with self.lock:
-            work: Work[Any] = Work(call, backend)
+            work: Work[Any] = Work(call, backend, steps)
             if not work.advance():
                 self._active.append(work)
                 started(call)
-                if self.thread is not None:
+                if self.thread is not None and not self.thread.paused:
                     self.thread.wake.set()
         return work
 
@@ -104,6 +104,8 @@ class Engine:
         if thread is not None:
             with self.lock:
                 thread.paused -= 1
+                if self._active and not thread.paused:
+                    thread.wake.set()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -177,10 +179,10 @@ class Work(Generic[T]):
 
     __slots__ = ("_error", "_report_at", "_steps", "backend", "call", "polled_at", "reported")
 
-    def __init__(self, call: Call, backend: Carrier) -> None:
+    def __init__(self, call: Call, backend: Carrier, steps: Steps | None = _BEGIN) -> None:
         self.call = call
         self.backend = backend
-        self._steps: Steps | None = _BEGIN
+        self._steps = steps  # None: complete
         self._error: KosError | None = None
         self.polled_at: float | None = None  # monotonic time of the first ``done`` that found it in flight
         self._report_at: float | None = None  # when ``done`` next posts the ranks that it waits for

@@ -22,9 +22,11 @@ Shape = int | tuple[int, ...]
 
 
 def as_dtype(dtype: Any) -> DType:
-    """A DType, its name ("bfloat16"), or a NumPy dtype as the table's entry."""
+    """A DType, its name ("bfloat16"), or a dtype of NumPy or torch, as the table's entry."""
     if isinstance(dtype, DType):
         return dtype
+    if type(dtype).__module__ == "torch":
+        dtype = str(dtype).removeprefix("torch.")
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     try:

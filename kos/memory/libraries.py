@@ -52,7 +52,11 @@ class _Pooled:
 _pooled: dict[int, _Pooled] = {}
 
 
-def _torch_stream(device: int) -> Any:
+def torch_stream(device: int) -> Any:
+    """torch's current stream on that GPU as the object that keeps it; None for the default stream.
+
+    The handle if the stream is an external one.
+    """
     torch: Any = sys.modules["torch"]
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     handle = int(raw(device) if raw is not None else torch.cuda.current_stream(device).cuda_stream)
@@ -79,7 +83,7 @@ def current_stream(x: Any) -> Any:
     """
     library = library_of(x)
     if library == "torch":
-        return _torch_stream(x.get_device())
+        return torch_stream(x.get_device())
     if library == "cupy":
         return _cupy_stream(x.device.id)
     try:
@@ -105,7 +109,7 @@ def plain_array(x: Any) -> Array | None:
         if type(x) is torch.Tensor and x.is_cuda and x.layout is torch.strided and not x.requires_grad:
             dtype, device = _torch_dtype(x.dtype), x.get_device()
             if dtype is not None and x.is_contiguous():
-                return Array(x.data_ptr(), tuple(x.shape), dtype, device, owner=x, stream=_torch_stream(device))
+                return Array(x.data_ptr(), tuple(x.shape), dtype, device, owner=x, stream=torch_stream(device))
     elif library == "cupy" and type(x) is sys.modules["cupy"].ndarray and x.flags.c_contiguous:
         return Array(x.data.ptr, x.shape, dtype_of(x.dtype), x.device.id, owner=x, stream=_cupy_stream(x.device.id))
     return None
@@ -128,7 +132,7 @@ def empty_like(x: Any, shape: tuple[int, ...], stream: Any) -> Any:
     """
     library = library_of(x)
     if library == "torch":
-        if stream is None or not x.is_cuda or streams.handle(stream) == streams.handle(_torch_stream(x.get_device())):
+        if stream is None or not x.is_cuda or streams.handle(stream) == streams.handle(torch_stream(x.get_device())):
             return x.new_empty(shape)
         cuda: Any = sys.modules["torch"].cuda
         with cuda.stream(cuda.ExternalStream(streams.handle(stream), x.device)):

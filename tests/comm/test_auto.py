@@ -277,7 +277,7 @@ def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
         assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
         begun: list[int] = []
         announce = calls.announce
-        calls.announce = lambda o: (begun.append(o.sequence), announce(o))
+        calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
         for turn in range(3):
             with comm.batch() as batch:
                 for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
@@ -291,6 +291,7 @@ def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
 def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = False
     monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
+    monkeypatch.setattr("kos.comm.persistent.capture_of", lambda stream: captured)
 
     def body(comm: kos.Communicator, log: Log) -> None:
         nonlocal captured
@@ -315,6 +316,7 @@ def test_what_is_persistent_tells_nothing_of_the_other_part(fake: FakeNCCL, monk
     """Of the kernel that carried it in a graph: ranks know their calls by their own addresses."""
     captured = False
     monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
+    monkeypatch.setattr("kos.comm.persistent.capture_of", lambda stream: captured)
 
     def body(comm: kos.Communicator, log: Log) -> None:
         nonlocal captured

@@ -60,11 +60,12 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_what_overlaps_goes_by_copy_engines,
     test_windows_are_freed_when_all_ranks_let_go,
 )
-from tests.host_compiler import COMPILER, result_of
+from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
 
 SIZE = 3
+HANG = 240.0  # seconds, less than pytest gives a test; each wait of a rank, and of a kernel, has a limit of its own
 BF16 = np.dtype(ml_dtypes.bfloat16)
 REDUCTIONS = [  # one of each way in which kernels treat a type
     (BF16, ReduceOp.SUM), (np.dtype(np.float64), ReduceOp.PREMUL_SUM), (np.dtype(np.float16), ReduceOp.MAX),
@@ -102,7 +103,7 @@ class ThreadRanks:
                 threads.fail(RankLost("another rank failed"))
 
         running = [self.pool.submit(rank, i) for i in range(self.size)]
-        results = [result_of(each, 3 * timeout) for each in running]
+        results = [each.result(HANG) for each in running]
         assert not failures, "rank {} failed:\n{}".format(*failures[0])
         return results
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,16 @@ def moves_alone(comm: kos.Communicator, groups: Any = None) -> None:
     """Rank 0 is in no call of the communicator until every other rank has completed its own, which need it."""
     part, x = comm.split(0), np.full(COUNT, comm.rank + 1.0, np.float32)
     assert part is not None
-    for _ in range(2):  # the second one wakes the thread
+    for paused in (False, False, True):  # the second one wakes the thread, and the end of the pause in the third
         if comm.rank == 0:
-            work = part.all_reduce(x, algorithm="ring", async_op=True)
+            with part.backend.engine.paused() if paused else nullcontext():
+                work = part.all_reduce(x, algorithm="ring", async_op=True)
             comm.rendezvous.barrier()
             assert work.wait() is x
         else:
             part.all_reduce(x, algorithm="ring")
             comm.rendezvous.barrier()
-    assert (x == comm.size * comm.size * (comm.size + 1) / 2).all()
+    assert (x == comm.size**3 * (comm.size + 1) / 2).all()
     part.close()
 
 

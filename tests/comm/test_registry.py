@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -16,6 +17,7 @@ from kos.comm.host.mock import MockBackend
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import BackendUnavailable, InvalidArgument
+from tests.comm.tcp_ranks import run_threads
 
 
 class Another(MockBackend):
@@ -89,6 +91,28 @@ def test_an_installed_package_offers_backends(monkeypatch: pytest.MonkeyPatch) -
     with init("auto") as comm:
         assert "missing  no      its entry point" in comm.explain()
         assert registry.BACKENDS["mpi"] is not Another
+
+
+def test_threads_wait_for_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import of a package may take long, and another rank of this process needs it too."""
+    looking, second = threading.Event(), threading.Event()
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        looking.set()
+        second.wait(0.2)  # in which it is not found, if it does not wait
+        return [EntryPoint("another", f"{__name__}:Another", group)]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+    def late() -> None:
+        looking.wait(20)
+        try:
+            init("another").close()
+        finally:
+            second.set()
+
+    _, error = run_threads(lambda: init("another").close(), late)
+    assert error is None
 
 
 def test_a_probe_that_raises_is_a_backend_that_cannot_be_used() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -142,3 +143,37 @@ def test_a_repeated_call_is_compared_with_the_other_ranks(run: Any) -> None:
             comm.all_reduce(x)
 
     run(body, 3)
+
+
+def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
+    launched = [threading.Event(), threading.Event()]
+
+    def body(comm: kos.Communicator) -> None:
+        x, values = np.ones(4), [np.zeros(4) for _ in range(5)]
+        for _ in range(4):
+            comm.all_reduce(x)
+        if comm.rank == 0:
+            assert launched[1].wait(10)
+            for turn, value in enumerate(values):
+                value[:] = turn
+        works = [comm.broadcast(value, 0, async_op=True) for value in values]  # rank 1 has read nothing yet
+        launched[comm.rank].set()
+        assert launched[0].wait(10)
+        for work in works:
+            work.wait()
+        assert [value.tolist() for value in values] == [[turn] * 4 for turn in range(5)]
+
+    shared_ranks.run(body, 2)
+
+
+def test_a_start_that_is_complete_at_once_is_waited_for_before_the_next() -> None:
+    def body(comm: kos.Communicator) -> None:
+        operation = comm.all_reduce_init(x := np.ones(4))
+        for turn in range(4):
+            work = operation.start()
+            with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
+                operation.start()
+            assert work.wait() is x and work.done()
+            assert (x == 2 ** (turn + 1)).all()
+
+    shared_ranks.run(body, 2)

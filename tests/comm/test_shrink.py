@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from kos.comm.host.mpi import MPIBackend
 from kos.comm.rendezvous import mpi_job
 from kos.errors import BackendUnavailable, CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
+from tests.comm.tcp_ranks import run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
 
@@ -48,6 +51,48 @@ def test_survivors_go_on(gone: list[int]) -> None:
     with pytest.raises(ZeroDivisionError):
         spawn(body, 4, timeout=20)
     assert sums == {rank: [float(sum(left))] * 2 for rank in left}
+
+
+def survive_in_a_grid(comm: kos.Communicator) -> None:
+    """Rank 3 of a grid dies; rank 0, which shares no group with it, waits in one for a rank that shrinks."""
+    column, row = comm.grid((2, 2))
+    copy = column.duplicate()
+    column.all_reduce(np.ones(1))
+    row.all_reduce(np.ones(1))
+    if comm.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def go_on() -> None:
+        while True:
+            copy.all_reduce(np.ones(1))
+            row.all_reduce(np.ones(1))
+
+    with pytest.raises(RankLost, match="rank 3 (of world )?is gone"):
+        go_on()
+    with comm.shrink() as rest:
+        assert rest.all_gather(np.array(comm.rank)).tolist() == [0, 1, 2]
+    for group in (column, row, copy):
+        with pytest.raises(CollectiveError, match="is closed"):
+            group.barrier()
+
+
+IN_A_GRID = """
+import os, kos
+from tests.comm.test_shrink import survive_in_a_grid
+with kos.init(timeout=1000) as comm:
+    survive_in_a_grid(comm)
+    print("ended", flush=True)
+"""
+
+
+def test_ranks_that_wait_in_groups_come_to_a_shrink() -> None:
+    """Long before the timeout."""
+    assert sorted(run_processes(IN_A_GRID, 4)) == [(-9, ""), *[(0, "ended\n")] * 3]
+
+
+@needs_mpirun
+def test_ranks_that_wait_in_groups_come_to_a_shrink_under_mpirun(tmp_path: Path) -> None:
+    assert job(tmp_path, 4, IN_A_GRID, *ULFM) == ["ended"] * 3
 
 
 def test_shrink_without_a_loss() -> None:

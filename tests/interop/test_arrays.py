@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm.fake_nccl import no_gpu
@@ -100,3 +101,15 @@ def test_the_table_that_gpus_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with no_gpu(monkeypatch):
         FakeRanks(2).run(body)
+
+
+def test_allocate_takes_dtypes_of_torch() -> None:
+    torch = pytest.importorskip("torch")
+
+    def body(comm: kos.Communicator) -> list[str]:
+        arrays = [comm.allocate(3, dtype) for dtype in (torch.float32, torch.bfloat16, torch.bool)]
+        with pytest.raises(InvalidArgument, match="dtype: expected one of .*; got .*complex32"):
+            comm.allocate(3, torch.complex32)
+        return [str(array.dtype) for array in arrays]
+
+    assert spawn(body, 2, timeout=20) == [["float32", "bfloat16", "bool"]] * 2

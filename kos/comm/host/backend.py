@@ -10,16 +10,18 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from time import time_ns
 from typing import Any, Protocol
 
 from kos.comm.backend import ends_group
 from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, open_segment
 from kos.comm.operation import Call, Message
+from kos.comm.recorder import COMPLETED
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.scheduled import ScheduledBackend
-from kos.comm.work import Engine, Idle, Steps
+from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, KosError, RankLost
 from kos.memory import Buffer
 
@@ -132,6 +134,26 @@ class HostBackend(MessagingBackend):
         self._begun = call.sequence + 1
         return self._calls.publish(call) if self._calls is not None else None
 
+    def start(self, call: Call) -> Work[Any] | None:
+        """Launch a prepared call; None if it was launched before, and is complete already."""
+        shared = self._shared
+        if call.plan is None or shared is None or self.broken is not None or self.ledger.board.last is not None:
+            return super().start(call)
+        # Needs no lock: one thread at a time uses a communicator, and a progress thread only what is in flight.
+        try:
+            steps = shared.start(call)
+        except BaseException as error:
+            steps = _raise(error)
+        if steps is not None:
+            return self.engine.launch(call, self, steps)
+        record = call.record
+        if record is not None and record[0] is call.description:  # ``completed``, inlined
+            record[COMPLETED] = time_ns()
+        return None
+
+    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
+        return [self.start(call) or Work(call, self, None) for call in calls]
+
     def _steps(self, call: Call) -> Steps | None:
         shared = self._shared
         if shared is not None and (call.plan is not None or shared.prepare(call)):
@@ -206,6 +228,12 @@ class HostBackend(MessagingBackend):
         calls, self._calls, self._shared = self._calls, None, None
         if calls is not None:
             calls.close()
+
+
+def _raise(error: BaseException) -> Steps:
+    """Steps that fail: ``Work`` handles the error."""
+    raise error
+    yield
 
 
 class Ending(Protocol):

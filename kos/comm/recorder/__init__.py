@@ -84,13 +84,7 @@ class Group:
         recorder = self.recorder
         count = recorder.count
         call.record = record = recorder.slots[count & _LAST]  # a new list would be one more cache miss
-        record[0] = None  # invalidates the record while it is written
-        record[1] = time_ns()
-        record[2] = frame.f_code
-        record[3] = frame.f_lasti
-        record[4] = call.sequence
-        record[5] = record[6] = None
-        record[0] = description
+        record[:] = description, time_ns(), frame.f_code, frame.f_lasti, call.sequence, None, None
         recorder.count = count + 1
 
 

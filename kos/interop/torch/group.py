@@ -1,8 +1,9 @@
 """ProcessGroupKos: what torch.distributed calls.
 
-Each operation is a function of a ``_Launch``, which gives it the communicator's methods and the tensors as arrays.
-``ProcessGroupKos._launch`` runs it: on host memory it gives a Work that a wait advances; on a GPU it runs on the
-current stream, or on the stream ``side`` of the group, which waits for the current one first.
+Each operation is a function of a ``Launch``, which gives it the communicator's methods and the tensors as arrays.
+``ProcessGroupKos._launch`` runs it, or starts what is cached (``launch.py``): on host memory it gives a Work that a
+wait advances; on a GPU it runs on the current stream, or on the stream ``side`` of the group, which waits for the
+current one first.
 
 torch 2.11 to 2.13 let Python replace a whole ProcessGroup, not one backend of it, so that one group serves all devices.
 Their C++ reaches the operations that DDP and the functional collectives use; Python reaches all.
@@ -24,11 +25,14 @@ import kos
 from kos.comm.rendezvous.store import StoreRendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
-from kos.interop.torch.tensors import Arrays, Tensor, as_array, check_parts, reduce_op, split_counts
-from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork
+from kos.interop.torch.launch import Cache, Launch, Prepared, add, cache_key, run, start
+from kos.interop.torch.tensors import Arrays, Tensor, as_array, check_dense, check_parts, reduce_op, split_counts
+from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
+from kos.memory.libraries import torch_stream
 
 log = logging.getLogger(__name__)
 
+_ASIDE = "side"  # the stream of a call with ``async_op``, for its cache key
 _ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one signature can override
 
 
@@ -38,17 +42,6 @@ class Options:
 
     gpu: str = "auto"
     """The backend of kos for tensors on a GPU: "auto", "nccl" or "peer"."""
-
-
-class _Launch(Arrays):
-    """One launch: ``launch(name, ...)`` calls that operation of the communicator."""
-
-    def __init__(self, comm: kos.Communicator, options: dict[str, Any]) -> None:
-        super().__init__()
-        self._comm, self._options, self.works = comm, options, list[Any]()
-
-    def __call__(self, name: str, *args: Any) -> None:
-        self.works.append(getattr(self._comm, name)(*args, **self._options))
 
 
 class ProcessGroupKos(_ProcessGroup):
@@ -69,6 +62,10 @@ class ProcessGroupKos(_ProcessGroup):
         self._gpu: kos.Communicator | None = None
         self.device: Any = None  # of the GPU
         self.side: Any = None  # its stream for operations with async_op
+        self.events: list[Any] = []  # of torch, that nobody uses
+        self._before: Any = None  # an event of the current stream, which ``side`` waits for
+        self._streams: dict[Any, Any] = {}  # torch's streams by the object of kos that keeps them
+        self._cache: Cache = {}
         self._messages: list[DeviceMessage] = []  # on the GPU, to be launched together
         self._coalesced: list[Any] | None = None  # the Works of a coalescing context
         self._host = self._connect("tcp", "host", progress_thread=True)
@@ -94,7 +91,7 @@ class ProcessGroupKos(_ProcessGroup):
         """The communicator of this rank's GPU; the first call connects all ranks of the group."""
         if self._gpu is None:
             self._gpu = self._connect(self.options.gpu, "gpu", device=device.index)
-            self.device, self.side = device, torch.cuda.Stream(device)
+            self.device, self.side, self._before = device, torch.cuda.Stream(device), torch.cuda.Event()
         elif device != self.device:
             raise InvalidArgument(f"tensors: expected memory of {self.device}, as in earlier calls, got {device}")
         return self._gpu
@@ -175,6 +172,7 @@ class ProcessGroupKos(_ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """The timeout of later calls; the same on all ranks."""
         self._timeout = timeout.total_seconds()
+        self._cache.clear()
         for comm in filter(None, (self._host, self._gpu)):
             comm.timeout = self._timeout
 
@@ -201,6 +199,7 @@ class ProcessGroupKos(_ProcessGroup):
     def shutdown(self) -> None:
         """Wait for the operations in flight, and free all resources; other ranks may do it later."""
         self.send_all()
+        self._cache.clear()
         self._any.close()
         for comm in filter(None, (self._gpu, self._host)):
             try:
@@ -216,92 +215,156 @@ class ProcessGroupKos(_ProcessGroup):
     # Launching.
 
     def _launch(
-        self, call: Callable[[_Launch], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False
-    ) -> Any:
-        """Launch ``call`` on ``tensors``; ``opts`` are torch's options.  A ``batch`` has several operations of kos."""
-        device = tensors[0].device
-        for tensor in tensors:
-            if tensor.device != device or tensor.layout is not torch.strided:
-                got = f"{tensor.layout} on {tensor.device}"
-                raise InvalidArgument(f"{what}: expected dense tensors, all on {device}, got one of {got}")
-        seconds = 0.0 if opts is None else opts.timeout.total_seconds()
+        self, call: Callable[[Launch], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False,
+        arguments: tuple[Any, ...] | None = None,
+    ) -> Any:  # fmt: skip
+        """Launch ``call`` on ``tensors``; ``opts`` are torch's options.  A ``batch`` has several operations of kos.
+
+        ``arguments`` are those of the call besides the tensors; None: it is not cached.
+        """
+        timeout = None if opts is None else opts.timeout
+        seconds = 0.0 if timeout is None or timeout.days < 0 else timeout.total_seconds()  # below 0: none was set
         options = {"timeout": seconds} if seconds > 0 and seconds != self._timeout else {}
-        with self._lock:
-            self._sequence += 1
-            if self._messages:
-                self.send_all()
-            try:
-                if device.type == "cuda":
-                    work: Any = self._launch_on_gpu(call, tensors, getattr(opts, "asyncOp", True), options, batch)
-                else:
-                    launch = _run(call, self._host, options, True, batch)
-                    work = HostWork(self, launch.works, launch, tensors)
-            except KosError as error:
-                raise self.translated(error) from error
+        known = None if arguments is None else (what, batch, seconds, arguments)  # the key's first part
+        launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
+        try:
+            work = launch(call, tensors, getattr(opts, "asyncOp", True), options, what, batch, known)
+        except KosError as error:
+            raise self.translated(error) from error
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _launch_on_gpu(self, call: Any, tensors: Sequence[Tensor], overlap: bool, options: Any, batch: bool) -> Any:
-        comm = self._connect_gpu(tensors[0].device)
-        if overlap:
-            self.side.wait_stream(torch.cuda.current_stream(self.device))
-            return DeviceWork(self, tensors, self._run_aside(call, comm, tensors, options, batch))
-        _run(call, comm, options, False, batch).copy()
-        return DeviceWork(self, tensors)
+    def _begin(self) -> None:
+        self._sequence += 1
+        if self._messages:
+            self.send_all()
 
-    def _run_aside(self, call: Any, comm: Any, tensors: Sequence[Tensor], options: Any, batch: bool) -> Any:
+    def _launch_on_gpu(
+        self, call: Any, tensors: Sequence[Tensor], overlap: bool, options: Any, what: str, batch: bool, known: Any
+    ) -> DeviceWork:
+        with self._lock:
+            key = prepared = None
+            if known is not None:
+                stream = _ASIDE if overlap else torch_stream(tensors[0].get_device())
+                key = cache_key((*known, stream), tensors)
+                prepared = self._cache.get(key)
+            if not prepared:
+                check_dense(tensors, what)
+            self._begin()
+            comm: Any = self._gpu if prepared else self._connect_gpu(tensors[0].device)
+            if overlap:
+                self._follow_current()
+                event = self._run_aside(call, comm, tensors, options, batch, key, prepared)
+                return DeviceWork(self, tensors, event)
+            if prepared:
+                start(comm, prepared, batch)
+            else:
+                launch = run(call, comm, options, False, batch)
+                launch.copy()
+                add(self._cache, key, launch)
+            return DeviceWork(self, tensors)
+
+    def _run_aside(
+        self, call: Any, comm: Any, tensors: Sequence[Tensor], options: Any, batch: bool, key: Any = None,
+        prepared: Prepared | None = None,
+    ) -> PooledEvent:  # fmt: skip
         """Run ``call`` on the stream of the group; returns an event after it."""
-        with torch.cuda.stream(self.side):
-            _run(call, comm, options, False, batch).copy()
+        if prepared:
+            start(comm, prepared, batch)
+        else:
+            with torch.cuda.stream(self.side):
+                launch = run(call, comm, options, False, batch)
+                launch.copy()
+                add(self._cache, key, launch)
         for tensor in tensors:
             tensor.record_stream(self.side)
-        return self.side.record_event()
+        return PooledEvent(self.events, self.side)
+
+    def _follow_current(self) -> None:
+        """Make the stream of the group wait for the current stream."""
+        self._before.record(self.current_stream())
+        self._before.wait(self.side)
+
+    def current_stream(self) -> Any:
+        """torch's current stream; those of its pool are cached, for to make their objects takes a microsecond."""
+        keeper = torch_stream(self.device.index)
+        stream = self._streams.get(keeper)
+        if stream is None:
+            stream = torch.cuda.current_stream(self.device)
+            if type(keeper) is not int:
+                self._streams[keeper] = stream
+        return stream
+
+    def _launch_on_host(
+        self, call: Any, tensors: Sequence[Tensor], overlap: bool, options: Any, what: str, batch: bool, known: Any
+    ) -> HostWork:
+        key = None if overlap or batch or known is None else cache_key(known, tensors)
+        with self._lock:
+            prepared = self._cache.get(key)
+            if not prepared:
+                check_dense(tensors, what)
+                self._begin()
+                launch = run(call, self._host, options, True, batch)
+                add(self._cache, key, launch)
+                return HostWork(self, launch.works, launch, tensors)
+            self._cache[key] = []  # until it may be started again
+        with self._host.backend.engine.paused():  # this thread polls
+            with self._lock:
+                self._begin()
+                work = prepared[0].start()
+            work.wait()  # the cached call does not keep its memory alive, so it ends before this returns
+        if key in self._cache:
+            self._cache[key] = prepared
+        return HostWork(self, (), Arrays(), tensors)
 
     # Collectives.
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        opts = opts or dist.AllreduceOptions()
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        ops = tuple([reduce_op(op, tensor) for tensor in tensors])
 
-        def call(launch: _Launch) -> None:
-            for tensor in tensors:
-                launch("all_reduce", launch.in_place(tensor), reduce_op(opts.reduceOp, tensor))
+        def call(launch: Launch) -> None:
+            for tensor, op in zip(tensors, ops, strict=True):
+                launch("all_reduce", launch.in_place(tensor), op)
 
-        return self._launch(call, tensors, opts, "allreduce", len(tensors) > 1)
+        return self._launch(call, tensors, opts, "allreduce", len(tensors) > 1, ops)
 
     allreduce_coalesced = allreduce
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         root = 0 if opts is None else opts.rootRank
 
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             for tensor in tensors:
                 launch("broadcast", launch.in_place(tensor), root)
 
-        return self._launch(call, tensors, opts, "broadcast", len(tensors) > 1)
+        return self._launch(call, tensors, opts, "broadcast", len(tensors) > 1, (root,))
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        def call(launch: _Launch) -> None:
-            launch("reduce", launch.in_place(tensors[0]), opts.rootRank, reduce_op(opts.reduceOp, tensors[0]))
+        root, op = opts.rootRank, reduce_op(opts.reduceOp, tensors[0])
 
-        return self._launch(call, tensors, opts, "reduce")
+        def call(launch: Launch) -> None:
+            launch("reduce", launch.in_place(tensors[0]), root, op)
+
+        return self._launch(call, tensors, opts, "reduce", False, (root, op))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             for output, input in zip(outputs, inputs, strict=True):
                 launch("all_gather", as_array(input), launch.output(output))
 
-        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", len(inputs) > 1)
+        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", len(inputs) > 1, ())
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """``outputs[i][r]`` receives input i of rank r, whose size may be the rank's own."""
         for parts in outputs:
             check_parts(parts, self.size(), "allgather")
 
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             for input, parts in zip(inputs, outputs, strict=True):
                 sizes, joined = [part.numel() for part in parts], launch.joined_output(parts)
                 if len(set(sizes)) == 1:
@@ -310,7 +373,7 @@ class ProcessGroupKos(_ProcessGroup):
                     launch("all_gather_v", as_array(input), sizes, joined)
 
         tensors = [*(part for parts in outputs for part in parts), *inputs]
-        return self._launch(call, tensors, opts, "allgather", len(inputs) > 1)
+        return self._launch(call, tensors, opts, "allgather", len(inputs) > 1, ())
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """``outputs[r][i]`` receives input i of rank r."""
@@ -321,54 +384,55 @@ class ProcessGroupKos(_ProcessGroup):
         if parts:
             check_parts(parts, self.size(), "gather")
 
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             launch("gather", as_array(inputs[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
 
-        return self._launch(call, [*parts, *inputs], opts, "gather")
+        return self._launch(call, [*parts, *inputs], opts, "gather", False, (opts.rootRank,))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         parts = inputs[0] if self.rank() == opts.rootRank else []
         if parts:
             check_parts(parts, self.size(), "scatter")
 
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             launch("scatter", launch.joined(parts) if parts else None, launch.output(outputs[0]), opts.rootRank)
 
-        return self._launch(call, [*outputs, *parts], opts, "scatter")
+        return self._launch(call, [*outputs, *parts], opts, "scatter", False, (opts.rootRank,))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """``inputs[0][r]`` is summed for rank r; the sizes may differ between ranks."""
-        opts, output, parts = opts or dist.ReduceScatterOptions(), outputs[0], inputs[0]
+        output, parts = outputs[0], inputs[0]
+        op = reduce_op(dist.ReduceOp.SUM if opts is None else opts.reduceOp, output)
         check_parts(parts, self.size(), "reduce_scatter")
 
-        def call(launch: _Launch) -> None:
-            sizes, op = [part.numel() for part in parts], reduce_op(opts.reduceOp, output)
+        def call(launch: Launch) -> None:
+            sizes = [part.numel() for part in parts]
             if len(set(sizes)) == 1:
                 launch("reduce_scatter", launch.joined(parts), launch.output(output), op)
             else:
                 launch("reduce_scatter_v", launch.joined(parts), sizes, launch.output(output), op)
 
-        return self._launch(call, [output, *parts], opts, "reduce_scatter")
+        return self._launch(call, [output, *parts], opts, "reduce_scatter", False, (op,))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        opts = opts or dist.ReduceScatterOptions()
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        ops = tuple([reduce_op(op, output) for output in outputs])
 
-        def call(launch: _Launch) -> None:
-            for output, input in zip(outputs, inputs, strict=True):
-                op = reduce_op(opts.reduceOp, output)
+        def call(launch: Launch) -> None:
+            for output, input, op in zip(outputs, inputs, ops, strict=True):
                 launch("reduce_scatter", as_array(input), launch.output(output), op)
 
-        return self._launch(call, [*outputs, *inputs], opts, "reduce_scatter_single", len(inputs) > 1)
+        return self._launch(call, [*outputs, *inputs], opts, "reduce_scatter_single", len(inputs) > 1, ops)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
         """Splits are rows of the first dimension; none: equal shards."""
 
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             x, out = as_array(input), launch.output(output)
             if not output_splits and not input_splits:
                 launch("all_to_all", x, out)
@@ -376,17 +440,18 @@ class ProcessGroupKos(_ProcessGroup):
             counts = (split_counts(input, input_splits, self.size()), split_counts(output, output_splits, self.size()))
             launch("all_to_all_v", x, *counts, out)
 
-        return self._launch(call, [output, input], opts, "all_to_all_single")
+        splits = (tuple(output_splits), tuple(input_splits))
+        return self._launch(call, [output, input], opts, "all_to_all_single", False, splits)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for parts in (outputs, inputs):
             check_parts(parts, self.size(), "alltoall")
 
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             send, recv = ([part.numel() for part in parts] for parts in (inputs, outputs))
             launch("all_to_all_v", launch.joined(inputs), send, recv, launch.joined_output(outputs))
 
-        return self._launch(call, [*outputs, *inputs], opts, "alltoall")
+        return self._launch(call, [*outputs, *inputs], opts, "alltoall", False, ())
 
     # The names of torch 2.11 and 2.12.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
@@ -397,7 +462,7 @@ class ProcessGroupKos(_ProcessGroup):
         """Return once every rank has called it, and its GPU has run the work of the current stream."""
         if self._gpu is not None:
             torch.cuda.current_stream(self.device).synchronize()
-        return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier")
+        return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", False, ())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names all missing ranks after ``timeout``."""
@@ -416,7 +481,7 @@ class ProcessGroupKos(_ProcessGroup):
         if tensors[0].is_cuda:
             return self._post(tensors, "recv", src)
 
-        def call(launch: _Launch) -> None:
+        def call(launch: Launch) -> None:
             if (posted := self._any.take(src, tag, tensors[0], launch)) is not None:
                 launch.works.append(posted)
             else:
@@ -437,7 +502,7 @@ class ProcessGroupKos(_ProcessGroup):
         """
         with self._lock:
             self._connect_gpu(tensors[0].device)
-            self.side.wait_stream(torch.cuda.current_stream(self.device))
+            self._follow_current()
             self._messages.append(message := DeviceMessage(self, tensors, name, peer))
         if self._coalesced is not None:
             self._coalesced.append(message)
@@ -450,7 +515,7 @@ class ProcessGroupKos(_ProcessGroup):
             if not messages:
                 return
 
-            def call(launch: _Launch) -> None:
+            def call(launch: Launch) -> None:
                 for message in messages:
                     tensor = message.tensors[0]
                     x = as_array(tensor) if message.name == "send" else launch.output(tensor)
@@ -474,21 +539,6 @@ class ProcessGroupKos(_ProcessGroup):
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # the names of newer torch
 
 
-def _run(
-    call: Callable[[_Launch], None], comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool
-) -> _Launch:
-    """Run ``call``, whose operations a ``batch`` launches together."""
-    if not batch:
-        launch = _Launch(comm, {**options, "async_op": True} if asynchronous else options)
-        call(launch)
-        return launch
-    launch = _Launch(comm, options)
-    with comm.batch(async_op=asynchronous) as operations:
-        call(launch)
-    launch.works = operations.works
-    return launch
-
-
 def rendezvous(group: Any = None, timeout: float = 120.0) -> StoreRendezvous:
     """The ranks of a process group of any backend, for ``kos.init(rendezvous=...)``.  Collective in the group.
 
@@ -496,6 +546,7 @@ def rendezvous(group: Any = None, timeout: float = 120.0) -> StoreRendezvous:
 
     ``group`` None is the default group.  ``timeout`` in seconds bounds every wait of the rendezvous.
     """
+    group = group or dist.group.WORLD
     store = torch._C._distributed_c10d.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
     ranks = dist.get_process_group_ranks(group)
     return StoreRendezvous(store, dist.get_rank(group), len(ranks), timeout, ranks)

@@ -27,20 +27,32 @@ _OPS = {
     dist.ReduceOp.BOR: kos.ReduceOp.BOR,
     dist.ReduceOp.BXOR: kos.ReduceOp.BXOR,
 }
-_OPS_OF_BOOL = {dist.ReduceOp.SUM: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT: kos.ReduceOp.MIN}
+_BY_NUMBER = {op.value: ours for op, ours in _OPS.items()}  # to hash and compare torch's own takes a microsecond
+_PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
+_OPS_OF_BOOL = {dist.ReduceOp.SUM.value: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT.value: kos.ReduceOp.MIN}
 """The sum of truth values is "or", as in NCCL, and their product "and"."""
 
 
 def reduce_op(op: Any, tensor: Tensor) -> Any:
     """The operation of kos for torch's; raises InvalidArgument if kos has none."""
     kind = getattr(op, "op", op)
-    if kind == dist.ReduceOp.PREMUL_SUM:
+    number = kind.value
+    if tensor.dtype is torch.bool and number in _OPS_OF_BOOL:
+        return _OPS_OF_BOOL[number]
+    if (found := _BY_NUMBER.get(number)) is not None:
+        return found
+    if number == _PREMUL_SUM:
         return kos.PremulSum(float(op.__getstate__()[1]))  # torch 2.11 has no other access to the factor
-    if tensor.dtype is torch.bool and kind in _OPS_OF_BOOL:
-        return _OPS_OF_BOOL[kind]
-    if kind not in _OPS:
-        raise InvalidArgument(f"op: expected one of {', '.join(map(str, _OPS))}, got {kind}")
-    return _OPS[kind]
+    raise InvalidArgument(f"op: expected one of {', '.join(map(str, _OPS))}, got {kind}")
+
+
+def check_dense(tensors: Sequence[Tensor], what: str) -> None:
+    """Raise InvalidArgument unless all tensors are dense and on one device."""
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device or tensor.layout is not torch.strided:
+            got = f"{tensor.layout} on {tensor.device}"
+            raise InvalidArgument(f"{what}: expected dense tensors, all on {device}, got one of {got}")
 
 
 def check_parts(parts: Sequence[Tensor], size: int, what: str) -> None:
@@ -61,13 +73,16 @@ def split_counts(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
     return [split * width for split in splits]
 
 
+def in_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a dense tensor is its elements in order, with no sign or conjugation to be applied."""
+    return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
 def as_array(tensor: Tensor) -> Any:
     """What kos reads: a contiguous tensor, in host memory as an array of NumPy if that has its dtype."""
     tensor = tensor.detach()
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
+    if not in_memory(tensor):
+        tensor = tensor.contiguous().resolve_conj().resolve_neg()
     return tensor.numpy() if not tensor.is_cuda and tensor.dtype in _OF_NUMPY else tensor
 
 
@@ -90,7 +105,7 @@ class Arrays:
 
     def output(self, tensor: Tensor) -> Any:
         """What kos writes in place of ``tensor``."""
-        if tensor.is_contiguous():
+        if in_memory(tensor):
             return as_array(tensor)
         temporary = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         self.add_copy(tensor, temporary)
@@ -98,11 +113,10 @@ class Arrays:
 
     def in_place(self, tensor: Tensor) -> Any:
         """What kos reads and writes in place of ``tensor``."""
-        if tensor.is_contiguous():
-            return as_array(tensor)
-        temporary = tensor.detach().contiguous()
-        self.add_copy(tensor, temporary)
-        return as_array(temporary)
+        array = as_array(tensor)
+        if not in_memory(tensor):
+            self.add_copy(tensor, torch.as_tensor(array))
+        return array
 
     def joined(self, parts: Sequence[Tensor]) -> Any:
         """What kos reads in place of several tensors."""

@@ -25,7 +25,9 @@ class Group(Protocol):
 
     device: Any
     side: Any
+    events: list[Any]
 
+    def current_stream(self) -> Any: ...
     def translated(self, error: KosError) -> Exception: ...
     def check(self) -> None: ...
     def wait_on_host(self, event: Any, seconds: float) -> None: ...
@@ -160,20 +162,36 @@ class _Futures:
 _futures = _Futures()
 
 
+class PooledEvent:
+    """An event of torch on ``stream``, from the pool ``free``, which gets it back from the last work that holds it."""
+
+    __slots__ = ("_event", "_free", "query", "wait")
+
+    def __init__(self, free: list[Any], stream: Any) -> None:
+        event = free.pop() if free else torch.cuda.Event()
+        event.record(stream)
+        self._event, self._free, self.query, self.wait = event, free, event.query, event.wait
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):  # it was recorded
+            self._free.append(self._event)
+
+
 class DeviceWork(_Work):
     """An operation on a GPU, after which ``event`` is recorded; None: it is on the stream that was current."""
 
     def __init__(self, group: Group, tensors: Sequence[Tensor], event: Any = None) -> None:
-        super().__init__(tensors)
-        self._group, self.event = group, event
+        dist.Work.__init__(self)
+        self.tensors, self._group, self.event = list(tensors), group, event
+        self._polled: PooledEvent | None = None  # where ``event`` is None and the program polls
 
     def launch(self) -> None:
         """Nothing: it is launched."""
 
     def _recorded(self) -> Any:
-        if self.event is None:
-            self.event = torch.cuda.current_stream(self._group.device).record_event()
-        return self.event
+        if self.event is None and self._polled is None:
+            self._polled = PooledEvent(self._group.events, self._group.current_stream())
+        return self.event or self._polled
 
     def wait(self, timeout: timedelta = NONE) -> bool:
         """Make the current stream wait for the result; with a ``timeout`` the host waits."""
@@ -182,7 +200,7 @@ class DeviceWork(_Work):
         if timeout > NONE:
             self._group.wait_on_host(self._recorded(), timeout.total_seconds())
         if self.event is not None:
-            torch.cuda.current_stream(self._group.device).wait_event(self.event)
+            self.event.wait(self._group.current_stream())
         return True
 
     def is_completed(self) -> bool:

@@ -46,11 +46,12 @@ class Calls(Fingerprints):
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
 
-    def announce(self, o: Call) -> None:
-        """Publish that this rank begins ``o``."""
+    def announce(self, o: Call) -> int:
+        """Publish that this rank begins ``o``; returns the entry of its ring, equal on ranks whose calls match."""
         words, sequence = self._words, o.sequence
-        words[self._ring + sequence % RING] = (o.mark or self.mark(o)) + sequence
+        words[self._ring + sequence % RING] = entry = (o.mark or self.mark(o)) + sequence
         words[self._line + ARRIVED] = sequence + 1
+        return entry
 
     def publish(self, o: Call) -> Wait:
         """Publish that this rank begins ``o``; returns a function that polls whether every rank of the host has.

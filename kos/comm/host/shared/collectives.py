@@ -44,8 +44,10 @@ class SharedCollectives:
         self._rings = [segment.layout.ring(rank) for rank in self._peers]
         self._gots, self._failure = self._of_peers[GOT], segment.layout.failure
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
+        mine = self._mine + PUT, self._mine + GOT
+        self._places: tuple[Any, ...] = (self._words, *mine, self._rings, self._failure, crowded, self._spins)
         self._issued = self._served = 0  # ticket lock of the slots: operations started, operations done
-        self._stage = 0
+        self._stage = self._free = 0  # the next stage, and the last whose slot is known to be free
         self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the last wait: flag, value, ranks
 
     def prepare(self, call: Call) -> bool:
@@ -58,31 +60,42 @@ class SharedCollectives:
 
         One stage needs no steps if the other ranks come soon: without them it takes half the time.
         """
-        plan, words, mine, sequence = call.plan, self._words, self._mine, call.sequence
-        self._calls.announce(call)
-        place, published = sequence % RING, call.mark + sequence
+        plan, stage, sequence = call.plan, self._stage, call.sequence
+        words, my_put, my_got, rings, failure, crowded, spins = self._places
+        place, published = sequence % RING, self._calls.announce(call)
         if type(plan) is Sum:
             return self._reduce(call, *plan)
-        count, per_stage, _, put, get, flags = plan
-        stage, spins = self._stage, self._spins
-        if count > per_stage or self._issued != self._served or not self._reached(self._gots, stage + 1 - DEPTH):
+        count, per_stage, _, put, get, flags, reads_all = plan
+        if (
+            count > per_stage or self._issued != self._served
+            or (stage > self._free and not self._reached(self._gots, stage + 1 - DEPTH))
+        ):  # fmt: skip
             return self._run(call, plan)
         if count and put is not None:
             put(stage % DEPTH, 0, count)
-            words[mine + PUT] = stage + 1
-        for ring in self._rings:
-            while words[ring + place] != published:
-                if spins == 0:
+            words[my_put] = stage + 1
+        for at in flags:
+            while words[at] <= stage:
+                if not spins:
                     return self._run(call, plan, begun=True)
                 spins -= 1
-                if self._crowded:
+                if crowded:
                     sched_yield()
-        if words[self._failure] or not self._reached(flags, stage + 1):
+        for ring in rings:
+            while words[ring + place] != published:
+                if not spins:
+                    return self._run(call, plan, begun=True)
+                spins -= 1
+                if crowded:
+                    sched_yield()
+        if words[failure]:
             return self._run(call, plan, begun=True)
         if count:
             if get is not None:
                 get(stage % DEPTH, 0, count)
-            self._stage = words[mine + GOT] = stage + 1
+            self._stage = words[my_got] = stage + 1
+            if reads_all:  # a rank puts a stage after it got the one before
+                self._free = stage + 1
         return None
 
     def behind(self) -> list[int]:
@@ -91,7 +104,7 @@ class SharedCollectives:
 
     def _run(self, o: Call, plan: Plan, begun: bool = False) -> Steps:
         """The steps of ``plan``; ``begun``: its only stage is put."""
-        count, per_stage, sources, put, get, awaited = plan
+        count, per_stage, sources, put, get, awaited, _ = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
         ticket, self._issued = self._issued, self._issued + 1

@@ -13,13 +13,16 @@ import numpy as np
 
 from kos.comm.host.shared.segment import DEPTH, PUT, Segment
 from kos.comm.operation import AUTO, Operation
-from kos.comm.reduction import ReduceOp, Reduction
+from kos.comm.reduction import Quiet, ReduceOp, Reduction
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[int, int, int], None]  # slot, first element, end
 
 ONE_SHOT_BYTES = 64 * 1024
-"""The largest all_reduce in which every rank reads and reduces all contributions, which saves one wait."""
+"""The largest all_reduce in which every rank reads and reduces all contributions, which saves one wait.
+
+For two ranks it is twice as large.
+"""
 WHOLE_BYTES = 512 * 1024
 """The largest stage that other ranks read whole: more would not stay in a core's second-level cache."""
 MOST_PARTS = 64
@@ -37,6 +40,7 @@ class Plan(NamedTuple):
     put: Step | None = None
     get: Step | None = None
     flags: Sequence[int] = ()  # those that count the puts of ``sources``
+    reads_all: bool = False  # whether ``sources`` are all other ranks
 
 
 class Sum(NamedTuple):
@@ -68,11 +72,13 @@ class Plans:
         self.rank, self.size = segment.rank, segment.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         # At most a stage, also of 8-bit floats, which are staged in four times as many bytes.
-        self.one_shot_bytes = min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1), self.block // 4)
+        most = 2 * ONE_SHOT_BYTES if self.size == 2 else min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1))
+        self.one_shot_bytes = min(most, self.block // 4)
         self._puts = [segment.layout.line(rank) + PUT for rank in range(self.size)]
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
         self._parts: dict[Any, list[Parts]] = {}
         self._scratch = np.empty(0, np.uint8)
+        self._quietly = Quiet().run  # one thread at a time uses the slots
 
     def make(self, o: Operation) -> Plan | Sum | None:
         """The plan of ``o``, or None if it is not supported here."""
@@ -81,7 +87,8 @@ class Plans:
             return None
         plan = make(self, o)
         if isinstance(plan, Plan):
-            plan = plan._replace(flags=[self._puts[rank] for rank in plan.sources])
+            flags = [self._puts[rank] for rank in plan.sources] if plan.elements else []
+            plan = Plan(*plan[:5], flags, len(flags) == len(self.peers))
         return plan
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
@@ -152,6 +159,7 @@ class Plans:
         if x.size * reduction.dtype.itemsize > self.one_shot_bytes:
             return Sum(x, out, reduction)
         plain, slots = reduction.is_plain, self.parts(reduction, x.size)
+        quietly, ufunc = self._quietly, reduction.ufunc
         mine, every = [parts.put[0][0] for parts in slots], [parts.contributions.copy() for parts in slots]
         for contributions in every if plain else ():
             contributions[self.rank] = x
@@ -167,10 +175,11 @@ class Plans:
             self.sum(reduction, every[slot], out)
 
         def add_two(slot: int, a: int, b: int) -> None:
-            reduction.combine(*every[slot], out)
+            first, second = every[slot]
+            quietly(ufunc, first, second, out=out)
 
         direct = self.size == 2 and reduction.carrier is reduction.dtype.numpy and reduction.op is not ReduceOp.AVG
-        get = None if out is None else add_two if direct else add
+        get = None if out is None else add_two if direct and ufunc is not None else add
         return Plan(x.size, x.size or 1, self.peers if get else (), put=copy if plain else stage, get=get)
 
     def _reduce_scatter(self, o: Operation) -> Plan:

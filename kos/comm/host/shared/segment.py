@@ -42,7 +42,7 @@ FAILURE_BYTES = 4096
 
 DEPTH = 2
 """Slots of a rank: one is filled while the other is read."""
-BLOCK_BYTES = 1024 * 1024
+BLOCK_BYTES = 512 * 1024
 """Bytes of a slot: large enough to amortise the waits, small enough to stay in the reader's cache."""
 SLOTS_BYTES = 16 << 20
 """Bytes of all slots of a segment: with many ranks, slots are smaller."""

@@ -1,0 +1,315 @@
+"""Cached calls of the process group of kos, on stand-ins for tensors of a GPU and on tensors of the host."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.gpu import nccl_binding
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument, RankLost
+from tests.comm.fake_nccl import FakeNCCL, captures, no_gpu
+from tests.comm.gpu_ranks import Prepared
+from tests.interop.ranks import run
+
+if find_spec("torch") is None:
+    pytest.skip("needs torch", allow_module_level=True)
+
+import torch
+import torch.distributed as dist
+
+from kos.interop.torch import Options, ProcessGroupKos, launch
+from tests.interop.torch_on_host import CUDA, SIDE, connect_gpu, tensors_of_a_gpu
+
+PROGRAMS = "tests.interop.torch_cached_programs"
+LIMIT = timedelta(seconds=20)
+FLOAT32, INT32 = (nccl_binding.CODE_OF[DTYPES[name]] for name in ("float32", "int32"))
+
+
+class OneRank:
+    """A process group of one rank over the stand-in for NCCL, and what that was called with."""
+
+    def __init__(self, fake: FakeNCCL, cuda: CUDA) -> None:
+        self.cuda, self.calls = cuda, list[tuple[Any, ...]]()
+        for name in ("all_reduce", "broadcast"):
+            setattr(fake, name, lambda *args, name=name: self._called(name, args))
+        self.group = ProcessGroupKos(dist.HashStore(), 0, 1, LIMIT, [0], Options())
+        self.comm = connect_gpu(self.group)
+        self.prepared = Prepared(self.comm)
+
+    def _called(self, name: str, args: tuple[Any, ...]) -> None:
+        *args, _, stream = args
+        self.calls.append((name, *args[:1], *args[2:], stream))
+        self.cuda.log.append(("run", max(stream, 1)))
+
+    def all_reduce(self, x: Any, op: Any = dist.ReduceOp.SUM, overlap: bool = False, **options: Any) -> Any:
+        opts = dist.AllreduceOptions()
+        opts.reduceOp, opts.asyncOp = op, overlap
+        for name, value in options.items():
+            setattr(opts, name, value)
+        return self.group.allreduce([x], opts)
+
+    def last(self) -> tuple[Any, ...]:
+        return self.calls[-1]
+
+    def cache(self, x: Any, **options: Any) -> None:
+        """Make the call until it is cached."""
+        for _ in range(2):
+            self.all_reduce(x, **options)
+        assert not self.prepared.by(lambda: self.all_reduce(x, **options))
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneRank]:
+    with no_gpu(monkeypatch) as fake, tensors_of_a_gpu(monkeypatch) as cuda:
+        rank = OneRank(fake, cuda)
+        yield rank
+        rank.group.shutdown()
+
+
+def ones(count: int = 12, **options: Any) -> Any:
+    return torch.ones(count, **options)
+
+
+def test_the_third_call_is_not_prepared_and_recorded_as_the_first(rank: OneRank) -> None:
+    x = ones()
+    for overlap in (False, True):
+        assert rank.prepared.by(lambda: rank.all_reduce(x, overlap=overlap))  # noqa: B023
+        rank.cache(x, overlap=overlap)
+    entries = rank.comm.recorder.entries()
+    assert [entry["collective_seq_id"] for entry in entries] == list(range(len(rank.calls)))
+    for key in ("profiling_name", "input_sizes", "input_dtypes", "reduce_op", "timeout_ms", "process_group"):
+        assert all(entry[key] == entries[0][key] for entry in entries)
+    assert rank.group._get_sequence_number_for_group() == len(rank.calls)
+
+
+def test_another_call_on_the_same_memory_is_another(rank: OneRank) -> None:
+    x = ones()
+    rank.cache(x)
+    stream, external = rank.cuda.Stream(), rank.cuda.Stream(handle=9000, stream_id=9000)
+    place = x.data_ptr()
+    rank.all_reduce(x)
+    assert rank.last() == ("all_reduce", place, 12, FLOAT32, nccl_binding.SUM, 1)
+    for tensor, options, expected in (
+        (x[:4], {}, (4, FLOAT32, nccl_binding.SUM, 1)),
+        (x.view(torch.int32), {}, (12, INT32, nccl_binding.SUM, 1)),
+        (x, {"op": dist.ReduceOp.MAX}, None),
+        (x, {"op": dist.ReduceOp.AVG}, (12, FLOAT32, nccl_binding.AVG, 1)),
+        (x, {"overlap": True}, (12, FLOAT32, nccl_binding.SUM, SIDE)),
+    ):
+        assert rank.prepared.by(lambda: rank.all_reduce(tensor, **options)), (options, "not cached before")  # noqa: B023
+        if expected is not None:
+            assert rank.last() == ("all_reduce", place, *expected)
+    for other in (stream, external):
+        for turn in range(4):
+            with rank.cuda.stream(other):
+                prepares = rank.prepared.by(lambda: rank.all_reduce(x))
+            assert prepares == (turn < 2) and rank.last()[-1] == other.cuda_stream
+            assert not rank.prepared.by(lambda: rank.all_reduce(x)) and rank.last()[-1] == 1
+    y = x.view(3, 4)
+    assert rank.prepared.by(lambda: rank.all_reduce(y)), "its shape is recorded"
+    assert rank.comm.recorder.entries()[-1]["input_sizes"] == [[3, 4]]
+    opts = dist.BroadcastOptions()
+    for root in (0, 0, 0):
+        opts.rootRank, opts.asyncOp = root, False
+        rank.group.broadcast([x], opts)
+        assert rank.last()[:2] == ("broadcast", place)
+
+
+def test_factors_of_a_premultiplied_sum_are_different_calls(rank: OneRank) -> None:
+    x, factors = ones(), list[float]()
+    binding: Any = nccl_binding
+    usual = binding.premultiplied_sum
+
+    def noting(comm: Any, factor: float, dtype: Any) -> Any:
+        factors.append(factor)
+        return usual(comm, factor, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding, "premultiplied_sum", noting)
+        for factor in (2.0, 2.0, 2.0, 3.0, 2.0):
+            rank.all_reduce(x, dist._make_nccl_premul_sum(factor))
+    assert factors == [2.0, 2.0, 2.0, 3.0, 2.0]
+
+
+def test_a_cached_call_keeps_no_tensor_alive(rank: OneRank) -> None:
+    for overlap in (False, True):
+        memory = np.ones(12, np.float32)
+        x = torch.from_numpy(memory)
+        rank.cache(x, overlap=overlap)
+        alive = weakref.ref(memory)
+        del x, memory
+        gc.collect()
+        assert alive() is None and any(rank.group._cache.values())
+
+
+def test_a_work_keeps_its_tensors(rank: OneRank) -> None:
+    memory = np.ones(12, np.float32)
+    rank.cache(torch.from_numpy(memory), overlap=True)
+    work, alive = rank.all_reduce(torch.from_numpy(memory), overlap=True), weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert alive() is not None and work.result()[0].numel() == 12
+
+
+def test_tensors_that_kos_copies_are_not_cached(rank: OneRank) -> None:
+    for x in (torch.ones(4, 6).t(), torch._neg_view(ones())):
+        for _ in range(4):
+            assert rank.prepared.by(lambda: rank.all_reduce(x))  # noqa: B023
+    x = ones()
+    rank.cache(x)
+    rank.all_reduce(torch._neg_view(x))
+    assert rank.last()[1] != x.data_ptr(), "a copy without the sign"
+    rank.cache(torch.nn.Parameter(ones()))
+
+
+def test_the_same_arguments_of_another_operation_are_another_call(rank: OneRank) -> None:
+    x, y = ones(), ones()
+    for _ in range(3):
+        rank.group.all_gather_single(y, x)
+    rank.group.alltoall([y], [x])
+    names = [entry["profiling_name"] for entry in rank.comm.recorder.entries()]
+    assert names == ["nccl:all_gather"] * 3 + ["nccl:all_to_all_v"]
+
+
+def test_memory_of_another_gpu_is_refused(rank: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = ones()
+    rank.cache(x)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(torch.Tensor, "get_device", lambda self: 1)
+    with pytest.raises(InvalidArgument, match=r"expected memory of cuda:0, as in earlier calls, got cuda:1"):
+        rank.all_reduce(x)
+
+
+def test_a_cached_call_on_the_host_keeps_no_tensor_alive() -> None:
+    group, opts = ProcessGroupKos(dist.HashStore(), 0, 1, LIMIT, [0], Options()), dist.AllreduceOptions()
+    opts.asyncOp = False
+    prepared, memory = Prepared(group._host), np.ones(12, np.float32)
+    tensors = [torch.from_numpy(memory)]
+    for turn in range(5):
+        assert prepared.by(lambda: group.allreduce(tensors, opts)) == (turn < 2)
+    opts.asyncOp = True
+    assert prepared.by(lambda: group.allreduce(tensors, opts).wait()), "may outlive its tensors"
+    alive = weakref.ref(memory)
+    del memory
+    tensors.clear()
+    gc.collect()
+    assert alive() is None and any(group._cache.values())
+    group.shutdown()
+
+
+def test_the_cache_is_bounded(rank: OneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MOST_CACHED", 8)
+    x = ones(100)
+    for count in range(1, 100):
+        for _ in range(3):
+            rank.all_reduce(x[:count])
+        assert len(rank.group._cache) <= 8
+        assert rank.last()[2] == count
+
+
+def test_a_call_aside_follows_the_current_stream_and_a_wait_follows_the_call(rank: OneRank) -> None:
+    x, stream, log = ones(), rank.cuda.Stream(), rank.cuda.log
+    for turn in range(4):
+        log.clear()
+        with rank.cuda.stream(stream):
+            work = rank.all_reduce(x, overlap=True)
+        before, follow, ran, used, after = log
+        assert before[:2] == ("record", stream.cuda_stream) and follow == ("wait", SIDE, before[2]), turn
+        assert ran == ("run", SIDE) and used == ("use", SIDE) and after[:2] == ("record", SIDE)
+        assert before[2] != after[2]
+        log.clear()
+        work.wait()
+        assert log == [("wait", 0, after[2])]
+
+
+def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
+    x = ones()
+    rank.cache(x)
+    rank.cuda.log.clear()
+    rank.all_reduce(x).wait()
+    assert rank.cuda.log == [("run", 1)]
+
+
+def test_events_are_used_again_when_no_work_holds_them(rank: OneRank) -> None:
+    x, log = ones(), rank.cuda.log
+    rank.cache(x, overlap=True)
+    held = [rank.all_reduce(x, overlap=True) for _ in range(3)]
+    numbers = {event.number for event in (work.event._event for work in held)}
+    assert len(numbers) == 3
+    made = rank.cuda.events
+    log.clear()
+    for _ in range(20):
+        rank.all_reduce(x, overlap=True).wait()
+    assert rank.cuda.events <= made + 1
+    assert not numbers & {entry[2] for entry in log if entry[:2] == ("record", SIDE)}
+    del held
+    polled = rank.all_reduce(x)
+    assert polled.is_completed() and polled.is_completed() and rank.cuda.events <= made + 1
+
+
+def test_a_captured_call_is_launched_in_the_capture(rank: OneRank) -> None:
+    x = ones()
+    rank.cache(x)
+    with captures():
+        before = len(rank.calls)
+        rank.all_reduce(x)
+        assert len(rank.calls) == before + 1
+    assert not rank.prepared.by(lambda: rank.all_reduce(x))
+
+
+def test_another_timeout_is_that_of_the_call(rank: OneRank) -> None:
+    x = ones()
+    rank.cache(x)
+    for seconds, call in ((7, {"timeout": timedelta(seconds=7)}), (20, {})):
+        rank.all_reduce(x, **call)
+        assert rank.comm.recorder.entries()[-1]["timeout_ms"] == 1000 * seconds
+    rank.group.set_timeout(timedelta(seconds=5))
+    rank.all_reduce(x)
+    assert rank.comm.recorder.entries()[-1]["timeout_ms"] == 5000
+
+
+@pytest.mark.parametrize("end", [ProcessGroupKos.shutdown, ProcessGroupKos.abort])
+def test_a_group_that_has_ended_raises(rank: OneRank, end: Callable[[Any], None]) -> None:
+    x = ones()
+    rank.cache(x)
+    end(rank.group)
+    with pytest.raises(dist.DistBackendError, match="closed"):
+        rank.all_reduce(x)
+
+
+def test_a_group_that_has_failed_raises(rank: OneRank) -> None:
+    x = ones()
+    rank.cache(x)
+    rank.comm.backend.broken = RankLost("rank 1 is gone")
+    with pytest.raises(dist.DistBackendError, match="rank 1 is gone"):
+        rank.all_reduce(x)
+    rank.comm.backend.broken = None
+
+
+def test_every_collective_gives_what_gloo_gives_when_it_is_cached():
+    for ours, theirs in zip(run(f"{PROGRAMS}:on_stand_ins"), run(f"{PROGRAMS}:collectives", 2, "gloo"), strict=True):
+        sums = [1.0 + 2 * turn for turn in range(4)]
+        assert ours == [theirs] * 4 + [[[total] * 6, [total, 0.0, total]] for total in sums]
+
+
+def test_calls_on_the_host_give_what_gloo_gives_when_they_are_cached():
+    assert run(f"{PROGRAMS}:on_the_host") == run(f"{PROGRAMS}:on_the_host", 2, "gloo")
+
+
+def test_a_tensor_with_a_sign_to_be_applied_is_reduced_in_place():
+    assert run(f"{PROGRAMS}:signs") == [[2.0 * turn for turn in range(4) for _ in range(2)]] * 2
+
+
+def test_failures_of_cached_calls_are_named():
+    for rank, (mismatch, again, destroyed, *late) in enumerate(run(f"{PROGRAMS}:cached_errors")):
+        assert "count 3 against 4" in mismatch and "failed before" in again and "is closed" in destroyed
+        assert all("Timed out" in text and "not complete after 0.5 s; ranks [1] did not" in text for text in late)
+        assert len(late) == 1 - rank
