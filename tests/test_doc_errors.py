@@ -82,6 +82,10 @@ def write(comm: kos.Communicator) -> None:
     work.wait()
 
 
+def writes() -> None:
+    spawn(write, 2)
+
+
 def alone(call: str) -> Callable[[], Any]:
     """``call`` on a group of one."""
 
@@ -132,7 +136,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "CollectiveError: spawn: messages that no rank received: …": lambda: spawn(
         unreceived, 2, buffer_bytes=float("inf")
     ),
-    "CollectiveError: …: rank … wrote to its array while the operation was in flight": lambda: spawn(write, 2),
+    "CollectiveError: …: rank … wrote to its array while the operation was in flight, or another operation did": writes,
     "InvalidArgument: faults: expected all to happen, got none of …": lambda: spawn(
         lambda comm: None, 2, faults=[Fault("crash", 1)]
     ),
@@ -151,6 +155,12 @@ ERRORS: dict[str, Callable[[], Any]] = {
         "comm.all_to_all(x, x)"
     ),
     "InvalidArgument: root: expected a rank from 0 to …, got …": alone("comm.broadcast(x, root=3)"),
+    "InvalidArgument: dst: expected a rank from 0 to …, got …": alone("comm.send(x, 3)"),
+    "InvalidArgument: tag: expected a number from 0 to …, got …": lambda: spawn(
+        lambda comm: comm.recv(np.ones(1), 1 - comm.rank, tag=-1), 2
+    ),
+    'InvalidArgument: color: expected a whole number or None or "host", got …': alone("comm.split('rack')"),
+    "InvalidArgument: shape: expected a whole number, got …": alone("comm.allocate(2.5, 'float32')"),
     "InvalidArgument: dst: expected another rank, got this rank, …": alone("comm.send(x, 0)"),
     "InvalidArgument: counts: expected … numbers from 0 on, got …": alone("comm.gather_v(x, [1, 2])"),
     "InvalidArgument: algorithm: expected 'auto' or one of … for …, got …": alone(

@@ -75,7 +75,7 @@ def test_a_rank_that_does_not_come() -> None:
     code, said = run("--timeout", "1", code=PATIENT, **place(0, 2))
     assert code == 1 and "These" not in said
     assert "did not arrive within 1 s" in said and "ok   Python" in said
-    assert said.splitlines()[-1] == "This rank cannot train, see: finding the other ranks."
+    assert said.splitlines()[-1] == "This rank cannot communicate or train, see: finding the other ranks."
     code, said = run("--timeout", "1", code=PATIENT, **place(1, 2))
     assert code == 1 and said.count("\n") == 1
     assert said.startswith("kos: error: rank 1: finding the other ranks: rendezvous: rank 1 did not reach rank 0")
@@ -138,7 +138,7 @@ def test_alarms_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_all_reduce_that_fails_or_is_wrong(code: str, finding: str) -> None:
     status, said = run(code=code)
     assert status == 1 and "bad  all_reduce" in said and finding in said and "backend  usable" in said
-    assert said.splitlines()[-1] == "This rank cannot train, see: all_reduce."
+    assert said.splitlines()[-1] == "This rank cannot communicate or train, see: all_reduce."
 
 
 def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
@@ -157,7 +157,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py") else "1.0")
     found = {check.name: check for check in checks.packages()}
     assert found["packages (core)"].verdict == OK
-    assert found["packages (train)"] == Check("packages (train)", BAD, "not installed: rich", install("train"))
+    assert found["packages (train)"] == Check("packages (train)", NO, "not installed: rich", install("train"))
     assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py")  # and no GPU to want it
     monkeypatch.setattr(checks, "_kernel_driver", lambda: "NVRM version: 580")
     found = {check.name: check for check in checks.packages()}
@@ -259,7 +259,14 @@ def test_the_report_says_what_is_common_once() -> None:
     assert "ok   one  alike\n" in said and "no   two  differs  (rank 0)\n          -> mend it\n" in said
     assert said.count("mend it") == 1
     assert "bad  two  broken  (rank 2)" in said
-    assert said.endswith("These 3 ranks cannot train, see: two.") and not report.to_json()["will_train"]
+    assert said.endswith("These 3 ranks cannot communicate or train, see: two.") and not report.to_json()["will_train"]
+
+
+def test_ranks_without_the_trainer_communicate() -> None:
+    report = Report(checks={Check("all_reduce", OK, "exact"): [0], Check("packages (train)", NO, "not installed"): [0]})
+    assert report.to_text().endswith("This rank can communicate; to train, see: packages (train).")
+    said = report.to_json()
+    assert not report.bad and said["will_communicate"] and not said["will_train"]
 
 
 @pytest.mark.gpu

@@ -30,14 +30,14 @@ def check_timeout(timeout: Any) -> float:
     return float(min(timeout, _LONGEST_TIMEOUT))
 
 
-def check_int(what: str, value: Any) -> int:
-    """``value`` as an int; accepts integers of any library, but no bool."""
+def check_int(what: str, value: Any, instead: str = "") -> int:
+    """``value`` as an int; accepts integers of any library, but no bool.  ``instead``: see ``number_in``."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
     except TypeError:
         pass
-    raise InvalidArgument(f"{what}: expected a whole number, got {value!r}")
+    raise InvalidArgument(f"{what}: expected a whole number{instead}, got {value!r}")
 
 
 def check_bool(what: str, value: Any) -> bool:
@@ -57,7 +57,7 @@ def check_shape(shape: Any) -> tuple[int, ...]:
 
 def number_in(what: str, value: Any, low: int, high: int, instead: str = "", kind: str = "number") -> int:
     """``value`` as an int from ``low`` to ``high``; ``instead`` names the other allowed values in the error."""
-    value = check_int(what, value)
+    value = check_int(what, value, instead)
     if not low <= value <= high:
         raise InvalidArgument(f"{what}: expected a {kind} from {low} to {high}{instead}, got {value}")
     return value

@@ -1,7 +1,8 @@
 """Reports what this machine and job can use, and why something is unavailable: python -m kos.doctor [--json]
 
-Start it as the job will be started (mpirun -n N, torchrun, srun), or alone.  Exit status: 0 if training across these
-ranks will work, 1 if it will not, 2 for wrong arguments.
+Start it as the job will be started (mpirun -n N, torchrun, srun), or alone.  Exit status: 0 if these ranks can
+communicate, 1 if they cannot, 2 for wrong arguments.  The last line, and will_train of --json, say
+whether they can train too.
 """
 
 from __future__ import annotations

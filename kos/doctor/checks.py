@@ -31,7 +31,7 @@ from kos.errors import in_words, install
 from kos.memory.ipc import Origin
 
 OK, NO, BAD = "ok", "no", "bad"
-"""Verdicts: it works; it does not, but training does not need it; training will not work."""
+"""Verdicts: it works; it does not, but communication does not need it; communication will not work."""
 
 CHECK_SECONDS = 30.0
 SMALL_SHM = 1 << 30
@@ -42,7 +42,8 @@ _EXTRAS = {
     "cuda": ("cuda-core", "cuda-bindings", "cuda-pathfinder", "nccl4py", "nvmath-python"),
     "plot": ("matplotlib",),
 }
-_OPTIONAL = ("tokenizers", "cuda", "plot")
+TRAINER = "packages (train)"
+"""The check without which ranks communicate and cannot train."""
 _LIBRARIES = ("nvrtc", "cudart", "nccl", "cublasLt")
 _MPI_PROBE = """
 import json, mpi4py
@@ -119,7 +120,7 @@ def packages() -> Iterator[Check]:
         title = f"packages ({extra or 'core'})"
         if missing:
             remedy = install(extra) if extra != "cuda" or _kernel_driver() else ""
-            yield Check(title, NO if extra in _OPTIONAL else BAD, f"not installed: {', '.join(missing)}", remedy)
+            yield Check(title, NO if extra else BAD, f"not installed: {', '.join(missing)}", remedy)
         else:
             yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
 

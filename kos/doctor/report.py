@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import kos
-from kos.doctor.checks import BAD, Check, ranks_in_words
+from kos.doctor.checks import BAD, OK, TRAINER, Check, ranks_in_words
 from kos.doctor.ranks import Facts
 
 
@@ -31,14 +31,20 @@ class Report:
 
     @property
     def bad(self) -> list[str]:
-        """Names of the checks that keep these ranks from training."""
+        """Names of the checks that keep these ranks from communicating."""
         return list(dict.fromkeys(check.name for check in self.checks if check.verdict == BAD))
+
+    @property
+    def trains(self) -> bool:
+        """Whether these ranks can train: they communicate, and all have the trainer's packages."""
+        return not self.bad and all(check.name != TRAINER or check.verdict == OK for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "kos": kos.__version__,
             "ranks": self.size,
-            "will_train": not self.bad,
+            "will_communicate": not self.bad,
+            "will_train": self.trains,
             "checks": [{**asdict(check), "ranks": ranks} for check, ranks in self.checks.items()],
             "backends": self.backends.splitlines(),
             "facts": self.facts,
@@ -56,5 +62,9 @@ class Report:
         if self.backends:
             lines += ["", self.backends]
         who = "This rank" if self.size == 1 else f"These {self.size} ranks"
-        verdict = f"cannot train, see: {', '.join(self.bad)}" if self.bad else "can train"
+        verdict = (
+            f"cannot communicate or train, see: {', '.join(self.bad)}" if self.bad
+            else "can communicate and train" if self.trains
+            else f"can communicate; to train, see: {TRAINER}"
+        )  # fmt: skip
         return "\n".join([*lines, "", f"{who} {verdict}."])

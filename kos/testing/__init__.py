@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
+import kos
 from kos.comm import Communicator, init
 from kos.comm.arguments import check_timeout, number_in
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.failures import blaming
+from kos.comm.rendezvous.threads import RankThread, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
 from kos.testing.watch import Deadlock, Watch
@@ -18,6 +23,8 @@ from kos.testing.watch import Deadlock, Watch
 __all__ = ["Deadlock", "Fault", "spawn"]
 
 ERROR_SECONDS = 2.0  # for ranks to raise the errors of their waits
+_SHOWN = 8  # ranks in a message
+_KOS, _PYTHON = str(Path(kos.__file__).parent), sysconfig.get_path("stdlib")
 
 T = TypeVar("T")
 
@@ -35,6 +42,8 @@ def spawn(
 ) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` ranks that are threads of this process; their results by rank.
 
+    ``fn`` and what it calls use that communicator: ``kos.init()`` raises InvalidArgument in the thread of a rank.
+
     If a rank raises, the others raise RankLost from their waits, and the first error is raised here with a note that
     names the rank.  After ``timeout`` seconds every wait raises a CollectiveTimeout that names the missing ranks.
     If no rank waits then, ``spawn`` raises it and names the ranks that still run (threads cannot be killed).
@@ -50,8 +59,10 @@ def spawn(
       rank and the operation that each rank waits for.  Ranks that compute, sleep, or wait with their own timeout can
       continue, and so can a program with threads that started after ``spawn``.
     - ``check_arrays``: an array of an operation with ``async_op=True`` that is written before the operation is
-      complete makes it raise CollectiveError.
-    - ``check_messages``: CollectiveError for messages that were never received, if no rank raised (without faults).
+      complete makes it raise CollectiveError.  It compares checksums: reads, and writes of equal values, are not seen.
+    - ``check_messages``: CollectiveError for messages that were never received, if no rank raised.  It sees those of at
+      most ``buffer_bytes``: the sender of a larger one still waits, and raises Deadlock, or RankLost if the receiver
+      has returned.  A plan with another fault than ``delay`` switches it off.
 
     Raises InvalidArgument without ranks, and if a fault never happened.
     """
@@ -88,8 +99,8 @@ def spawn(
         finally:
             group.world.end(rank, why)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    watch.threads, watch.deadline = threads, time.monotonic() + timeout
+    threads = [RankThread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    watch.threads, watch.deadline = [*threads], time.monotonic() + timeout
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -102,10 +113,11 @@ def spawn(
         threads[rank].join(ERROR_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
     message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
+    message += "".join(f"; rank {rank} is {_place(threads[rank])}" for rank in running[:_SHOWN])
     for rank in running:
         group.world.end(rank, message)  # ends every wait for it, in groups split from this one too
     if running and not errors:
-        raise CollectiveTimeout(message)
+        raise blaming(CollectiveTimeout(message), running)
     if errors:
         rank, error = errors[0]
         error.add_note(f"raised on rank {rank} of {world_size}")
@@ -115,6 +127,18 @@ def spawn(
             f"faults: expected all to happen, got none of {sorted(plan.pending, key=str)} in "
             f"{plan.operations} operations of the ranks (or nothing was sent in those)"
         )
-    if plan is None and check_messages and (unreceived := watch.unreceived()):
+    if check_messages and (plan is None or plan.harmless) and (unreceived := watch.unreceived()):
         raise CollectiveError(f"spawn: messages that no rank received: {'; '.join(unreceived[:8])}")
     return results
+
+
+def _place(thread: threading.Thread) -> str:
+    """``at file:line``: the innermost line of a running thread outside kos and Python's library."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and _in_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "ending" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _in_library(file: str) -> bool:
+    return file.startswith(_KOS) or (file.startswith(_PYTHON) and "site-packages" not in file)

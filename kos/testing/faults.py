@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,13 +19,17 @@ KINDS = ("delay", "drop", "error", "stall", "crash")
 class Fault:
     """A failure of operation ``operation`` (from 0) of rank ``rank``.
 
-    Operations are all collectives and messages that the rank starts, on any communicator, in order.  ``kind`` is one of
+    Operations are all collectives and messages that the rank starts, on any communicator, in order.  ``call`` counts
+    only those of one name: ``Fault("drop", 0, 2, call="send")`` drops the third send.  ``kind`` is one of
 
     - ``delay``: the rank begins that operation ``seconds`` later (default 0.02), which changes no result;
-    - ``drop``: the messages that it sends in that operation are lost: ranks that wait for one raise CollectiveTimeout;
+    - ``drop``: the messages that it sends in that operation are lost: ranks that wait for one raise Deadlock, or
+      RankLost if the sender has returned;
     - ``error``: the operation raises CollectiveError before it begins, also on the other ranks that take part;
-    - ``stall``: the rank stops forever before that operation: the others raise a CollectiveTimeout that names it;
+    - ``stall``: the rank stops forever before that operation: ranks that wait for it raise Deadlock;
     - ``crash``: the rank ends without a report before that operation: the others raise RankLost.
+
+    Where the waits have a shorter timeout than ``spawn``, CollectiveTimeout comes instead of Deadlock, its base.
 
     Raises InvalidArgument for an invalid plan.
     """
@@ -33,6 +38,7 @@ class Fault:
     rank: int
     operation: int = 0
     seconds: float | None = None
+    call: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -40,6 +46,8 @@ class Fault:
         if check_int("fault: rank", self.rank) < 0 or check_int("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
         timed = self.kind == "delay" and isinstance(self.seconds, int | float) and self.seconds > 0
+        if self.call is not None and not isinstance(self.call, str):
+            raise InvalidArgument(f"fault: expected the name of an operation as call, got {self.call!r}")
         if self.seconds is not None and not timed:
             raise InvalidArgument(f"fault: expected positive seconds of a delay, got {self}")
 
@@ -59,22 +67,26 @@ class FaultPlan:
             if fault.rank >= size:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
         self.pending = set(self._faults)
+        self.harmless = all(fault.kind == "delay" for fault in self._faults)  # no rank ends and no message is lost
         self.operations = [0] * size  # started by each rank
-        self._stalled = 0
+        self._calls: Counter[tuple[int, str]] = Counter()  # started by each rank, by name
+        self.stalled: set[int] = set()
+        self.lost: dict[tuple[int, str], None] = {}  # rank and operation of the messages that were dropped, in order
 
     def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
         """Apply the faults of the next operation of world rank ``rank``.
 
         If its messages are dropped, returns a function to call for each of them.
         """
-        number = self.operations[rank]
+        numbers = {None: self.operations[rank], call.name: self._calls[rank, call.name]}
         self.operations[rank] += 1
+        self._calls[rank, call.name] += 1
         lost = None
         for fault in self._faults:
-            if (fault.rank, fault.operation) != (rank, number):
+            if fault.rank != rank or numbers.get(fault.call) != fault.operation:
                 continue
             if fault.kind == "drop":
-                lost = partial(self.pending.discard, fault)
+                lost = partial(self._lose, fault, call)
                 continue
             self.pending.discard(fault)
             if fault.kind == "delay":
@@ -88,11 +100,20 @@ class FaultPlan:
                 raise Crashed(f"it crashed before {call.name}")
         return lost
 
+    def _lose(self, fault: Fault, call: Call) -> None:
+        """Record that a message of ``call`` was dropped."""
+        self.pending.discard(fault)
+        self.lost[fault.rank, f"{call.name} #{call.sequence}"] = None
+
+    def culprits(self) -> tuple[int, ...]:
+        """The ranks that have stalled or lost messages."""
+        return tuple(sorted({*self.stalled, *(rank for rank, _ in self.lost)}))
+
     def _stall(self, world: ThreadWorld, rank: int, call: Call) -> None:
         """Wait until all other ranks have ended or stalled too."""
         with world.lock:
-            self._stalled += 1
+            self.stalled.add(rank)
             world.notify(list(range(len(world.wakeup))))
-            while len(world.ends) + self._stalled < len(world.wakeup):
+            while len(world.ends) + len(self.stalled) < len(world.wakeup):
                 world.wait(rank, None, lambda: [(f"stalled before {call.name}, as the test's plan says", [])])
         raise Crashed(f"it stalled before {call.name}")

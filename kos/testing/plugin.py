@@ -1,17 +1,32 @@
-"""A pytest plugin: ``pytest_plugins = ["kos.testing.plugin"]`` in a conftest.py adds the fixture ``spawn_ranks``.
+"""A pytest plugin with the fixture ``spawn_ranks``: ``pytest_plugins = ["kos.testing.plugin"]`` in the top conftest.py.
 
 docs/guides/testing-your-code.md shows its use.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
+from kos.errors import KosError, debugging
 from kos.testing import spawn
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """Leave kos's own frames out of the traceback of an error that kos raises on purpose, unless KOS_DEBUG is set."""
+    if call.excinfo is not None and isinstance(call.excinfo.value, KosError) and not debugging():
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "kos":
+                module.__dict__.setdefault("__tracebackhide__", _is_on_purpose)
+
+
+def _is_on_purpose(caught: pytest.ExceptionInfo[BaseException] | None) -> bool:
+    return caught is not None and isinstance(caught.value, KosError)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.failures import blaming
 from kos.comm.host.mock import MockBackend
 from kos.comm.operation import Call, Operation
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadWorld, Waits
@@ -25,7 +26,10 @@ _SHOWN = 16  # ranks in a message
 
 
 class Deadlock(CollectiveTimeout):
-    """Every rank waits for another one.  Raised on all ranks at once; names the ranks that each waits for."""
+    """Every rank waits for another one.  Raised on all ranks at once; names the ranks that each waits for.
+
+    ``ranks`` are those that the test's faults have stalled, or whose messages these have dropped.
+    """
 
 
 class Watch:
@@ -64,7 +68,8 @@ class Watch:
             return seconds
         idle = stuck | self._others | set(self.threads)
         if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
-            world.fail(Deadlock, self._describe(world))
+            culprits = () if self.plan is None else self.plan.culprits()
+            world.fail(blaming(Deadlock(self._describe(world)), culprits))
             return 0.0
         return _POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS)
 
@@ -85,6 +90,8 @@ class Watch:
             for what, peers in waits.get(rank, []):
                 named = f" waits for rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))} in" if peers else ":"
                 lines.append(f"rank {rank}{named} {what}")
+        for rank, operation in () if self.plan is None else self.plan.lost:
+            lines.append(f"the messages of rank {rank}'s {operation} were lost, as the test's plan says")
         if cycle := _cycle(waits):
             lines.append("the cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))
         return "deadlock: every rank waits, and none can continue:\n  " + "\n  ".join(lines)
@@ -105,7 +112,9 @@ class Watch:
         if at_launch:
             yield  # the program may write now
         if _checksums(o) != before:
-            raise CollectiveError(f"{call}: rank {o.rank} wrote to its array while the operation was in flight")
+            raise CollectiveError(
+                f"{call}: rank {o.rank} wrote to its array while the operation was in flight, or another operation did"
+            )
         if o.recv is not None and recv is not None:
             np.copyto(o.recv.flat, recv.flat)
 

@@ -385,8 +385,10 @@ def test_spawn_names_ranks_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
     time_is_up(monkeypatch, lambda: len(threads) == 2 and not threads[0].is_alive())
     try:
-        with pytest.raises(CollectiveTimeout, match=r"spawn: ranks \[1\] of 2 are still running after 0.2 s"):
+        still = r"spawn: ranks \[1\] of 2 are still running after 0.2 s; rank 1 is at .*test_failures.py:\d+"
+        with pytest.raises(CollectiveTimeout, match=still) as caught:
             spawn(body, 2, timeout=0.2)
+        assert caught.value.ranks == (1,)
     finally:
         release.set()
 

@@ -75,6 +75,9 @@ def test_a_rank_that_stalls_or_sends_nothing(name: str, kind: str, message: str)
         spawn(body, SIZE, 60, faults=[Fault(kind, CULPRIT, 1)])
     lines = "\n".join(sorted(str(caught.value).splitlines(), key=lambda line: "stalled" in line))
     assert re.search(message.format(name=name.split()[0]), lines)
+    assert caught.value.ranks == (CULPRIT,)
+    lost = rf"the messages of rank {CULPRIT}'s {name.split()[0]} #1 were lost, as the test's plan says"
+    assert bool(re.search(lost, lines)) == (kind == "drop")
 
 
 def test_a_rank_that_stalls_is_named_after_a_timeout_of_ones_own() -> None:
@@ -158,6 +161,24 @@ def test_a_rank_that_crashes_finishes_nothing() -> None:
             comm.barrier()
 
     assert spawn(body, 2, 30, faults=[Fault("crash", 1, 1)]) == [None, None]
+
+
+def test_a_fault_of_one_kind_of_operation() -> None:
+    def body(comm: kos.Communicator) -> str:
+        try:
+            for _ in range(3):
+                comm.barrier()
+                comm.all_reduce(np.ones(2))
+        except RankLost as error:
+            return str(error)
+        return "no error"
+
+    results = spawn(body, 2, 60, faults=[Fault("crash", 1, 2, call="all_reduce")])
+    assert "all_reduce #5" in results[0] and "rank 1 is gone: it crashed before all_reduce" in results[0]
+    with pytest.raises(InvalidArgument, match=r"got none of .*call='send'.* in \[6, 6\] operations"):
+        spawn(body, 2, 60, faults=[Fault("crash", 1, call="send")])
+    with pytest.raises(InvalidArgument, match="fault: expected the name of an operation as call, got 3"):
+        Fault("crash", 1, call=3)  # type: ignore[arg-type]
 
 
 def test_a_plan_that_makes_no_sense() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
-from kos.testing import Deadlock, spawn
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.testing import Deadlock, Fault, spawn
 
 LONG = 600.0  # seconds: a deadlock is not found by waiting for its timeout
 
@@ -177,6 +181,17 @@ def test_arrays_that_are_written_in_flight(name: str, result: bool) -> None:
         spawn(lambda comm: in_flight(comm, write, name), 2, 60, check_arrays=False)
 
 
+def test_two_operations_in_flight_on_one_array() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(4)
+        works = [comm.all_reduce(x, async_op=True) for _ in range(2)]
+        for work in works:
+            work.wait()
+
+    with pytest.raises(CollectiveError, match="wrote to its array .*, or another operation did"):
+        spawn(body, 2, 60)
+
+
 def test_messages_that_nobody_received() -> None:
     def body(comm: kos.Communicator) -> None:
         part = comm.split(0)
@@ -188,6 +203,28 @@ def test_messages_that_nobody_received() -> None:
     with pytest.raises(CollectiveError, match=expected):
         spawn(body, 2, 60, buffer_bytes=100)
     spawn(body, 2, 60, buffer_bytes=100, check_messages=False)
+    with pytest.raises(CollectiveError, match=expected):  # a delay loses no message
+        spawn(body, 2, 60, buffer_bytes=100, faults=[Fault("delay", 0)])
+    with pytest.raises(RankLost, match="rank 1 is gone: its function returned"):  # nothing is buffered
+        spawn(lambda comm: comm.rank or comm.send(np.ones(3), 1), 2, 60)
+
+
+def test_init_in_the_thread_of_a_rank_is_no_group_of_one() -> None:
+    with pytest.raises(InvalidArgument, match=r"init: expected a function of the comm of .*spawn, got kos.init\(\)"):
+        spawn(lambda comm: kos.init().size, 2)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_pytest_shows_the_frames_of_the_program(tmp_path: Path, debug: str) -> None:
+    file = tmp_path / "test_mine.py"
+    file.write_text(
+        "def test_mine(spawn_ranks):\n    spawn_ranks(lambda comm: comm.barrier() if comm.rank else None)\n"
+    )
+    command = ("-m", "pytest", "-p", "kos.testing.plugin", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", str(file))
+    environ = {**os.environ, "KOS_DEBUG": debug}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120, env=environ)
+    assert "test_mine.py:2: RankLost" in done.stdout or debug == "1"
+    assert ("communicator.py" in done.stdout or "collectives.py" in done.stdout) == (debug == "1"), done.stdout
 
 
 def test_a_wrong_size_of_the_buffer() -> None:

@@ -33,14 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
         if options.trace:
             options.trace.write_text(json.dumps(to_trace(dumps)))
     except (DataError, OSError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"kos: error: {error}", file=sys.stderr)
         return 2
     alike, findings = analyze(dumps)
     of = f"{plural(len(dumps), 'dump')} of {plural(dumps[0].size, 'rank')}"
     missing = f" in these; no dump of {missing}" if (missing := absent(dumps)) else ""
     wrong = "where each rank stands:" if findings else f"nothing is wrong{missing}; the last operation of each rank:"
     with printing():
-        print(f"{of}; {plural(alike, 'collective')} that all ranks made alike")
+        print(f"{of}; {plural(alike, 'collective')} that {'these' if missing else 'all'} ranks made alike")
         print(*findings, wrong, *(f"  {dump.last_operation()}" for dump in dumps), sep="\n")
     return 1 if findings else 0
 

@@ -119,6 +119,8 @@ def _load(file: Path) -> Dump:
         calls = [Call(entry) for entry in data["entries"]]
         rank, size, job = int(data["rank"]), int(data["world_size"]), str(data.get("job", ""))
         return Dump(rank, size, job, groups, calls, int(data.get("time_dumped_ns", 0)))
+    except FileNotFoundError as error:
+        raise DataError(f"{file}: expected a dump or a folder of dumps, got no such file or folder") from error
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         got = f"one without {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise DataError(f"{file}: expected a flight record of version 2, got {got}") from error
@@ -192,7 +194,7 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
             callers = ", ".join(f"{_ranks(ranks)} called it{site}" for site, ranks in sites.items())
             age = f"; older than that: the dump of {_ranks(older)}" if older else ""
             return alike, f"{name}: {next(iter(here.values()))}: {problem}; {callers}{age}"
-        alike += len(here) == len(ranks)
+        alike += len(here) == len(calls)
     return alike, None
 
 

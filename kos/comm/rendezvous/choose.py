@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.env import EnvRendezvous, Place
 from kos.comm.rendezvous.mpi import MPIRendezvous
-from kos.comm.rendezvous.threads import SingleRendezvous
+from kos.comm.rendezvous.threads import RankThread, SingleRendezvous
+from kos.errors import InvalidArgument
 
 _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: bool = True) -> Rendezvous:
-    """MPI under mpirun; else the environment if it sets the rank; else a group of one (of MPI if ``by_mpi``)."""
+    """MPI under mpirun; else the environment if it sets the rank; else a group of one (of MPI if ``by_mpi``).
+
+    Raises InvalidArgument in a thread of ``kos.testing.spawn``, where each rank would become a group of one.
+    """
+    if isinstance(threading.current_thread(), RankThread):
+        raise InvalidArgument(
+            "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
+        )
     if not mpi_job.under_mpirun():
         if Place.is_given():
             return EnvRendezvous(timeout)

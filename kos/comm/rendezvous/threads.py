@@ -16,13 +16,17 @@ Waits = list[tuple[str, list[int]]]
 """Operations in flight, and for each the world ranks that it waits for."""
 
 
+class RankThread(threading.Thread):
+    """The thread of a rank of ``kos.testing.spawn``."""
+
+
 class ThreadWorld:
     """The state shared by all threads of one ``spawn``: a lock, a condition per rank, the ended ranks and why."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
         self.lock = threading.RLock()
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
-        self.failure: tuple[type[KosError], str] | None = None  # of all groups
+        self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
         self.ends: dict[int, str] = {}  # world rank -> why
@@ -51,16 +55,15 @@ class ThreadWorld:
             if self.watch is not None:
                 self.watch.end_wait()
 
-    def fail(self, kind: type[KosError], message: str) -> None:
-        """Make every rank that waits, in any group, raise ``kind(message)``; the caller holds the lock."""
-        self.failure = self.failure or (kind, message)
+    def fail(self, failure: KosError) -> None:
+        """Make every rank that waits, in any group, raise a copy of the error; the caller holds the lock."""
+        self.failure = self.failure or failure
         self.notify(list(range(len(self.wakeup))))
 
     def raise_failure(self) -> None:
         """Raise if all groups have failed."""
         if self.failure is not None:
-            kind, message = self.failure
-            raise kind(message)
+            raise again(self.failure)
 
     def end(self, rank: int, why: str) -> None:
         """Record that rank ``rank`` has ended."""
