@@ -34,6 +34,12 @@ def all_reduce_gpus(ranks: int, name: str, mode: str = "graph", value: str = "ti
     return {row["bytes"]: row[value] for row in select(f"collectives-h200-{ranks}", **wanted)}
 
 
+def faster_nccl(ranks: int, mode: str = "graph") -> Series:
+    """NCCL with ordinary buffers or with symmetric windows, by size whichever is faster."""
+    kinds = [all_reduce_gpus(ranks, name, mode) for name in ("NCCL", "NCCL, symmetric windows")]
+    return {nbytes: min(each[nbytes] for each in kinds) for nbytes in kinds[0]}
+
+
 def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in_place: bool = True) -> Series:
     wanted: dict[str, Any] = {**HOST_LINES[name], "mode": mode, "in_place": in_place, "ranks": ranks}
     return {row["bytes"]: row["time_us"] for row in select(f"collectives-{machine}-{ranks}", **wanted)}

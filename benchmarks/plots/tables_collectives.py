@@ -19,16 +19,18 @@ def all_reduce_gpus(ranks: int) -> str:
     lines = {name: measured.all_reduce_gpus(ranks, name) for name in names}
     p99 = measured.all_reduce_gpus(ranks, names[0], value="p99_us")
     limits = measured.limits(f"collectives-h200-{ranks}", "graph", False)
+    theirs = measured.faster_nccl(ranks)
     rows = []
     for nbytes, bound in sorted(limits.items()):
-        ours, nccl = lines["kos, symmetric buffers"][nbytes], lines["NCCL"][nbytes]
+        ours, nccl = lines["kos, symmetric buffers"][nbytes], theirs[nbytes]
         rows.append([
             size(nbytes), us(ours), us(p99[nbytes]), *(cell(lines[name], nbytes) for name in names[1:]), us(bound),
             f"{bound / ours:.0%}", ratio(nccl / ours), ratio(nccl / lines["kos, any buffers"][nbytes]),
         ])  # fmt: skip
     return table(
         ["size", "kos, symmetric", "its p99", "kos, any buffers", "NCCL", "NCCL windows", "torch one-shot",
-         "torch two-shot", "torch.distributed", "limit", "kos of limit", "NCCL / kos symmetric", "NCCL / kos any"],
+         "torch two-shot", "torch.distributed", "limit", "kos of limit", "faster NCCL / kos symmetric",
+         "faster NCCL / kos any"],
         rows,
     )  # fmt: skip
 
@@ -61,6 +63,25 @@ MODES = {
     "torch two-shot, in place": {"backend": "torch-symm", "algorithm": "two_shot"},
     "torch.distributed, in place": {"backend": "torch-nccl"},
 }
+
+
+def outside_graphs(ranks: int) -> str:
+    """Calls back to back and single calls, by size."""
+    names = ("kos, symmetric buffers", "kos, any buffers", "NCCL", "NCCL, symmetric windows", "torch one-shot",
+             "torch two-shot")  # fmt: skip
+    modes = {mode: {name: measured.all_reduce_gpus(ranks, name, mode) for name in names}
+             for mode in ("eager", "single_shot")}  # fmt: skip
+    rows = []
+    for nbytes in sorted(modes["eager"]["NCCL"]):
+        line = [size(nbytes)]
+        for mode, lines in modes.items():
+            ours = min(lines[name][nbytes] for name in names[:2])
+            nccl = measured.faster_nccl(ranks, mode)[nbytes]
+            line += [*(us(lines[name][nbytes]) for name in names), ratio(nccl / ours)]
+        rows.append(line)
+    short = ["kos, symmetric", "kos, any", "NCCL", "NCCL windows", "torch one-shot", "torch two-shot",
+             "faster NCCL / faster kos"]  # fmt: skip
+    return table([f"{ranks} GPUs", f"eager: {short[0]}", *short[1:], f"single: {short[0]}", *short[1:]], rows)
 
 
 def modes_gpus() -> str:
