@@ -49,6 +49,16 @@ def limits(file: str, mode: str, in_place: bool, **wanted: Any) -> Series:
     return {row["bytes"]: row["limit_us"] for row in select(file, mode=mode, in_place=in_place, **wanted)}
 
 
+HOST_LIMIT_FROM = 64 << 10
+"""Below so many bytes a host's limit is mostly the cost of calling NumPy, and no bound."""
+
+
+def host_limits(machine: str, ranks: int) -> Series:
+    """Of all_reduce in place, where it is a bound."""
+    found = limits(f"collectives-{machine}-{ranks}", "eager", True, ranks=ranks)
+    return {nbytes: bound for nbytes, bound in found.items() if nbytes >= HOST_LIMIT_FROM}
+
+
 class Trained(NamedTuple):
     """A model on some GPUs: the row of kos and that of the fastest PyTorch of the same run."""
 

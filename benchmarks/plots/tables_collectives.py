@@ -150,11 +150,12 @@ def hosts(machine: str, ranks: int) -> str:
     lines = {name: measured.all_reduce_host(machine, ranks, name) for name in measured.HOST_LINES}
     alone = {name: measured.all_reduce_host(machine, ranks, name, "single_shot") for name in ("kos", "Open MPI")}
     out = {name: measured.all_reduce_host(machine, ranks, name, in_place=False) for name in ("kos", "Open MPI")}
+    bounds = measured.host_limits(machine, ranks)
     rows = []
-    for nbytes, bound in sorted(measured.limits(f"collectives-{machine}-{ranks}", "eager", True, ranks=ranks).items()):
+    for nbytes in sorted(lines["kos"]):
         kos, persistent, mpi = (lines[name][nbytes] for name in ("kos", "kos, persistent", "Open MPI"))
         rows.append([
-            size(nbytes), *(cell(lines[name], nbytes) for name in measured.HOST_LINES), us(bound),
+            size(nbytes), *(cell(lines[name], nbytes) for name in measured.HOST_LINES), cell(bounds, nbytes),
             ratio(mpi / kos), ratio(mpi / persistent), ratio(alone["Open MPI"][nbytes] / alone["kos"][nbytes]),
             ratio(out["Open MPI"][nbytes] / out["kos"][nbytes]), f"{lines['Gloo'][nbytes] / kos:.1f}",
         ])  # fmt: skip
