@@ -40,6 +40,11 @@ def provenance(*names: str) -> str:
     return table(["file", "hardware", "software", "date", "commit"], rows)
 
 
+def commands(*names: str) -> str:
+    """What was typed for each file."""
+    return table(["file", "command"], [[link(f"{name}.json"), f"`{load(name)['command']}`"] for name in names])
+
+
 def readme() -> str:
     """The figures of README."""
     rows = []
@@ -87,8 +92,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce-files": partial(
         provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
     ),
+    "all-reduce-commands": partial(
+        commands, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
+    ),
     "collectives": collectives.moves,
     "collectives-files": partial(provenance, "collectives-moving-h200-2"),
+    "collectives-commands": partial(commands, "collectives-moving-h200-2"),
     "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),
     "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
     "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),
@@ -96,6 +105,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-one-rank": collectives.one_rank,
     "hosts-files": partial(
         provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
+        "collectives-epyc-4",
+    ),
+    "hosts-commands": partial(
+        commands, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
         "collectives-epyc-4",
     ),
     "training-1": partial(training.training, 1),
