@@ -28,7 +28,7 @@ def all_reduce_gpus(ranks: int) -> str:
             f"{bound / ours:.0%}", ratio(nccl / ours), ratio(nccl / lines["kos, any buffers"][nbytes]),
         ])  # fmt: skip
     return table(
-        ["size", "kos, symmetric", "its p99", "kos, any buffers", "NCCL", "NCCL windows", "torch one-shot",
+        ["size", "kos, symmetric", "p99 of 5 batches", "kos, any buffers", "NCCL", "NCCL windows", "torch one-shot",
          "torch two-shot", "torch.distributed", "limit", "kos of limit", "faster NCCL / kos symmetric",
          "faster NCCL / kos any"],
         rows,
