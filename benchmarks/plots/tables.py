@@ -102,14 +102,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
     "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),
     "hosts-epyc-4": partial(collectives.hosts, "epyc", 4),
+    "hosts-others": collectives.hosts_others,
     "hosts-one-rank": collectives.one_rank,
     "hosts-files": partial(
         provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
-        "collectives-epyc-4",
+        "collectives-epyc-4", "collectives-others-xeon-2",
     ),
     "hosts-commands": partial(
         commands, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
-        "collectives-epyc-4",
+        "collectives-epyc-4", "collectives-others-xeon-2",
     ),
     "training-1": partial(training.training, 1),
     "training-4": partial(training.training, 4),

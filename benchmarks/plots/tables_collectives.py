@@ -166,6 +166,24 @@ def hosts(machine: str, ranks: int) -> str:
     )  # fmt: skip
 
 
+def hosts_others() -> str:
+    """Single calls of the operations other than all_reduce, beside Open MPI."""
+    file = "collectives-others-xeon-2"
+    ops = dict.fromkeys(row["op"] for row in select(file))
+    sizes = sorted({row["bytes"] for row in select(file)})
+    rows = []
+    for op in ops:
+        line = [op + ", in place" * (op == "broadcast")]
+        for nbytes in sizes:
+            place = {"op": op, "bytes": nbytes, "mode": "single_shot", "in_place": op == "broadcast"}
+            kos = one(file, **place, backend="mpi", call="function")["time_us"]
+            mpi = one(file, **place, backend="mpi-native")["time_us"]
+            line += [us(kos), us(mpi), ratio(mpi / kos)]
+        rows.append(line)
+    head = [what for nbytes in sizes for what in (f"{size(nbytes)}: kos", "Open MPI", "Open MPI / kos")]
+    return table(["µs", *head], rows)
+
+
 def one_rank() -> str:
     """A call in a group of one rank, which moves nothing."""
     lines = {
