@@ -51,7 +51,8 @@ def _no_benchmark(name: str) -> str:
     """Why there is no benchmark of that name; empty if there is one."""
     clone = Path(kos.__file__).resolve().parent.parent
     if not (clone / "benchmarks" / "__init__.py").exists():
-        return f"expected a clone of kos, which has the folder benchmarks, got the package installed in {clone}"
+        remedy = "in a clone: pip install -e ., or python -m benchmarks.NAME"
+        return f"expected a clone of kos with the folder benchmarks, got the package installed in {clone}; {remedy}"
     if str(clone) not in sys.path:
         sys.path.insert(0, str(clone))
     if not name.isidentifier() or importlib.util.find_spec(f"benchmarks.{name}") is None:

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.collectives import __main__ as command
 from benchmarks.collectives.options import parse
-from benchmarks.collectives.summary import MOST_LINES, summary
+from benchmarks.collectives.report import table
+from benchmarks.collectives.summary import MOST_LINES, busy, summary
 
 
 def row(backend: str, nbytes: int, time_us: float, **other: Any) -> dict[str, Any]:
@@ -60,6 +61,18 @@ def test_without_peers_the_fastest_by_size_is_named() -> None:
     assert len(lines) == 4 and "peer" not in lines[0]
     assert [line.split()[:5] for line in lines[2:]] == [["8", "in", "mock", "persistent", "1.50"],
                                                         ["64", "in", "mock", "2.00", "0.50"]]  # fmt: skip
+
+
+def test_a_busy_machine_is_said() -> None:
+    calm, hit = row("mpi", 8, 2.0, p99_us=20.0), row("mpi", 64, 2.0, p99_us=21.0)
+    assert busy([calm]) == []
+    assert busy([calm, hit]) == ["# the machine was busy: p99 over 10 times the median in 1 of 2 rows"]
+
+
+def test_bandwidths_of_few_bytes_are_not_zero() -> None:
+    [line] = table([row("mpi", 8, 12.0, p99_us=13.0, count=2, redop="sum", wrong=0, cpu_us=12.0,
+                        algbw_gbps=0.00066667, busbw_gbps=0.25)])  # fmt: skip
+    assert line.split()[-5:-2] == ["0.00067", "0.25", "0"]
 
 
 def test_several_operations_have_a_part_each() -> None:

@@ -18,7 +18,7 @@ from benchmarks.collectives.measure import DeviceTimer, HostTimer, Job, Run, Tim
 from benchmarks.collectives.memory import DeviceMemory, HostMemory, Memory, Space
 from benchmarks.collectives.options import parse
 from benchmarks.collectives.plot import plot
-from benchmarks.collectives.summary import summary
+from benchmarks.collectives.summary import busy, summary
 from kos.comm import Communicator
 from kos.comm.rendezvous.choose import default_rendezvous
 from kos.cuda import unavailable
@@ -90,7 +90,7 @@ class Benchmark:
             try:
                 comm = kos.init(OURS[name], device=self.device, rendezvous=default_rendezvous(120.0))
             except KosError as error:
-                self.skipped[name] = str(error)
+                self.skipped[name] = str(error).removeprefix(f"{name}: ")
                 continue
             yield from self._of(comm, name)
         yield from self._gpu_peers(control) if gpu else self._host_peers(control)
@@ -235,7 +235,7 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
         result = report.document(rows, benchmark.device, benchmark.figures, benchmark.skipped, control.size)
         if options.json:
             options.json.write_text(report.to_json(result))
-        print("\n".join(summary(rows)))
+        print("\n".join([*summary(rows), *busy(rows)]))
         print(draw(result, options), flush=True)
     benchmark.close()
     return result

@@ -1,7 +1,7 @@
 """Latency and bus bandwidth over size: ``python -m benchmarks.collectives.plot RESULT.json PICTURE.png``.
 
-One row of panels for each operation: single calls on the left (in a CUDA graph where there are such rows), bus
-bandwidth back to back on the right; one line per implementation, the physical limit dashed.
+One row of panels for each operation, without persistent calls: single calls on the left (in a CUDA graph where there
+are such rows), bus bandwidth back to back on the right; one line per implementation, the physical limit dashed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def plot(result: Row, path: Path) -> None:
         latency.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=99))
         latency.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         latency.legend(fontsize=9, frameon=False)
-    title = f"{result['hardware']}, {ranks} ranks, {rows[0]['dtype']}, {result['date'][:10]}"
+    place = "in place" if all(row["in_place"] for row in rows) else "in place where measured"
+    if not any(row["in_place"] for row in rows):
+        place = "out of place"
+    title = f"{result['hardware']}, {ranks} ranks, {rows[0]['dtype']}, {place}, {result['date'][:10]}"
     figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=120)
 

@@ -53,7 +53,7 @@ _SIDE = f" {'time':>10} {'p99':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>6}"
 def heading(op: str, ranks: int) -> str:
     """Three lines above the rows of an operation: times in us, bandwidths in GB/s."""
     sides = f"{'out of place (us, GB/s)':^{len(_SIDE)}}{'in place (us, GB/s)':^{len(_SIDE)}}"
-    title = f"# {op} on {ranks} rank{'s' * (ranks > 1)}"
+    title = f"# {op} on {ranks} rank{'s' * (ranks > 1)}; cpu us and limit us are in place, if that was measured"
     return f"{title}\n{' ' * len(_LEFT)}{sides}\n{_LEFT}{_SIDE}{_SIDE} {'cpu us':>8} {'limit us':>9}"
 
 
@@ -75,8 +75,13 @@ def _line(places: dict[bool, Row]) -> str:
             left += f" {'n/a':>10} {'n/a':>10} {'n/a':>8} {'n/a':>8} {'n/a':>6}"
         else:
             left += f" {side['time_us']:10.2f} {side['p99_us']:10.2f}"
-            left += f" {side['algbw_gbps']:8.2f} {side['busbw_gbps']:8.2f} {side['wrong']:6}"
+            left += f" {_gbps(side['algbw_gbps'])} {_gbps(side['busbw_gbps'])} {side['wrong']:6}"
     return f"{left} {row['cpu_us']:8.2f} {row['limit_us']:9.2f}"
+
+
+def _gbps(value: float) -> str:
+    """Two digits at least, also of the bandwidth of a few bytes."""
+    return f"{value:8.2f}" if value >= 0.1 else f"{value:8.2g}"
 
 
 def document(rows: list[Row], device: int | None, limits: dict[str, float], skipped: dict[str, str], ranks: int) -> Row:

@@ -11,6 +11,8 @@ Row = dict[str, Any]
 
 MODES = ("graph", "eager", "single_shot")
 """The first of these that was measured is summed up: what a training step pays, if that was measured."""
+BUSY = 10
+"""The least p99 / median that only a busy machine shows."""
 MOST_LINES = 12
 """Of one operation."""
 
@@ -25,6 +27,12 @@ def summary(rows: list[Row]) -> list[str]:
         title = f"{op} on {ranks} rank{'s' * (ranks > 1)}, {mode}"
         lines += _operation([row for row in rows if row["op"] == op], title)
     return lines
+
+
+def busy(rows: list[Row]) -> list[str]:
+    """A line where the spread says that other programs had the cores."""
+    wide = sum(row["p99_us"] > BUSY * row["time_us"] for row in rows)
+    return [f"# the machine was busy: p99 over {BUSY} times the median in {wide} of {len(rows)} rows"] if wide else []
 
 
 def name_of(row: Row) -> str:

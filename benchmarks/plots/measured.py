@@ -34,6 +34,12 @@ def all_reduce_gpus(ranks: int, name: str, mode: str = "graph", value: str = "ti
     return {row["bytes"]: row[value] for row in select(f"collectives-h200-{ranks}", **wanted)}
 
 
+def faster_nccl(ranks: int, mode: str = "graph") -> Series:
+    """NCCL with ordinary buffers or with symmetric windows, by size whichever is faster."""
+    kinds = [all_reduce_gpus(ranks, name, mode) for name in ("NCCL", "NCCL, symmetric windows")]
+    return {nbytes: min(each[nbytes] for each in kinds) for nbytes in kinds[0]}
+
+
 def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in_place: bool = True) -> Series:
     wanted: dict[str, Any] = {**HOST_LINES[name], "mode": mode, "in_place": in_place, "ranks": ranks}
     return {row["bytes"]: row["time_us"] for row in select(f"collectives-{machine}-{ranks}", **wanted)}
@@ -41,6 +47,16 @@ def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in
 
 def limits(file: str, mode: str, in_place: bool, **wanted: Any) -> Series:
     return {row["bytes"]: row["limit_us"] for row in select(file, mode=mode, in_place=in_place, **wanted)}
+
+
+HOST_LIMIT_FROM = 64 << 10
+"""Below so many bytes a host's limit is mostly the cost of calling NumPy, and no bound."""
+
+
+def host_limits(machine: str, ranks: int) -> Series:
+    """Of all_reduce in place, where it is a bound."""
+    found = limits(f"collectives-{machine}-{ranks}", "eager", True, ranks=ranks)
+    return {nbytes: bound for nbytes, bound in found.items() if nbytes >= HOST_LIMIT_FROM}
 
 
 class Trained(NamedTuple):

@@ -40,16 +40,25 @@ def provenance(*names: str) -> str:
     return table(["file", "hardware", "software", "date", "commit"], rows)
 
 
+def commands(*names: str) -> str:
+    """What was typed for each file."""
+    return table(["file", "command"], [[link(f"{name}.json"), f"`{load(name)['command']}`"] for name in names])
+
+
 def readme() -> str:
     """The figures of README."""
-    symmetric, nccl = (measured.all_reduce_gpus(8, name) for name in ("kos, symmetric buffers", "NCCL"))
     rows = []
-    for nbytes in (1 << 10, 1 << 20):
-        ours, theirs = symmetric[nbytes], nccl[nbytes]
-        rows.append([f"all_reduce of {size(nbytes)}, 8 H200, µs in a CUDA graph", us(ours), f"{us(theirs)} (NCCL)",
-                     ratio(theirs / ours), link("collectives-h200-8.json")])  # fmt: skip
+    for nbytes, kind, mode, how in (
+        (1 << 10, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "any", "graph", "in a CUDA graph"),
+        (1 << 20, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "symmetric", "eager", "without a graph"),
+    ):  # fmt: skip
+        ours = measured.all_reduce_gpus(8, f"kos, {kind} buffers", mode)[nbytes]
+        name = "NCCL" if kind == "any" else "NCCL, symmetric windows"
+        theirs = measured.all_reduce_gpus(8, name, mode)[nbytes]
+        rows.append([f"all_reduce of {size(nbytes)}, 8 H200, {kind} buffers, µs {how}", us(ours),
+                     f"{us(theirs)} ({name})", ratio(theirs / ours), link("collectives-h200-8.json")])  # fmt: skip
     host, mpi = (measured.all_reduce_host("xeon", 2, name) for name in ("kos", "Open MPI"))
-    for nbytes in (8, 1 << 20, 16 << 20):
+    for nbytes in (8, 1 << 20):
         rows.append([f"all_reduce of {size(nbytes)}, 2 ranks on 2 Xeon cores, µs", us(host[nbytes]),
                      f"{us(mpi[nbytes])} (Open MPI)", ratio(mpi[nbytes] / host[nbytes]),
                      link("collectives-xeon-2.json")])  # fmt: skip
@@ -75,21 +84,33 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce-8": partial(collectives.all_reduce_gpus, 8),
     "all-reduce-bandwidth": collectives.bandwidth_gpus,
     "all-reduce-modes": collectives.modes_gpus,
+    "outside-graphs-8": partial(collectives.outside_graphs, 8),
+    "outside-graphs-4": partial(collectives.outside_graphs, 4),
+    "outside-graphs-2": partial(collectives.outside_graphs, 2),
     "auto": collectives.auto_routes,
     "call-cost": collectives.call_cost,
     "all-reduce-files": partial(
         provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
     ),
+    "all-reduce-commands": partial(
+        commands, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
+    ),
     "collectives": collectives.moves,
     "collectives-files": partial(provenance, "collectives-moving-h200-2"),
+    "collectives-commands": partial(commands, "collectives-moving-h200-2"),
     "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),
     "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
     "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),
     "hosts-epyc-4": partial(collectives.hosts, "epyc", 4),
+    "hosts-others": collectives.hosts_others,
     "hosts-one-rank": collectives.one_rank,
     "hosts-files": partial(
         provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
-        "collectives-epyc-4",
+        "collectives-epyc-4", "collectives-others-xeon-2",
+    ),
+    "hosts-commands": partial(
+        commands, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
+        "collectives-epyc-4", "collectives-others-xeon-2",
     ),
     "training-1": partial(training.training, 1),
     "training-4": partial(training.training, 4),

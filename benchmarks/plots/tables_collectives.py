@@ -19,16 +19,18 @@ def all_reduce_gpus(ranks: int) -> str:
     lines = {name: measured.all_reduce_gpus(ranks, name) for name in names}
     p99 = measured.all_reduce_gpus(ranks, names[0], value="p99_us")
     limits = measured.limits(f"collectives-h200-{ranks}", "graph", False)
+    theirs = measured.faster_nccl(ranks)
     rows = []
     for nbytes, bound in sorted(limits.items()):
-        ours, nccl = lines["kos, symmetric buffers"][nbytes], lines["NCCL"][nbytes]
+        ours, nccl = lines["kos, symmetric buffers"][nbytes], theirs[nbytes]
         rows.append([
             size(nbytes), us(ours), us(p99[nbytes]), *(cell(lines[name], nbytes) for name in names[1:]), us(bound),
             f"{bound / ours:.0%}", ratio(nccl / ours), ratio(nccl / lines["kos, any buffers"][nbytes]),
         ])  # fmt: skip
     return table(
-        ["size", "kos, symmetric", "its p99", "kos, any buffers", "NCCL", "NCCL windows", "torch one-shot",
-         "torch two-shot", "torch.distributed", "limit", "kos of limit", "NCCL / kos symmetric", "NCCL / kos any"],
+        ["size", "kos, symmetric", "p99 of 5 batches", "kos, any buffers", "NCCL", "NCCL windows", "torch one-shot",
+         "torch two-shot", "torch.distributed", "limit", "kos of limit", "faster NCCL / kos symmetric",
+         "faster NCCL / kos any"],
         rows,
     )  # fmt: skip
 
@@ -61,6 +63,25 @@ MODES = {
     "torch two-shot, in place": {"backend": "torch-symm", "algorithm": "two_shot"},
     "torch.distributed, in place": {"backend": "torch-nccl"},
 }
+
+
+def outside_graphs(ranks: int) -> str:
+    """Calls back to back and single calls, by size."""
+    names = ("kos, symmetric buffers", "kos, any buffers", "NCCL", "NCCL, symmetric windows", "torch one-shot",
+             "torch two-shot")  # fmt: skip
+    modes = {mode: {name: measured.all_reduce_gpus(ranks, name, mode) for name in names}
+             for mode in ("eager", "single_shot")}  # fmt: skip
+    rows = []
+    for nbytes in sorted(modes["eager"]["NCCL"]):
+        line = [size(nbytes)]
+        for mode, lines in modes.items():
+            ours = min(lines[name][nbytes] for name in names[:2])
+            nccl = measured.faster_nccl(ranks, mode)[nbytes]
+            line += [*(us(lines[name][nbytes]) for name in names), ratio(nccl / ours)]
+        rows.append(line)
+    short = ["kos, symmetric", "kos, any", "NCCL", "NCCL windows", "torch one-shot", "torch two-shot",
+             "faster NCCL / faster kos"]  # fmt: skip
+    return table([f"{ranks} GPUs", f"eager: {short[0]}", *short[1:], f"single: {short[0]}", *short[1:]], rows)
 
 
 def modes_gpus() -> str:
@@ -129,11 +150,12 @@ def hosts(machine: str, ranks: int) -> str:
     lines = {name: measured.all_reduce_host(machine, ranks, name) for name in measured.HOST_LINES}
     alone = {name: measured.all_reduce_host(machine, ranks, name, "single_shot") for name in ("kos", "Open MPI")}
     out = {name: measured.all_reduce_host(machine, ranks, name, in_place=False) for name in ("kos", "Open MPI")}
+    bounds = measured.host_limits(machine, ranks)
     rows = []
-    for nbytes, bound in sorted(measured.limits(f"collectives-{machine}-{ranks}", "eager", True, ranks=ranks).items()):
+    for nbytes in sorted(lines["kos"]):
         kos, persistent, mpi = (lines[name][nbytes] for name in ("kos", "kos, persistent", "Open MPI"))
         rows.append([
-            size(nbytes), *(cell(lines[name], nbytes) for name in measured.HOST_LINES), us(bound),
+            size(nbytes), *(cell(lines[name], nbytes) for name in measured.HOST_LINES), cell(bounds, nbytes),
             ratio(mpi / kos), ratio(mpi / persistent), ratio(alone["Open MPI"][nbytes] / alone["kos"][nbytes]),
             ratio(out["Open MPI"][nbytes] / out["kos"][nbytes]), f"{lines['Gloo'][nbytes] / kos:.1f}",
         ])  # fmt: skip
@@ -142,6 +164,24 @@ def hosts(machine: str, ranks: int) -> str:
          "the same, out of place", "Gloo / kos"],
         rows,
     )  # fmt: skip
+
+
+def hosts_others() -> str:
+    """Single calls of the operations other than all_reduce, beside Open MPI."""
+    file = "collectives-others-xeon-2"
+    ops = dict.fromkeys(row["op"] for row in select(file))
+    sizes = sorted({row["bytes"] for row in select(file)})
+    rows = []
+    for op in ops:
+        line = [op + ", in place" * (op == "broadcast")]
+        for nbytes in sizes:
+            place = {"op": op, "bytes": nbytes, "mode": "single_shot", "in_place": op == "broadcast"}
+            kos = one(file, **place, backend="mpi", call="function")["time_us"]
+            mpi = one(file, **place, backend="mpi-native")["time_us"]
+            line += [us(kos), us(mpi), ratio(mpi / kos)]
+        rows.append(line)
+    head = [what for nbytes in sizes for what in (f"{size(nbytes)}: kos", "Open MPI", "Open MPI / kos")]
+    return table(["µs", *head], rows)
 
 
 def one_rank() -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from kos.comm.schedules import algorithms, build, collectives, describe
 from kos.comm.schedules.draw import draw, text
-from kos.comm.schedules.schedule import IN_PLACE, Schedule, plural
+from kos.comm.schedules.schedule import IN_PLACE, Schedule, Step, plural
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument, KosError
@@ -20,12 +21,18 @@ PIPELINES = (1, 4, 16, 64, 256)
 MAX_SHOWN = 256
 """The largest number of ranks whose steps are printed and verified."""
 
+LARGEST_NODE = 8
+"""The largest node that hierarchical takes by default."""
+
 EXAMPLES = """examples:
   python -m kos.comm.schedules                                    lists all algorithms
   python -m kos.comm.schedules ring --ranks 8 --draw ring.png
   python -m kos.comm.schedules pairwise --collective all_to_all --ranks 6
   python -m kos.comm.schedules --predict --scales 8,64,1024
   python -m kos.comm.schedules hierarchical --predict --scales 16384 --sizes 1M,1G
+
+In the steps of a schedule, + marks a message that is added to what the receiver has; others replace it.
+In the table of --predict, * marks the fastest.
 """
 
 
@@ -98,17 +105,33 @@ def _show(args: argparse.Namespace) -> None:
     verify(schedule)
     print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
     order = ", adds in rank order" if schedule.ordered else ""
-    print(f"\nproved right: {plural(len(schedule.rounds), 'round')}{order}")
+    print(f"\nproved right: {_counts(schedule)}{order}")
+    if args.algorithm == "hierarchical" and args.ranks_per_node is None and args.ranks <= LARGEST_NODE:
+        print("all ranks are in one node: --ranks-per-node makes several")
     if args.draw:
         draw(schedule, args.draw)
         print(f"drawn to {args.draw}")
+
+
+def _counts(schedule: Schedule) -> str:
+    """The rounds, those that are steps of the network, and the most that a rank sends of its larger buffer."""
+    sent = [[step for steps in ranks for step in steps if step.kind == "send"] for ranks in schedule.rounds]
+    most = max((sum(map(_sent, rank)) for rank in zip(*schedule.rounds, strict=True)), default=0)
+    rounds = f"{plural(len(schedule.rounds), 'round')}, {sum(map(bool, sent))} with messages"
+    largest = schedule.parts * max(schedule.units.values())
+    return f"{rounds}; a rank sends at most {most / largest:.2f} S (bytes of the larger buffer)"
+
+
+def _sent(steps: Iterable[Step]) -> int:
+    """Chunks that leave a rank."""
+    return sum(step.span for step in steps if step.kind == "send")
 
 
 def _predict(args: argparse.Namespace) -> None:
     names = [args.algorithm] if args.algorithm else algorithms(args.collective)
     where, entry = topology(args.topology), calibration()[args.topology]
     print(f"{args.collective}, predicted microseconds on {args.topology}: {entry['description']} "
-          f"({entry['provenance']['hardware']}; {entry['provenance']['date']})")
+          f"({entry['provenance']['hardware']}; {entry['provenance']['date']}); * marks the fastest")
     for ranks in args.scales:
         candidates = [[_build(args, name, ranks, chunks) for chunks in _chunks(args, name, ranks)] for name in names]
         print(f"\n{plural(ranks, 'rank')}\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))

@@ -63,8 +63,23 @@ def test_the_command_prints_and_proves(capsys):
     assert main(["tree", "--collective", "broadcast", "--ranks", "4", "--root", "2"]) == 0
     assert main(["ring", "--ranks", "1"]) == 0
     out = capsys.readouterr().out
-    assert "2 -> 3  data[0]" in out and "proved right: 2 rounds" in out
+    assert "2 -> 3  data[0]" in out and "proved right: 2 rounds, 2 with messages; a rank sends at most 2.00 S" in out
     assert "all_reduce/ring on 1 rank, 1 chunk a unit" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("halving_doubling --ranks 4", "6 rounds, 4 with messages; a rank sends at most 1.50 S"),
+        ("halving_doubling --ranks 13", "8 rounds, 8 with messages; a rank sends at most 2.75 S"),
+        ("double_tree --ranks 13 --chunks 8", "15 rounds, 15 with messages; a rank sends at most 2.00 S"),
+        ("hierarchical --ranks 4", "all ranks are in one node: --ranks-per-node makes several"),
+        ("one_shot --collective all_gather --ranks 4", "a rank sends at most 0.75 S"),
+    ],
+)
+def test_the_command_counts_steps_and_bytes(arguments, said, capsys):
+    assert main(arguments.split()) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_the_command_predicts(capsys):
