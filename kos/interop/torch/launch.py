@@ -66,7 +66,7 @@ def _memory_of(arg: Any, key: tuple[Any, ...]) -> Any:
     if isinstance(arg, np.ndarray):
         known = arg.nbytes and arg.__array_interface__["data"][0] in key
         return np.asarray(_Memory(arg.__array_interface__)) if known else _UNKNOWN
-    if not isinstance(arg, Tensor):
+    if not isinstance(arg, torch.Tensor):
         return arg
     array = plain_array(arg) if arg.data_ptr() in key else None
     if array is None:
