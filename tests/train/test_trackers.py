@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,10 @@ import pytest
 
 from kos.errors import ConfigError, install
 from kos.train.tools import trackers
+from tests.forked import python
+from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.refusal import refused
+from tests.train.test_cli import ENVIRONMENT, SHAPE
 from tests.train.test_loop import _train, text
 
 __all__ = ["text"]
@@ -186,8 +191,72 @@ def test_a_tracker_that_falls_behind_keeps_no_more_than_a_limit(
     for _ in range(400):
         tracker.log(row)
         assert len(tracker._unsent) <= (1 << 17) + 1100
-    tracker.close()
+    trackers.close([tracker])
     assert [record.getMessage().split(";")[0] for record in caplog.records] == ["--tracker wandb: takes no more rows"]
+
+
+HANGS = """
+import __main__, os, pathlib, threading
+__main__.ORPHAN_SECONDS = 2.0  # of the process of the tracker, which this module is imported by
+class init:
+    def __init__(self, **options): os.write(os.open("pid", os.O_WRONLY), b"%d" % os.getpid())
+    def log(self, values, step): pass
+    def finish(self): threading.Event().wait()
+"""
+
+
+@needs_mpirun
+def test_a_tracker_that_hangs_neither_delays_an_error_nor_outlives_the_run(text: Path, tmp_path: Path) -> None:
+    """The error is said before the other ranks give up; the tracker ends by itself."""
+    (tmp_path / "wandb.py").write_text(HANGS)
+    os.mkfifo(tmp_path / "pid")
+    pid = os.open(tmp_path / "pid", os.O_RDONLY | os.O_NONBLOCK)
+    flags = ["--data", text, "--out", tmp_path / "run", "--steps=50", "--eval-every=0", "--tracker=wandb"]
+    command = [MPIRUN, "-n", "2", *python(), "-m", "kos.train", *SHAPE, *flags, "--lr=1e30", "--grad-clip=0"]
+    env = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT.get('PYTHONPATH', '')}"}
+    try:
+        done = run_program(*map(str, command), env=env, cwd=tmp_path)
+        assert "kos: error: step " in done.stderr and "expected a finite" in done.stderr, done.stderr
+        assert select.select([pid], [], [], 60)[0], "the tracker has not begun"
+        tracker = int(os.read(pid, 100))
+        limit = time.monotonic() + 60
+        while _runs(tracker):
+            assert time.monotonic() < limit, os.kill(tracker, signal.SIGKILL)
+            time.sleep(0.05)
+    finally:
+        os.close(pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, other than as a zombie that nobody reaps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_trackers_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that hangs, with rows before it, takes no time from another."""
+    (tmp_path / "wandb.py").write_text("import threading\nthreading.Event().wait()")
+    (tmp_path / "trackio.py").write_text(
+        "class init:\n"
+        "    def __init__(self, **options): pass\n"
+        "    def log(self, values, step): pass\n"
+        "    def finish(self): open('done', 'w').close()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 5.0)
+    both = trackers.start(["wandb", "trackio"], tmp_path, 0, {"config": {}})
+    for _ in range(100):
+        both[0].log({"step": 1, "more": "x" * 1000})  # more than the pipe takes
+    trackers.close(both)
+    assert (tmp_path / "done").exists()
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "--tracker wandb: not done 5 s after the last step"
+    ]
 
 
 def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +272,7 @@ def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tracker,) = trackers.start(["trackio"], tmp_path, 0, {"config": {}})
     tracker.log({"step": 7, "loss": 1.5, "grad_norm": float("inf"), "skipped": True})
-    tracker.close()
+    trackers.close([tracker])
     assert (tmp_path / "said").read_text() == "7 {'loss': 1.5, 'skipped': 1.0}\n"
 
 
