@@ -105,6 +105,7 @@ class Trainer:
             self.metrics = together(comm, self._open_output)
             self._name = self._check_shared()
         except BaseException:
+            self.console.close()
             if config.out is None and comm.rank == 0:
                 with contextlib.suppress(OSError):
                     self.out.rmdir()  # of runs/, if nothing is in there
