@@ -215,6 +215,20 @@ def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any) -> None:
     assert shown[-1].split()[1:] == " ".join(describe(ROW)).split()
 
 
+def test_the_terminal_has_its_cursor_after_a_warning(monkeypatch: Any) -> None:
+    """A second Ctrl-C then ends the process without another word."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(console, "_terminal", lambda: terminal)
+    monkeypatch.setattr(console, "columns", lambda terminal: 80)
+    lines = Console(0, 9)
+    lines.step({"step": 1, **ROW}, log=True)
+    lines.warn("kos: stopping after this step")
+    lines.step({"step": 2, **ROW}, log=True)
+    said = terminal.getvalue()
+    lines.close()
+    assert said.count(HIDE) == said.count(SHOW) == 1, "the bar is still there"
+
+
 def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -> None:
     clock = iter(range(0, 1000, 3))
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
