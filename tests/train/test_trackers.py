@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import select
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -63,22 +64,38 @@ def test_tensorboard_has_the_values_of_metrics_jsonl(text: Path, tmp_path: Path)
     """Those of a step that is repeated replace the first: a mark in the file says so."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
     rows = _interrupted_and_resumed(text, tmp_path / "run", "tensorboard")
+    assert len(rows) == 8
+    texts = _check_events(tmp_path / "run" / "tensorboard", rows, kept=[0, 3])
+    assert len(texts) == 2 and json.loads(texts[1].strip("`json\n"))["steps"] == 8
+
+
+def test_tensorboard_shows_one_run_where_it_begins_again(text: Path, tmp_path: Path) -> None:
+    """As one does that was killed before its first checkpoint."""
+    pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
+    _train(text, tmp_path, tracker=("tensorboard",), **RUN)
+    shutil.rmtree(tmp_path / "checkpoints")
+    rows = _train(text, tmp_path, tracker=("tensorboard",), **RUN | {"steps": 4})
+    _check_events(tmp_path / "tensorboard", rows, kept=[0, 0])
+
+
+def _check_events(folder: Path, rows: list[dict[str, Any]], kept: list[int]) -> list[str]:
+    """That TensorBoard shows these rows, and so many before each part of the run. The texts that it shows."""
     seen: dict[int, dict[str, float]] = {}
-    texts = []
-    for event in _events(tmp_path / "run" / "tensorboard"):
+    texts, steps = [], []
+    for event in _events(folder):
         if event.session_log.status == 1:  # START: later steps are void
             seen = {step: values for step, values in seen.items() if step < event.step}
-            assert len(seen) == 3
+            steps.append(len(seen))
         for value in event.summary.value:
             if value.HasField("tensor"):
                 texts.append(value.tensor.string_val[0].decode())
             else:
                 assert value.tag not in seen.setdefault(event.step, {})
                 seen[event.step][value.tag] = value.simple_value
-    assert len(rows) == len(seen) == 8
+    assert steps == kept and list(seen) == [row["step"] for row in rows]
     for row in rows:
         assert seen[row.pop("step")] == pytest.approx(row, rel=1e-6)
-    assert len(texts) == 2 and json.loads(texts[1].strip("`json\n"))["steps"] == 8
+    return texts
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:

@@ -55,7 +55,7 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         start = about["start"]
-        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1 if start else None, flush_secs=5)
+        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1, flush_secs=5)
         self._writer.add_text("config", f"```json\n{json.dumps(about['config'], indent=2)}\n```", start)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
