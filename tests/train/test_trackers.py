@@ -149,9 +149,14 @@ def test_trackio_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None
     assert losses == {row["step"]: row["loss"] for row in rows}
 
 
+@pytest.mark.parametrize("folder", [False, True])
 def test_a_package_that_is_missing_is_refused_with_what_installs_it(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
 ) -> None:
+    """Also where a folder has its name, as wandb's own files have."""
+    if folder:
+        (tmp_path / "not_there").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(trackers.PACKAGES, "wandb", "not_there")
     with refused(ConfigError, "--tracker wandb", "package not_there", install("wandb")):
         _train(text, tmp_path / "run", 2, tracker=("wandb",), **RUN)

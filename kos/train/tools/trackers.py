@@ -89,7 +89,8 @@ class Service:
 def check(names: Sequence[str]) -> None:
     """ConfigError where the package of a tracker is not installed."""
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        found = importlib.util.find_spec(PACKAGES[name])
+        if found is None or found.origin is None:  # as of a folder of that name, which wandb makes for its files
             raise ConfigError(f"--tracker {name}: expected the package {PACKAGES[name]} ({install(name)}), got none")
 
 
