@@ -121,7 +121,7 @@ class TrackerProcess:
     def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
         self._name, self._messages, self._unsent = name, out / f"{name}.log", b""
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", __name__, name, str(out)]
+        command = [sys.executable, "-P", "-m", __name__, name, str(out)]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             with open(self._messages, "wb") as messages:
