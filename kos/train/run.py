@@ -105,6 +105,7 @@ class Trainer:
             self.metrics = together(comm, self._open_output)
             self._name = self._check_shared()
         except BaseException:
+            self.console.close()
             if config.out is None and comm.rank == 0:
                 with contextlib.suppress(OSError):
                     self.out.rmdir()  # of runs/, if nothing is in there
@@ -249,9 +250,12 @@ class Trainer:
         metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
         self._held.callback(metrics.close)
         self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
-        for tracker in self._trackers:
-            self._held.callback(tracker.close)
+        self._held.push(self._close_trackers)
         return metrics
+
+    def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
+        """A run that failed waits for none: its error comes first."""
+        trackers.close(self._trackers, wait=failed is None)
 
     def _check_shared(self) -> str:
         """A name for this run, read from the lock. ConfigError where a rank sees another folder, or none."""
@@ -287,28 +291,29 @@ class Trainer:
         Raises ``Stopped`` where that is before the first step is over: there is nothing to save.
         """
         config = self.config
-        try:
-            if self.start:
-                over = self.start >= config.steps and not config.profile
-                done = " (nothing to do: more --steps go on from there)" * over
-                self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
-            if config.profile:
-                return self.console.say(profile_steps(self.profiler, self.engine, self.start, config.profile, self.out))
-            if self.start == 0 and config.eval_batches:
-                self._validate_untrained()
-            stop_together(self.comm, self.stop)
-            self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
-            self.console.close()
-            stopped = train(self.engine, config, self)
-            self._finish_save()
-            self.console.close()
-            self._conclude(stopped)
-        except CompileError:
-            raise
-        except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory) as error:
-            raise self._interrupted(error) from error
-        finally:
-            self._held.close()
+        with self._held:
+            try:
+                if self.start:
+                    over = self.start >= config.steps and not config.profile
+                    done = " (nothing to do: more --steps go on from there)" * over
+                    self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
+                if config.profile:
+                    return self.console.say(
+                        profile_steps(self.profiler, self.engine, self.start, config.profile, self.out)
+                    )
+                if self.start == 0 and config.eval_batches:
+                    self._validate_untrained()
+                stop_together(self.comm, self.stop)
+                self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
+                self.console.close()
+                stopped = train(self.engine, config, self)
+                self._finish_save()
+                self.console.close()
+                self._conclude(stopped)
+            except CompileError:
+                raise
+            except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory) as error:
+                raise self._interrupted(error) from error
 
     def _validate_untrained(self) -> None:
         self._untrained = loss = self.engine.evaluate()

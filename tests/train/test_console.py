@@ -79,7 +79,7 @@ class Terminal:
         return self._said.decode()
 
 
-def _on_a_terminal(*command: str | Path, columns: int = 100) -> str:
+def _on_a_terminal(*command: str | Path, columns: int = 100, code: int = 0) -> str:
     terminal = Terminal(columns)
     env = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)}
     pipes = {"capture_output": False, "stdout": terminal.slave, "stderr": subprocess.PIPE}
@@ -87,7 +87,7 @@ def _on_a_terminal(*command: str | Path, columns: int = 100) -> str:
         done = run_program(*map(str, command), env=env, stdin=subprocess.DEVNULL, **pipes)
     finally:
         said = terminal.close()
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return said
 
 
@@ -142,17 +142,32 @@ def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
         assert (done.stdout or file.read()).replace("\r\n", "\n") == PLAIN
 
 
-def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+def _flags(folder: Path) -> list[str | Path]:
+    """Of a run of 9 steps in ``folder``."""
+    text = folder / "text.txt"
     text.write_text("the quick brown fox\n" * 200)
     shape = ["--hidden-size=16", "--num-hidden-layers=1", "--intermediate-size=16", "--num-attention-heads=2"]
     sizes = ["--batch-size=2", "--seq-len=16", "--eval-batches=1", "--sample-tokens=5", "--eval-every=5"]
-    flags = ["--data", text, "--out", tmp_path / "run", "--steps=9", *sizes, *shape]
-    said = ESCAPE.sub("", _on_a_terminal(*python(), "-m", "kos.train", *flags))
+    return ["--data", text, "--out", folder / "run", "--steps=9", *sizes, *shape]
+
+
+def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
+    said = ESCAPE.sub("", _on_a_terminal(*python(), "-m", "kos.train", *_flags(tmp_path)))
     counts = [int(count) for count in BAR.findall(said)]
     assert counts == sorted(counts) and counts[-1] == 9
     for expected in ("step 5:  loss", "step 9:  loss", "validation: 0%", "a sample", "step-9", "--resume auto"):
         assert expected in said, expected
+
+
+HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
+
+
+def test_a_start_that_is_refused_leaves_the_cursor_and_no_bar(tmp_path: Path) -> None:
+    refused = "import sys\nfrom kos.train import __main__ as main, run\n"
+    refused += "def refuse(*a, show): show('loading the checkpoint', 0.5); raise main.ConfigError('no')\n"
+    refused += "run.checkpoint.latest = refuse\nsys.exit(main.main())"
+    said = _on_a_terminal(*python(), "-c", refused, *_flags(tmp_path), "--resume=auto", code=2)
+    assert said.count(HIDE) == said.count(SHOW) == 1 and said.endswith("\x1b[2K"), "the bar's line is erased"
 
 
 def test_both_mfus_by_the_names_of_results() -> None:
@@ -198,6 +213,20 @@ def test_what_is_over_does_not_stay_on_the_terminal(monkeypatch: Any) -> None:
         lines.close()
     shown = ESCAPE.sub("", terminal.getvalue()).split("training 9/9")
     assert shown[-1].split()[1:] == " ".join(describe(ROW)).split()
+
+
+def test_the_terminal_has_its_cursor_after_a_warning(monkeypatch: Any) -> None:
+    """A second Ctrl-C then ends the process without another word."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(console, "_terminal", lambda: terminal)
+    monkeypatch.setattr(console, "columns", lambda terminal: 80)
+    lines = Console(0, 9)
+    lines.step({"step": 1, **ROW}, log=True)
+    lines.warn("kos: stopping after this step")
+    lines.step({"step": 2, **ROW}, log=True)
+    said = terminal.getvalue()
+    lines.close()
+    assert said.count(HIDE) == said.count(SHOW) == 1, "the bar is still there"
 
 
 def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -> None:

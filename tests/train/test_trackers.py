@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
+import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +17,10 @@ import pytest
 
 from kos.errors import ConfigError, install
 from kos.train.tools import trackers
+from tests.forked import python
+from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.refusal import refused
+from tests.train.test_cli import ENVIRONMENT, SHAPE
 from tests.train.test_loop import _train, text
 
 __all__ = ["text"]
@@ -58,22 +64,38 @@ def test_tensorboard_has_the_values_of_metrics_jsonl(text: Path, tmp_path: Path)
     """Those of a step that is repeated replace the first: a mark in the file says so."""
     pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
     rows = _interrupted_and_resumed(text, tmp_path / "run", "tensorboard")
+    assert len(rows) == 8
+    texts = _check_events(tmp_path / "run" / "tensorboard", rows, kept=[0, 3])
+    assert len(texts) == 2 and json.loads(texts[1].strip("`json\n"))["steps"] == 8
+
+
+def test_tensorboard_shows_one_run_where_it_begins_again(text: Path, tmp_path: Path) -> None:
+    """As one does that was killed before its first checkpoint."""
+    pytest.importorskip("tensorboardX", reason="needs the extra tensorboard")
+    _train(text, tmp_path, tracker=("tensorboard",), **RUN)
+    shutil.rmtree(tmp_path / "checkpoints")
+    rows = _train(text, tmp_path, tracker=("tensorboard",), **RUN | {"steps": 4})
+    _check_events(tmp_path / "tensorboard", rows, kept=[0, 0])
+
+
+def _check_events(folder: Path, rows: list[dict[str, Any]], kept: list[int]) -> list[str]:
+    """That TensorBoard shows these rows, and so many before each part of the run. The texts that it shows."""
     seen: dict[int, dict[str, float]] = {}
-    texts = []
-    for event in _events(tmp_path / "run" / "tensorboard"):
+    texts, steps = [], []
+    for event in _events(folder):
         if event.session_log.status == 1:  # START: later steps are void
             seen = {step: values for step, values in seen.items() if step < event.step}
-            assert len(seen) == 3
+            steps.append(len(seen))
         for value in event.summary.value:
             if value.HasField("tensor"):
                 texts.append(value.tensor.string_val[0].decode())
             else:
                 assert value.tag not in seen.setdefault(event.step, {})
                 seen[event.step][value.tag] = value.simple_value
-    assert len(rows) == len(seen) == 8
+    assert steps == kept and list(seen) == [row["step"] for row in rows]
     for row in rows:
         assert seen[row.pop("step")] == pytest.approx(row, rel=1e-6)
-    assert len(texts) == 2 and json.loads(texts[1].strip("`json\n"))["steps"] == 8
+    return texts
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:
@@ -127,9 +149,14 @@ def test_trackio_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None
     assert losses == {row["step"]: row["loss"] for row in rows}
 
 
+@pytest.mark.parametrize("folder", [False, True])
 def test_a_package_that_is_missing_is_refused_with_what_installs_it(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: bool
 ) -> None:
+    """Also where a folder has its name, as wandb's own files have."""
+    if folder:
+        (tmp_path / "not_there").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(trackers.PACKAGES, "wandb", "not_there")
     with refused(ConfigError, "--tracker wandb", "package not_there", install("wandb")):
         _train(text, tmp_path / "run", 2, tracker=("wandb",), **RUN)
@@ -186,8 +213,72 @@ def test_a_tracker_that_falls_behind_keeps_no_more_than_a_limit(
     for _ in range(400):
         tracker.log(row)
         assert len(tracker._unsent) <= (1 << 17) + 1100
-    tracker.close()
+    trackers.close([tracker])
     assert [record.getMessage().split(";")[0] for record in caplog.records] == ["--tracker wandb: takes no more rows"]
+
+
+HANGS = """
+import __main__, os, pathlib, threading
+__main__.ORPHAN_SECONDS = 2.0  # of the process of the tracker, which this module is imported by
+class init:
+    def __init__(self, **options): os.write(os.open("pid", os.O_WRONLY), b"%d" % os.getpid())
+    def log(self, values, step): pass
+    def finish(self): threading.Event().wait()
+"""
+
+
+@needs_mpirun
+def test_a_tracker_that_hangs_neither_delays_an_error_nor_outlives_the_run(text: Path, tmp_path: Path) -> None:
+    """The error is said before the other ranks give up; the tracker ends by itself."""
+    (tmp_path / "wandb.py").write_text(HANGS)
+    os.mkfifo(tmp_path / "pid")
+    pid = os.open(tmp_path / "pid", os.O_RDONLY | os.O_NONBLOCK)
+    flags = ["--data", text, "--out", tmp_path / "run", "--steps=50", "--eval-every=0", "--tracker=wandb"]
+    command = [MPIRUN, "-n", "2", *python(), "-m", "kos.train", *SHAPE, *flags, "--lr=1e30", "--grad-clip=0"]
+    env = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT.get('PYTHONPATH', '')}"}
+    try:
+        done = run_program(*map(str, command), env=env, cwd=tmp_path)
+        assert "kos: error: step " in done.stderr and "expected a finite" in done.stderr, done.stderr
+        assert select.select([pid], [], [], 60)[0], "the tracker has not begun"
+        tracker = int(os.read(pid, 100))
+        limit = time.monotonic() + 60
+        while _runs(tracker):
+            assert time.monotonic() < limit, os.kill(tracker, signal.SIGKILL)
+            time.sleep(0.05)
+    finally:
+        os.close(pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, other than as a zombie that nobody reaps."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_trackers_are_waited_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that hangs, with rows before it, takes no time from another."""
+    (tmp_path / "wandb.py").write_text("import threading\nthreading.Event().wait()")
+    (tmp_path / "trackio.py").write_text(
+        "class init:\n"
+        "    def __init__(self, **options): pass\n"
+        "    def log(self, values, step): pass\n"
+        "    def finish(self): open('done', 'w').close()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 5.0)
+    both = trackers.start(["wandb", "trackio"], tmp_path, 0, {"config": {}})
+    for _ in range(100):
+        both[0].log({"step": 1, "more": "x" * 1000})  # more than the pipe takes
+    trackers.close(both)
+    assert (tmp_path / "done").exists()
+    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
+        "--tracker wandb: not done 5 s after the last step"
+    ]
 
 
 def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +294,7 @@ def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tracker,) = trackers.start(["trackio"], tmp_path, 0, {"config": {}})
     tracker.log({"step": 7, "loss": 1.5, "grad_norm": float("inf"), "skipped": True})
-    tracker.close()
+    trackers.close([tracker])
     assert (tmp_path / "said").read_text() == "7 {'loss': 1.5, 'skipped': 1.0}\n"
 
 

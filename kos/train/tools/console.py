@@ -56,6 +56,7 @@ class Console:
         """A line for the person at the terminal, also where the output goes to a file. Any thread may call this."""
         if self._bar is not None:
             self.say(text)
+            self._bar.console.show_cursor(True)  # a second signal ends the process as it is
         elif not self._silent:
             with contextlib.suppress(OSError):
                 os.write(2, f"{text}\n".encode())

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from kos.errors import ConfigError, install
 from kos.files import replace_file
@@ -33,7 +33,9 @@ ID = ".tracker-id"
 WAITING_BYTES = 4 << 20
 """Most bytes of rows that wait for a tracker; one that is further behind is ended."""
 CLOSE_SECONDS = 20.0
-"""How long the end of a run waits for a tracker."""
+"""How long the end of a run waits for its trackers."""
+ORPHAN_SECONDS = 60.0
+"""How long a tracker goes on after its input ended: nobody waits for that of a run that failed."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +55,7 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         start = about["start"]
-        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1 if start else None, flush_secs=5)
+        self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1, flush_secs=5)
         self._writer.add_text("config", f"```json\n{json.dumps(about['config'], indent=2)}\n```", start)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -87,7 +89,8 @@ class Service:
 def check(names: Sequence[str]) -> None:
     """ConfigError where the package of a tracker is not installed."""
     for name in names:
-        if importlib.util.find_spec(PACKAGES[name]) is None:
+        found = importlib.util.find_spec(PACKAGES[name])
+        if found is None or found.origin is None:  # as of a folder of that name, which wandb makes for its files
             raise ConfigError(f"--tracker {name}: expected the package {PACKAGES[name]} ({install(name)}), got none")
 
 
@@ -102,20 +105,30 @@ def start(names: Sequence[str], out: Path, start: int, description: Mapping[str,
     return [TrackerProcess(name, out, {"id": path.read_text(), "start": start, "config": config}) for name in names]
 
 
+def close(processes: Sequence[TrackerProcess], wait: bool = True) -> None:
+    """End the input of all trackers. ``wait``: for ``CLOSE_SECONDS`` at most, until they have every row and ended."""
+    limit = time.monotonic() + CLOSE_SECONDS * wait
+    behind = [process for process in processes if not process.end_rows()]
+    while behind and select.select([], behind, [], max(0, limit - time.monotonic()))[1]:
+        behind = [process for process in behind if not process.end_rows()]
+    for process in processes if wait else ():
+        process.wait(limit)
+
+
 class TrackerProcess:
     """The trainer's end of a tracker. What fails there is a warning, once."""
 
     def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
         self._name, self._messages, self._unsent = name, out / f"{name}.log", b""
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", __name__, name, str(out)]
+        command = [sys.executable, "-P", "-m", __name__, name, str(out)]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             with open(self._messages, "wb") as messages:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=messages, stderr=messages, env=env, start_new_session=True
                 )
-            os.set_blocking(self._pipe(), False)
+            os.set_blocking(self.fileno(), False)
         except OSError as error:
             return self._fail(f"cannot start: {error}")
         self._send(json.dumps(about) + "\n")
@@ -124,30 +137,38 @@ class TrackerProcess:
         """Pass on a row of metrics. Waits for nothing."""
         self._send(as_line(row))
 
-    def close(self) -> None:
-        """Wait, for ``CLOSE_SECONDS`` at most, until the tracker has every row and has ended."""
-        limit = time.monotonic() + CLOSE_SECONDS
-        while self._unsent and select.select([], [self._pipe()], [], max(0, limit - time.monotonic()))[1]:
-            self._send("")
+    def end_rows(self) -> bool:
+        """Whether the tracker's input has ended, which it does where the pipe has taken every row."""
+        self._send("")
+        if self._process is not None and not self._unsent:
+            self._pipe().close()
+        return not self._unsent
+
+    def wait(self, limit: float) -> None:
+        """Until the tracker has ended. ``limit`` is the time of ``time.monotonic`` at which it is killed."""
         if self._process is None:
             return
+        self._pipe().close()
         try:
-            self._process.communicate(timeout=max(0, limit - time.monotonic()))
-            if self._process.returncode:
+            if self._process.wait(max(0, limit - time.monotonic())):
                 self._fail(f"ended with status {self._process.returncode}")
         except subprocess.TimeoutExpired:
             self._fail(f"not done {CLOSE_SECONDS:g} s after the last step")
 
-    def _pipe(self) -> int:
+    def fileno(self) -> int:
+        """The pipe, for ``select``."""
+        return self._pipe().fileno()
+
+    def _pipe(self) -> IO[bytes]:
         assert self._process is not None and self._process.stdin is not None
-        return self._process.stdin.fileno()
+        return self._process.stdin
 
     def _send(self, text: str) -> None:
         if self._process is None:
             return
         self._unsent += text.encode()
         try:
-            self._unsent = self._unsent[os.write(self._pipe(), self._unsent) :]
+            self._unsent = self._unsent[os.write(self.fileno(), self._unsent) :]
         except BlockingIOError:
             if len(self._unsent) > WAITING_BYTES:
                 self._fail("takes no more rows")
@@ -172,11 +193,21 @@ def _exit(args: Any) -> None:
     os._exit(1)
 
 
+def _end_in_time() -> None:
+    """Kill this process, and those that it started, ``ORPHAN_SECONDS`` after its input ended."""
+    end = select.poll()
+    end.register(sys.stdin, 0)
+    end.poll()
+    time.sleep(ORPHAN_SECONDS)
+    os.killpg(0, signal.SIGKILL)
+
+
 def main(name: str, out: str) -> None:
     """The process of a tracker, until its input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # which tell the run to stop; it has more rows then
         signal.signal(number, signal.SIG_IGN)
     threading.excepthook = _exit
+    threading.Thread(target=_end_in_time, daemon=True).start()
     about = json.loads(sys.stdin.readline())
     tracker: Tracker = TensorBoard(Path(out), about) if name == "tensorboard" else Service(name, Path(out), about)
     for line in sys.stdin:
