@@ -67,7 +67,7 @@ docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; w
 
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find kos tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find kos tests benchmarks docs examples -name __pycache__ -prune -exec rm -rf {} +
 
 # One stamp for each set of extras, renewed when pyproject.toml changes. An install that did not finish leaves
 # `.installing` behind, and a half-copied package looks installed to pip: the next one starts from an empty .venv.

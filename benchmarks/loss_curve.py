@@ -7,12 +7,12 @@ printed.  Its lines are kept, of the steps only the first and those with a valid
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from pathlib import Path
 from statistics import median
 
 from benchmarks.collectives import report
+from kos.train.tools.metrics import read_metrics
 
 
 def main() -> None:
@@ -22,12 +22,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="what the run printed")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     arguments = parser.parse_args()
-    steps = [json.loads(line) for line in (arguments.run / "metrics.jsonl").read_text().splitlines()]
+    steps = read_metrics(arguments.run / "metrics.jsonl")
     rows = [{key: step[key] for key in ("step", "loss", "val_loss", "lr") if key in step} for step in steps]
     result = {
         **report.provenance("benchmarks.loss_curve", None, 1),
         "command": arguments.command,
-        "val_loss_before": rounded(steps[0]["val_loss_before"]),
+        "val_loss_before": rounded(steps[0].get("val_loss_before")),
         "tokens_per_second": round(median(step["tokens_per_second"] for step in steps)),
         "output": quotable(arguments.log.read_text().splitlines()) if arguments.log else [],
         "rows": [{key: value if key == "step" else rounded(value) for key, value in row.items()} for row in rows],
@@ -39,8 +39,8 @@ def quotable(lines: list[str]) -> list[str]:
     return [line for line in lines if not re.match(r"step +([2-9]|1\d)", line) or "val_loss" in line]
 
 
-def rounded(value: float) -> float:
-    return float(f"{value:.5g}")
+def rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.5g}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +26,16 @@ SECONDS = 200  # of any program here: much more than it needs, less than what py
 
 def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """The program's end and output, as of ``subprocess.run``; of a job that mpirun never started, the next try's."""
+    if options.pop("capture_output", True):
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     for _ in range(3):
-        done = subprocess.run(command, text=True, timeout=SECONDS, **{"capture_output": True, **options})
+        with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
+            try:
+                output = process.communicate(timeout=SECONDS)
+            finally:  # also what the program started, as a shell does
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        done = subprocess.CompletedProcess(command, process.returncode, *output)
         if done.returncode != NEVER_STARTED:
             break
     return done

@@ -66,3 +66,19 @@ def test_examples_in_docstrings_are_python() -> None:
     text = "Add.\n\n    comm.all_reduce(x)\n\n    y = x\n\nMore.\n\n- a list\n    of two lines"
     expected = "Add.\n\n```python\ncomm.all_reduce(x)\n\ny = x\n```\n\nMore.\n\n- a list\n    of two lines"
     assert hook("docstrings").fenced(text) == expected
+
+
+def test_a_folder_shows_what_is_not_hidden(tmp_path: Path) -> None:
+    for name in (".secret", "a.py", "b.py"):
+        (tmp_path / name).touch()
+    assert [path.name for path in hook("links").tracked(tmp_path)] == ["a.py", "b.py"]
+    assert [path.name for path in hook("links").tracked(ROOT / "docs" / "hooks")] == sorted(
+        path.name for path in (ROOT / "docs" / "hooks").glob("*.py")
+    )
+
+
+def test_the_section_of_a_command_has_its_flags() -> None:
+    from kos.train.config.flags import make_parser
+
+    section = hook("commands").section(["train"], make_parser(), "train a model: more")
+    assert section.startswith("## kos train\n\nTrain a model.\n") and "| `--lr " in section

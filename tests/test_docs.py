@@ -193,7 +193,8 @@ def test_commands(page: Path, slow: bool, tmp_path: Path) -> None:
             command, _, expected = session.partition("\n")
             if "mpirun" in command and not MPIRUN:
                 pytest.skip("mpirun was not found beside Python or in PATH")
-            printed = run("bash", "-c", command, cwd=folder, env=env, status=int(match["status"] or 0))
+            shell, status = ("bash", "-o", "pipefail", "-c"), int(match["status"] or 0)
+            printed = run(*shell, command, cwd=folder, env=env, status=status)
             where = f"{page.relative_to(ROOT)}:{line}: {command}"
             assert prints(expected, printed, bool(match["unordered"])), f"{where}: printed\n{printed}"
             ran += command

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from kos.train.tools import trackers
+
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".kos-train-wheel-mpi"
 
@@ -186,6 +188,7 @@ def test_every_extra_that_a_message_or_the_readme_names_exists() -> None:
     found = [*re.findall(r"""\binstall\(["']([a-z,]+)["']\)""", text), *re.findall(r"'\.\[([a-z,]+)\]'", pages)]
     named = {extra for group in found for extra in group.split(",")}
     assert {"mpi", "train", "cuda", "plot"} <= named, "the test looks for the wrong thing"
+    named |= set(trackers.PACKAGES)  # each is an extra
     assert named <= set(extras), f"unknown extras: {sorted(named - set(extras))}"
     assert "kos[" not in text + pages, "kos is on no package index: kos.errors.install says what works"
 

@@ -10,6 +10,8 @@ import html
 import logging
 import os
 import re
+import shutil
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -62,15 +64,25 @@ def repository() -> str:
     return os.environ.get("KOS_REPOSITORY_URL", project.get("urls", {}).get("Repository", "")).rstrip("/")
 
 
+def tracked(folder: Path) -> list[Path]:
+    """The files of a folder that git has; without git, all that are not hidden."""
+    names = set[str]()
+    if shutil.which("git"):
+        command = ["git", "ls-files", "-z", "--", "."]
+        names = set(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60).stdout.split("\0"))
+    files = sorted(each for each in folder.iterdir() if each.is_file() and each.name[0] != ".")
+    return [each for each in files if each.name in names] or files
+
+
 def copy(path: Path, config: Any, files: Files) -> str:
     """The address in the site of a copy of the file, or of a list of the folder's files."""
     name = f"{COPIES}/{path.relative_to(ROOT).as_posix()}"
     if path.is_dir():
         name += "/index.html"
-        entries = [] if files.get_file_from_path(name) else sorted(each for each in path.iterdir() if each.is_file())
+        entries = [] if files.get_file_from_path(name) else tracked(path)
         items = [(each.name, Path(copy(each, config, files)).name) for each in entries]
         rows = "\n".join(f'<li><a href="{html.escape(to)}">{html.escape(label)}</a></li>' for label, to in items)
-        content: str | bytes = f"<!doctype html><title>{path.name}</title>\n<ul>\n{rows}\n</ul>\n"
+        content: str | bytes = f"<!doctype html><title>{html.escape(path.name)}</title>\n<ul>\n{rows}\n</ul>\n"
     else:
         name += "" if path.suffix in PICTURES else ".txt"
         content = path.read_bytes()

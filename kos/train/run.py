@@ -241,20 +241,21 @@ class Trainer:
             trains = not config.profile and self.start < config.steps
             if trains or not (self.out / "config.json").exists():
                 write_json(self.out / "config.json", self.description)
+            if config.profile:
+                return None
+            metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
+            self._held.callback(metrics.close)
+            self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
+            self._held.push(self._close_trackers)
+            return metrics
         except BlockingIOError as error:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
-        if config.profile:
-            return None
-        metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
-        self._held.callback(metrics.close)
-        self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
-        self._held.push(self._close_trackers)
-        return metrics
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
         """A run that failed waits for none: its error comes first."""
+        self.stop.plan = "waiting for the trackers, all steps are saved"
         trackers.close(self._trackers, wait=failed is None)
 
     def _check_shared(self) -> str:

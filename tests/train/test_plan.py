@@ -252,6 +252,22 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     assert any(line.startswith("proposal: mpirun -n 2 python -m kos.train --preset tiny --") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--ranks 4 --gpu H200 --dp 4", []),
+        ("--ranks 2 --gpu H200 --cp 2", []),
+        ("--ranks 4 --gpu H200 --dp 2 --cp 2", ["only dp has been run"]),
+        ("--ranks 16 --gpu H100 --dp 16", ["on one machine", "scaled from those measured on H200"]),
+        ("--ranks 2 --device cpu", []),
+    ],
+)
+def test_what_no_run_has_confirmed_is_said(flags, said):
+    lines = planning.report(f"--plan --preset tiny {flags}".split()).splitlines()
+    notes = [line for line in lines if line.startswith("note: ")]
+    assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
+
+
 def test_bad_requests_are_refused():
     for flags, said in (
         ([], "expected --ranks N of at least 1, got none"),

@@ -108,3 +108,10 @@ def test_kos_plot_is_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemExit) as end:
         command.main(["plot", str(_run(tmp_path / "run", 2))])
     assert (end.value.code, capsys.readouterr().out) == (0, f"{tmp_path}/run/plot.png\n")
+
+
+@pytest.mark.parametrize("norm", [None, 0.0])
+@pytest.mark.filterwarnings("error")
+def test_a_run_without_a_positive_norm_is_drawn(tmp_path: Path, norm: float | None, monkeypatch: Any) -> None:
+    """Whose logarithm there would be none of."""
+    _drawn(monkeypatch, _run(tmp_path / "run", 3, grad_norm=[norm] * 3))

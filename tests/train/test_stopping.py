@@ -33,7 +33,7 @@ from kos.train.parallel.failures import alone, together
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.run import Trainer
-from kos.train.tools import console
+from kos.train.tools import console, trackers
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
@@ -178,7 +178,7 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
 
 
 LONG_STEP = """
-import ctypes, os, sys, threading
+import ctypes, os, select, sys, threading
 from pathlib import Path
 from kos.train import __main__ as main
 from kos.train.engine.cpu import CpuEngine
@@ -187,9 +187,9 @@ def long(self, step, stop):
     if step == 3 and self.comm.rank == 0:
         libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
         def wait():
+            fifo = os.open(sys.argv.pop(), os.O_RDONLY | os.O_NONBLOCK)
             print("long step", flush=True)
-            with open(sys.argv.pop()) as fifo:
-                fifo.read()
+            select.select([fifo], [], [])
             libc.pthread_mutex_unlock(lock)
         libc.pthread_mutex_lock(lock)
         threading.Thread(target=wait).start()
@@ -221,7 +221,7 @@ def test_ctrl_c_says_within_the_step_what_it_does(
         process.send_signal(number)
         plan = f"stopping after this step, then saving to {tmp_path / 'run' / 'checkpoints'}"
         said = [next(process.stdout)]
-        (tmp_path / "fifo").write_text("go on")
+        os.close(os.open(tmp_path / "fifo", os.O_WRONLY | os.O_NONBLOCK))  # an error where nobody reads
         said += process.stdout
     finally:
         timer.cancel()
@@ -244,8 +244,10 @@ def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monk
 
         monkeypatch.setattr(module, name, call)
 
-    for module, name in ((loop, "load_data"), (loop, "train"), (loop, "sample_text"), (checkpoint, "save")):
-        watch(module, name)
+    for name in ("load_data", "train", "sample_text"):
+        watch(loop, name)
+    watch(checkpoint, "save")
+    watch(trackers, "close")
     stop, folder = Stop(), tmp_path / "checkpoints"
     spawn(lambda comm: Trainer(_config(text, tmp_path, steps=3), comm, stop).run(), 1, timeout=100)
     assert plans == {
@@ -253,6 +255,7 @@ def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monk
         "train": f"stopping after this step, then saving to {folder}",
         "save": f"saving the last step to {folder}, then ending",
         "sample_text": "ending the sample, all steps are saved",
+        "close": "waiting for the trackers, all steps are saved",
     }
 
 

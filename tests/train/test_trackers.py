@@ -8,6 +8,7 @@ import os
 import select
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,6 @@ import pytest
 
 from kos.errors import ConfigError, install
 from kos.train.tools import trackers
-from tests.forked import python
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.refusal import refused
 from tests.train.test_cli import ENVIRONMENT, SHAPE
@@ -176,8 +176,13 @@ FAULTS = {
         "status 3: no disk",
     ),
     "hangs": (
-        "import threading\ndef init(**options): print('waiting', flush=True); threading.Event().wait()",
-        "not done 2 s after the last step: waiting",
+        "import subprocess, threading\n"
+        "def init(**options):\n"
+        "    process = subprocess.Popen(['sleep', '1000'])\n"
+        "    print(process.pid, file=open('started', 'w'), flush=True)\n"
+        "    print('waiting', flush=True)\n"
+        "    threading.Event().wait()",
+        "not done 5 s after the last step: waiting",
     ),
 }
 
@@ -191,12 +196,15 @@ def test_a_tracker_that_fails_is_one_warning(
     (tmp_path / "modules" / "wandb.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path / "modules")
     if fault == "hangs":
-        monkeypatch.setattr(trackers, "CLOSE_SECONDS", 2.0)
+        monkeypatch.setattr(trackers, "CLOSE_SECONDS", 5.0)
+    monkeypatch.chdir(tmp_path)
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, trackers.__name__):
         rows = _train(text, tmp_path / "run", 2, tracker=("wandb",), **RUN)
     assert len(rows) == 6 and time.monotonic() - began < 60
     (warning,) = [record.getMessage() for record in caplog.records if record.name == trackers.__name__]
+    if fault == "hangs":
+        _wait_for_end(int((tmp_path / "started").read_text()))
     what = expected.partition(": ")[2] if "has ended" in warning else expected  # noticed at the end, or at a row
     assert what in warning and f"see {tmp_path / 'run' / 'wandb.log'}" in warning
 
@@ -220,33 +228,53 @@ def test_a_tracker_that_falls_behind_keeps_no_more_than_a_limit(
 HANGS = """
 import __main__, os, pathlib, threading
 __main__.ORPHAN_SECONDS = 2.0  # of the process of the tracker, which this module is imported by
+pid = pathlib.Path(__file__).with_name("pid")
 class init:
-    def __init__(self, **options): os.write(os.open("pid", os.O_WRONLY), b"%d" % os.getpid())
+    def __init__(self, **options): pid.write_text(str(os.getpid()))
     def log(self, values, step): pass
     def finish(self): threading.Event().wait()
 """
 
 
-@needs_mpirun
-def test_a_tracker_that_hangs_neither_delays_an_error_nor_outlives_the_run(text: Path, tmp_path: Path) -> None:
-    """The error is said before the other ranks give up; the tracker ends by itself."""
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[int]:
+    """A pipe that a wandb writes its process id to, which does not come back from its end."""
     (tmp_path / "wandb.py").write_text(HANGS)
     os.mkfifo(tmp_path / "pid")
-    pid = os.open(tmp_path / "pid", os.O_RDONLY | os.O_NONBLOCK)
+    pipe = os.open(tmp_path / "pid", os.O_RDONLY | os.O_NONBLOCK)
+    yield pipe
+    os.close(pipe)
+
+
+def _tracker(pipe: int) -> int:
+    assert select.select([pipe], [], [], 60)[0], "the tracker has not begun"
+    return int(os.read(pipe, 100))
+
+
+@needs_mpirun
+def test_a_tracker_that_hangs_does_not_delay_an_error(text: Path, tmp_path: Path, hanging: int) -> None:
+    """It is said before the other ranks, which leave that to rank 0, end the job."""
     flags = ["--data", text, "--out", tmp_path / "run", "--steps=50", "--eval-every=0", "--tracker=wandb"]
-    command = [MPIRUN, "-n", "2", *python(), "-m", "kos.train", *SHAPE, *flags, "--lr=1e30", "--grad-clip=0"]
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "kos.train", *SHAPE, *flags, "--lr=1e30", "--grad-clip=0"]
     env = ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ENVIRONMENT.get('PYTHONPATH', '')}"}
-    try:
-        done = run_program(*map(str, command), env=env, cwd=tmp_path)
-        assert "kos: error: step " in done.stderr and "expected a finite" in done.stderr, done.stderr
-        assert select.select([pid], [], [], 60)[0], "the tracker has not begun"
-        tracker = int(os.read(pid, 100))
-        limit = time.monotonic() + 60
-        while _runs(tracker):
-            assert time.monotonic() < limit, os.kill(tracker, signal.SIGKILL)
-            time.sleep(0.05)
-    finally:
-        os.close(pid)
+    done = run_program(*map(str, command), env=env)
+    os.kill(_tracker(hanging), signal.SIGKILL)
+    assert "kos: error: step " in done.stderr and "expected a finite" in done.stderr, done.stderr
+
+
+def test_a_tracker_that_nobody_waits_for_ends(tmp_path: Path, hanging: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    started = trackers.start(["wandb"], tmp_path, 0, {"config": {}})
+    tracker = _tracker(hanging)
+    trackers.close(started, wait=False)
+    _wait_for_end(tracker)
+
+
+def _wait_for_end(pid: int) -> None:
+    limit = time.monotonic() + 60
+    while _runs(pid):
+        assert time.monotonic() < limit, os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _runs(pid: int) -> bool:

@@ -188,8 +188,23 @@ def report(argv: Sequence[str]) -> str:
         table(legal),
         *["!: more than is free on a rank"] * (not legal[-1].fits),
         f"proposal: {command(legal[0], words)}" if legal[0].fits else "no layout fits",
+        *(f"note: {note}" for note in notes(legal[0].job) if legal[0].fits),
         *(f"refused: {' '.join(f'{axis} {n}' for axis, n in sizes.items())}: {reason}" for sizes, reason in refused),
     ])  # fmt: skip
+
+
+def notes(job: Job) -> list[str]:
+    """What no run has confirmed of a proposal for GPUs."""
+    layout, found = job.layout, list[str]()
+    if job.config.device == "cpu":
+        return found
+    if layout.ranks > 2 and layout.dp < layout.ranks:
+        found.append("on more than 2 GPUs only dp has been run, see docs/guides/layouts.md")
+    if layout.ranks > 8:
+        found.append("all ranks are taken to be on one machine")
+    if "H200" not in job.rates.name:
+        found.append("the rates are scaled from those measured on H200")
+    return found
 
 
 def command(proposal: Prediction, words: Sequence[str]) -> str:

@@ -73,7 +73,8 @@ def draw(runs: Runs, path: Path) -> None:
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         if key == "lr":
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
-        if key == "grad_norm":  # whose first steps are often ten times the others
+        positive = any((_values(rows, key)[1] > 0).any() for rows in runs.values())
+        if key == "grad_norm" and positive:  # whose first steps are often ten times the others
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -178,7 +178,8 @@ class TrackerProcess:
     def _fail(self, what: str) -> None:
         process, self._process, self._unsent = self._process, None, b""
         if process is not None:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
             process.communicate()
         lines: list[str] = []
         with contextlib.suppress(OSError):
