@@ -71,7 +71,7 @@ def rows_of(graph: Graph) -> list[list[str]]:
 def house(folder: Path = KOS) -> str:
     """Boxes are packages, in them their rooms; arrows are imports, without those that follow from others."""
     packages, rooms = imports(folder)
-    picture = Picture("The house of kos", "arrows: what imports what, without the arrows that follow from others")
+    picture = Picture("Packages of kos", "arrows: what imports what, without the arrows that follow from others")
     inside = {name: {room: into for room, into in rooms.items() if room.startswith(f"{name}/")} for name in packages}
     at = dict[str, tuple[float, float, float, float]]()
     room_width, room_height, y = 92, 20, float(picture.top)
