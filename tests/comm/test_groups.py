@@ -76,7 +76,7 @@ def test_axes_of_a_grid(shape: Any) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
-    "color": (lambda comm: comm.split("rack"), "color: expected a whole number, got 'rack'"),
+    "color": (lambda comm: comm.split("rack"), "color: expected a whole number or None or \"host\", got 'rack'"),
     "no ranks": (lambda comm: comm.group([]), r"ranks: expected different ranks from 0 to 1, got \[\]"),
     "twice": (lambda comm: comm.group([1, 1]), r"ranks: expected different ranks from 0 to 1, got \[1, 1\]"),
     "far": (lambda comm: comm.group([0, 2]), "ranks: expected a rank from 0 to 1, got 2"),
