@@ -86,7 +86,8 @@ MUTATIONS = [
              KERNELS + " -k adamw"),
     Mutation(TRAIN + "engine/cpu.py", "math.sqrt(total) / self.micro_batches_of_all",
              "math.sqrt(total) / self.accumulation_steps", "tests/train/test_loop.py -k number_of_ranks"),
-    Mutation(TRAIN + "train.py", "index > 0, final", "False, final", "tests/train/test_step.py -k gradient"),
+    Mutation(PARALLEL + "gradients.py", "micro_batch > 0, final", "False, final",
+             "tests/train/test_step.py -k gradient"),
     Mutation(TRAIN + "model/initial.py", "name.encode()), number]", "name.encode()), 0]",
              "tests/train/test_model.py -k init_weights"),
     # Each collective of each parallelism.
@@ -101,7 +102,7 @@ MUTATIONS = [
              "comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2]"),
     Mutation(PARALLEL + "context.py", "self.ops.add(d_kv, d_mine, d_kv)", "pass",
              "tests/train/test_context_parallel.py"),
-    Mutation(TRAIN + "engine/base.py", "(self.replicated if self.mesh.tp.rank > 0 else set())", "set()",
+    Mutation(TRAIN + "engine/base.py", "(self.sums.replicated if self.mesh.tp.rank > 0 else set())", "set()",
              LAYOUTS + "test_layout[tp2]"),
     Mutation(TRAIN + "engine/base.py", "set()) - twice", "set())", LAYOUTS + "test_schedule[1f1b-tied]"),
     Mutation(TRAIN + "engine/cpu.py", "total = math.fsum(self.mesh.model.comm.all_gather(np.array(total)))", "pass",

@@ -6,31 +6,25 @@
 with one rank F0 B0 F1 B1 …; then losses, norm and update. CPUs run it at once (``engine/cpu.py``), GPUs queue it, to be
 captured as a CUDA graph (``engine/cuda.py``).
 
-Follow one gradient: ``_backward`` has the model compute it, in ``gradients``. ``_gradient_ready`` sums it over the
-ranks of tp if each has a term of it, and passes it to ``parallel/data.py``. That fills a bucket and calls
-``comm.all_reduce``, beside the rest of the backward. ``queue_norm`` and ``queue_update`` come after all sums.
+Follow one gradient: ``_backward`` has the model compute it (``model/llama.py``), and the model says when it is
+complete. ``parallel/gradients.py`` then sums it over the ranks of tp if each has a term of it, and passes it to
+``parallel/data.py``. That fills a bucket and calls ``comm.all_reduce``, beside the rest of the backward. ``queue_norm``
+and ``queue_update`` come after all sums.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from kos.comm.work import Work
 from kos.train.config.options import TrainConfig
-from kos.train.model.fixed import LOOKUPS
-from kos.train.model.llama import Gradients, Llama, Slot, Weights
-from kos.train.model.parameters import Parameters
+from kos.train.model.llama import Llama, Slot, Weights
 from kos.train.ops import Array
-from kos.train.parallel.data import DataParallel, TreeSum
+from kos.train.parallel.data import DataParallel
+from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action
 from kos.train.parallel.stopping import Stop
-from kos.train.parallel.tensor import TensorParallel
 
 
 class StepResult(NamedTuple):
@@ -97,20 +91,6 @@ def _next_pause(config: TrainConfig, step: int) -> int:
     return min([config.steps, *((step // n + 1) * n for n in (config.eval_every, config.save_every) if n)])
 
 
-@dataclass
-class Buffer:
-    """Memory for a message between two stages, and the send that still reads it."""
-
-    array: Array
-    sent: Work[None] | None = None
-
-    def free(self) -> Buffer:
-        if self.sent is not None:
-            self.sent.wait()
-        self.sent = None
-        return self
-
-
 class Step:
     """One optimizer step of this rank. The engine sets what is declared here. All methods are collective."""
 
@@ -123,31 +103,19 @@ class Step:
     models: list[Llama]
     """This rank's stages of the pipeline, a model each."""
 
-    model: Llama
-    """The first of them."""
-
-    tensor: TensorParallel
     weights: Any  # what passes read, by name
-    gradients: Parameters
     parallel: DataParallel
-    lookup_sum: TreeSum | None = None  # of a tied embedding's lookups, with --deterministic
-    tied_apart: bool  # whether this rank holds a tied embedding or its head, and another rank the other
-    replicated: set[str]  # tensors that all ranks of tp hold whole
-    accumulation_steps: int  # micro-batches of this rank
+    sums: GradientSums
+    slots: list[Slot]  # those that no micro-batch is in
 
     count: Array
     """(1,): what sums over a micro-batch's targets are divided by, ``Dataset.targets_per_micro_batch``."""
 
     report: Array
-    """(1 + accumulation_steps,), float64: whether this rank was asked to stop, and its losses."""
+    """(1 + micro-batches,), float64: whether this rank was asked to stop, and its losses."""
 
     reports: Array
     """The same of every rank of the world."""
-
-    _free: list[Slot]
-    _shape: tuple[int, int]  # of what goes between two stages
-    _dtype: Any
-    _buffers: dict[bool, list[Buffer]]  # by whether they are for forwards
 
     def start_step(self, step: int, stop: bool) -> None:
         """Begin the step (counted from 0). ``stop``: this rank was asked to stop."""
@@ -181,44 +149,29 @@ class Step:
         """Forward and backward of every micro-batch of this rank, and the sums over all that hold the same weights."""
         weights = self.parallel.gather(self.weights) if self.parallel.sharded else self.weights
         self._in_flight: dict[tuple[int, int], Slot] = {}  # by micro-batch and chunk
-        self._stages_left = len(self.models)  # that have not finished the last micro-batch
-        run = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weight_gradients}
-        for action, received in self._with_inputs(self.pipeline.actions):
-            run[action.kind](action, weights, received)
-        for buffer in (*self._buffers[True], *self._buffers[False]):
-            buffer.free()
+        for action, received in self.pipeline.inputs():
+            self.run(action, weights, received)
+        self.sums.finish()
+        self.pipeline.free_buffers()
 
-    def _with_inputs(self, actions: Sequence[Action]) -> Iterator[tuple[Action, Buffer | None]]:
-        """Each action and what another rank sent for it. The next action's input is received meanwhile."""
-
-        def begin(action: Action) -> tuple[Buffer, Work[Array]] | None:
-            if not self.pipeline.receives(action):
-                return None
-            buffer = self._buffer(action.kind == "F")
-            return buffer, self.pipeline.receive(action, buffer.array)
-
-        coming = begin(actions[0])
-        for action, following in zip(actions, [*actions[1:], None], strict=True):
-            here, coming = coming, begin(following) if following is not None else None
-            if here is not None:
-                here[1].wait()
-            yield action, here[0] if here is not None else None
-
-    def _buffer(self, forward: bool) -> Buffer:
-        """The least recently used."""
-        buffers = self._buffers[forward]
-        buffers.append(buffers.pop(0))
-        return buffers[-1].free()
+    def run(self, action: Action, weights: Weights, received: Buffer | None) -> None:
+        """One action of the schedule; ``received`` is its input, if that comes from another rank."""
+        if action.kind == "F":
+            self._forward(action, weights, received)
+        elif action.kind != "W":
+            self._backward(action, weights, received)
+        else:
+            self._weight_gradients(action)
 
     def _forward(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         """A stage's forward; its input is received, or the output of the chunk before on this rank."""
-        model, slot = self.models[action.chunk], self._free.pop()
+        model, slot = self.models[action.chunk], self.slots.pop()
         tokens, _ = self.micro_batch(action.micro_batch)
         x_nD = None
         if not model.local.first:
             before = self._in_flight.get((action.micro_batch, action.chunk - 1))
-            source = received.array if received is not None else before and before.out_nD
-            x_nD = slot.arena.take(self._shape, self._dtype)
+            source: Array = received.array if received is not None else before and before.out_nD
+            x_nD = slot.arena.take(source.shape, source.dtype)
             model.ops.copy(source, x_nD)
         with model.ops.step(model.arena):
             out_nD = model.queue_forward(weights, slot, tokens, x_nD)
@@ -230,10 +183,10 @@ class Step:
         model, slot = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
         if slot.sent is not None:
             slot.sent.wait()
-        buffer = received or self._buffer(False)
+        buffer = received or self.pipeline.buffer(forward=False)
         if slot.d_out_nD is not None:
             model.ops.copy(slot.d_out_nD, buffer.array)
-        into = self._into(action, slot.deferred if action.kind == "I" else None)
+        into = self.sums.of(action.micro_batch, slot.deferred if action.kind == "I" else None)
         with model.ops.step(model.arena):
             if model.local.last:
                 _, targets = self.micro_batch(action.micro_batch)
@@ -244,70 +197,20 @@ class Step:
         buffer.sent = self.pipeline.send(action, buffer.array)
         if (chunk := self.pipeline.own_destination(action)) is not None:
             before = self._in_flight[action.micro_batch, chunk]
-            before.d_out_nD = before.arena.take(self._shape, self._dtype)
+            before.d_out_nD = before.arena.take(buffer.array.shape, buffer.array.dtype)
             model.ops.copy(buffer.array, before.d_out_nD)
         if action.kind == "B":
-            self._finish(action)
+            self._clear(action)
 
-    def _weight_gradients(self, action: Action, weights: Weights, received: Buffer | None) -> None:
+    def _weight_gradients(self, action: Action) -> None:
         """The rest of a backward (W)."""
         model, slot = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
         with model.ops.step(model.arena):
-            model.queue_weight_gradients(self._into(action, slot.deferred))
-        self._finish(action)
+            model.queue_weight_gradients(self.sums.of(action.micro_batch, slot.deferred))
+        self._clear(action)
 
-    # --- gradients ---------------------------------------------------------------------------------------
-
-    def _into(self, action: Action, deferred: list[tuple[str, Array, Array]] | None) -> Gradients:
-        """Where a backward puts gradients, and what happens when one is complete."""
-        index, last = action.micro_batch, action.micro_batch + 1 == self.accumulation_steps
-        if self.parallel.tree is not None:
-            into: Weights = self.gradients
-            if self.lookup_sum is not None:
-                into = ChainMap[str, Any](self.lookup_sum.gradients, into)  # type: ignore[arg-type]
-            return Gradients(into, False, partial(self._add_to_tree, index), deferred)
-        final = self._gradient_ready if last else lambda name: None
-        return Gradients(self.gradients, index > 0, final, deferred)
-
-    def _add_to_tree(self, micro_batch: int, name: str) -> None:
-        tree = self.lookup_sum if name == LOOKUPS else self.parallel.tree
-        assert tree is not None
-        tree.add(name, micro_batch)
-
-    def _gradient_ready(self, name: str) -> None:
-        """This rank's gradient of a tensor is complete: the sums over other ranks begin."""
-        if self.tied_apart and name == self.model.config.embedding:
-            return  # in ``_finish``: both ends of the pipeline in the same order
-        if name in self.replicated:
-            self.tensor.sum_replicated(self.gradients[name])
-        self.parallel.gradient_ready(name)
-
-    def _finish(self, action: Action) -> None:
-        """The end of a micro-batch's backward through a stage; after the last one, the end of the sums."""
+    def _clear(self, action: Action) -> None:
+        """The end of a micro-batch's backward through a stage: another may take its memory."""
         slot = self._in_flight.pop((action.micro_batch, action.chunk))
         slot.clear()
-        self._free.append(slot)
-        if action.micro_batch + 1 < self.accumulation_steps:
-            return
-        self._stages_left -= 1
-        if self._stages_left:
-            return
-        embedding, in_order = self.model.config.embedding, self.parallel.tree is not None
-        if self.tied_apart and embedding in self.gradients and not in_order:
-            self.pipeline.sum_tied(self.gradients[embedding])
-            self.parallel.gradient_ready(embedding)
-        self.parallel.finish()
-        if in_order and embedding in self.gradients:
-            self._finish_embedding(self.gradients[embedding])
-
-    def _finish_embedding(self, gradient: Array) -> None:
-        """With ``--deterministic``: the head's term, where this rank has the head, and the lookups' term."""
-        if self.lookup_sum is not None:
-            lookups = self.lookup_sum.gradients[LOOKUPS]
-            self.lookup_sum.finish()
-            if self.models[0].holds_last:
-                self.model.ops.add(gradient, lookups, gradient)
-            else:
-                self.model.ops.copy(lookups, gradient)
-        if self.tied_apart:
-            self.pipeline.sum_tied(gradient)
+        self.slots.append(slot)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from kos.train.checkpoint.huggingface import as_saved
-from kos.train.model.llama import Llama
+from kos.train.model.llama import Gradients, Llama, Slot
 from kos.train.model.llama_config import LlamaConfig, RopeScaling
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
@@ -62,6 +62,25 @@ def make_batch(
     tokens, targets = rng.integers(0, config.vocab_size, (2, samples, length), dtype=np.int32)
     targets[rng.random(targets.shape) < ignored] = -1
     return tokens, targets
+
+
+def queue_loss_and_gradients(
+    model: Llama, weights: Any, tokens: Any, targets: Any, gradients: Any, loss: Any, *, accumulate: bool,
+    on_gradient: Callable[[str], object] = lambda name: None, count: Any = None,
+) -> None:  # fmt: skip
+    """Forward and backward of a whole model, as a step queues them."""
+    out_nD = model.queue_forward(weights, slot := Slot(model.arena), tokens)
+    dx_nD = model.arena.take(out_nD.shape, out_nD.dtype)
+    into = Gradients(gradients, accumulate, on_gradient)
+    model.queue_backward(weights, slot, into, dx_nD, targets=targets, loss=loss, count=count)
+
+
+def loss_and_gradients(model: Llama, weights: Any, tokens: Any, targets: Any, gradients: Any, **options: Any) -> float:
+    """The mean loss, and its gradients written to ``gradients``, or added; options as above."""
+    with model.ops.step(model.arena):
+        loss = model.arena.take((1,), np.dtype(np.float64))
+        queue_loss_and_gradients(model, weights, tokens, targets, gradients, loss, **options)
+        return float(model.ops.to_host(loss)[0])
 
 
 def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ from kos.train.parallel.tensor import TensorParallel
 from tests.host_compiler import COMPILER
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import on_host
-from tests.train.models import make, make_batch
+from tests.train.models import loss_and_gradients, make, make_batch
 from tests.train.test_ops import columns, nan, nan_columns, poisoned_slab
 from tests.train.test_tensor_parallel import part_of
 
@@ -162,7 +162,7 @@ def compare(layout, kind="untied", samples=3, recompute="none"):
     tokens, targets = make_batch(config, samples, 24, seed=3)
     targets[0, :5] = -1
     count = np.array([np.count_nonzero(targets >= 0)], np.float64)
-    loss = whole.loss_and_gradients(weights, tokens, targets, expected, accumulate=False)
+    loss = loss_and_gradients(whole, weights, tokens, targets, expected, accumulate=False)
 
     def run(comm):
         mesh = Mesh(comm, layout)
@@ -178,8 +178,8 @@ def compare(layout, kind="untied", samples=3, recompute="none"):
             context=(context := ContextParallel(numpy_ops, mesh.cp)),
         )  # fmt: skip
         for accumulate in (False, True):
-            got = model.loss_and_gradients(
-                own, context.take(tokens), context.take(targets), gradients, accumulate=accumulate, count=count
+            got = loss_and_gradients(
+                model, own, context.take(tokens), context.take(targets), gradients, accumulate=accumulate, count=count
             )
             assert mesh.gradients.comm.all_reduce(np.array([got])) == pytest.approx(loss, rel=1e-12)
         mesh.gradients.comm.all_reduce(gradients.flat)

@@ -272,15 +272,15 @@ def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, 
 )
 def test_the_search_sees_numbers_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
     """Its first pass does: weights, those beyond what is drawn too, and tokens."""
-    seen, real = [], Llama.queue_loss_and_gradients
+    seen, real = [], Llama.queue_forward
 
-    def queue(self, weights, tokens, *others, **options):
+    def queue(self, weights, slot, tokens, *others):
         if isinstance(self.ops, QueuedOps) and not seen:
             seen.extend([np.array(tokens), {name: on_host(weights[name]).copy() for name in weights}])
-        real(self, weights, tokens, *others, **options)
+        return real(self, weights, slot, tokens, *others)
 
     monkeypatch.setattr(engine_module, "DRAWN", 1000)
-    monkeypatch.setattr(Llama, "queue_loss_and_gradients", queue)
+    monkeypatch.setattr(Llama, "queue_forward", queue)
     train(text, tmp_path, steps=1, save_every=0, model={**SMALL["model"], "head_dim": 6, **model})
     tokens, weights = seen
     assert tokens.shape == (2, 8) and len(np.unique(tokens)) > 8 and tokens.min() >= 0 and tokens.max() < 256

@@ -84,13 +84,17 @@ def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(
 ) -> None:
     settings: dict[str, Any] = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3}
     ours = train_on_host(text, tmp_path / "ours", device, **settings)
-    queue = Llama.queue_loss_and_gradients
-    monkeypatch.setattr(
-        Llama, "queue_loss_and_gradients", lambda *given, count=None, **options: queue(*given, **options)
-    )
+    queue, counts = Llama.queue_backward, []
+
+    def with_its_own_count(*given: Any, count: Any = None, **options: Any) -> None:
+        counts.append(count)
+        queue(*given, **options)
+
+    monkeypatch.setattr(Llama, "queue_backward", with_its_own_count)
     own = train_on_host(text, tmp_path / "own", device, **settings)
     for key in ("loss", "grad_norm"):
         assert _losses(ours, key).tobytes() == _losses(own, key).tobytes()
+    assert any(count is not None for count in counts)
     assert tensors_of_run(tmp_path / "ours") == tensors_of_run(tmp_path / "own")
 
 

@@ -15,7 +15,7 @@ from kos.train.model.initial import init_weights
 from kos.train.model.llama import Gradients, Llama, Slot
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from tests.train.models import VARIANTS, make, make_batch, small
+from tests.train.models import VARIANTS, loss_and_gradients, make, make_batch, small
 
 
 def torch_llama(torch, config, weights, tokens):
@@ -84,7 +84,7 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
     tolerance = 1e-10 if dtype is np.float64 else 2e-4
     finished = []
-    got = model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append)
+    got = loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append)
     assert finished == list(config.parameter_shapes())
     assert got == pytest.approx(loss, rel=tolerance)
     assert model.loss(weights, tokens, targets) == pytest.approx(loss, rel=tolerance)
@@ -100,7 +100,7 @@ def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
-    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == pytest.approx(loss)
+    assert loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False) == pytest.approx(loss)
     assert model.loss(weights, tokens, targets) == pytest.approx(loss)
     np.testing.assert_allclose(model.logits(weights, tokens), logits, rtol=1e-9, atol=1e-9)
     for name, gradient in expected.items():
@@ -113,10 +113,10 @@ def test_accumulate_adds_to_what_is_there(variant):
     batches = [make_batch(config, 2, 9, seed) for seed in (3, 4)]
     alone = []
     for tokens, targets in batches:
-        model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+        loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False)
         alone.append(gradients.flat.copy())
-    model.loss_and_gradients(weights, *batches[0], gradients, accumulate=False)
-    model.loss_and_gradients(weights, *batches[1], gradients, accumulate=True)
+    loss_and_gradients(model, weights, *batches[0], gradients, accumulate=False)
+    loss_and_gradients(model, weights, *batches[1], gradients, accumulate=True)
     np.testing.assert_allclose(gradients.flat, alone[0] + alone[1], rtol=1e-12, atol=1e-15)
     assert not np.allclose(alone[0], alone[1])
 
@@ -124,12 +124,12 @@ def test_accumulate_adds_to_what_is_there(variant):
 def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
     config, model, weights, gradients = make("tied", np.float32)
     tokens, targets = make_batch(config, 2, 33, seed=7)
-    first = model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+    first = loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False)
     kept = gradients.flat.copy()
     capacity = model.arena.capacity
     model.arena.fix()
     gradients.flat[:] = np.nan
-    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == first
+    assert loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False) == first
     assert np.array_equal(gradients.flat, kept)
     assert model.arena.in_use == 0 and model.arena.capacity == capacity
 
@@ -140,7 +140,7 @@ def test_two_micro_batches_in_flight_give_the_bits_of_one_after_the_other(recomp
     model = Llama(config, numpy_ops, recompute=recompute)
     batches = [make_batch(config, 2, 9, seed) for seed in (4, 5)]
     losses = [
-        model.loss_and_gradients(weights, *batch, expected, accumulate=index > 0)
+        loss_and_gradients(model, weights, *batch, expected, accumulate=index > 0)
         for index, batch in enumerate(batches)
     ]
     scratch, gradients = model.arena.peak, weights.like()
@@ -165,7 +165,7 @@ def test_stages_in_a_row_give_the_bits_of_the_whole(tied, deferred, recompute):
     config, whole, weights, expected = make("tied" if tied else "untied", np.float32)
     batches = [make_batch(config, 2, 9, seed) for seed in (4, 5)]
     losses = [
-        whole.loss_and_gradients(weights, *batch, expected, accumulate=index > 0) for index, batch in enumerate(batches)
+        loss_and_gradients(whole, weights, *batch, expected, accumulate=index > 0) for index, batch in enumerate(batches)
     ]
     stages = []
     for rank in range(2):
@@ -233,17 +233,15 @@ def test_a_loss_that_is_not_finite_is_returned():
     config, model, weights, gradients = make("tied", np.float32)
     tokens, targets = make_batch(config, 1, 5, seed=10)
     weights.flat[:] = np.inf
-    assert not math.isfinite(model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False))
+    assert not math.isfinite(loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False))
 
 
 def test_wrong_inputs_are_named():
     config, model, weights, gradients = make("tied", np.float32)
     tokens, targets = make_batch(config, 2, 5, seed=11)
-    with pytest.raises(InvalidArgument, match=r"\(2, 5\) and \(2, 4\)"):
-        model.loss(weights, tokens, targets[:, :4])
     tokens[1, 2] = config.vocab_size
     with pytest.raises(InvalidArgument, match="expected tokens from 0 to 36, got"):
-        model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+        loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False)
     tokens[1, 2] = 0
     assert math.isfinite(model.loss(weights, tokens, targets))
 
@@ -325,7 +323,7 @@ def test_recompute_saves_memory_and_changes_no_bit() -> None:
     for recompute in ("none", "norms", "block"):
         model, gradients = Llama(config, numpy_ops, recompute=recompute), weights.like()
         gradients.flat[:] = np.nan
-        loss = model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+        loss = loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False)
         results.append((model.arena.peak, loss, gradients.flat.tobytes()))
     peaks, losses, bits = zip(*results, strict=True)
     assert peaks[0] > 1.2 * peaks[1] > 2.5 * peaks[2]

@@ -21,7 +21,7 @@ from kos.train.ops.cuda.adamw import CudaAdamW
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient
 from tests.train.host_kernels.engine import rounded_at_random
-from tests.train.models import SCALING, queue
+from tests.train.models import SCALING, loss_and_gradients, queue, queue_loss_and_gradients
 from tests.train.test_model import torch_llama
 
 pytestmark = [
@@ -75,9 +75,8 @@ class Pair:
         return [Array.from_numpy(x, 0, stream=self.ops.stream) for x in (self.tokens, self.targets)]
 
     def run(self, accumulate=False):
-        return self.model.loss_and_gradients(
-            self.weights, self.tokens, self.targets, self.gradients, accumulate=accumulate
-        )
+        batch = self.tokens, self.targets
+        return loss_and_gradients(self.model, self.weights, *batch, self.gradients, accumulate=accumulate)
 
     def errors(self, gradients):
         """By name, of the gradients in an array of their layout, relative to float64's."""
@@ -93,13 +92,12 @@ class Pair:
         weights.flat[:] = self.weights64.flat
         gradients = weights.like()
         model = make_model(self.config, numpy_ops, head_rows=40)
-        model.loss_and_gradients(weights, self.tokens, self.targets, gradients, accumulate=False)
+        loss_and_gradients(model, weights, self.tokens, self.targets, gradients, accumulate=False)
         return max(self.errors(gradients).values())
 
     def run64(self):
-        return self.model64.loss_and_gradients(
-            self.weights64, self.tokens, self.targets, self.gradients64, accumulate=False
-        )
+        batch = self.tokens, self.targets
+        return loss_and_gradients(self.model64, self.weights64, *batch, self.gradients64, accumulate=False)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *GPT2])
@@ -186,7 +184,7 @@ def test_passes_repeat_bit_for_bit_and_as_a_graph(ops, dtype):
     tokens, targets = pair.batch_on_device()
     loss = ops.zeros(1, np.float64)
     with cuda.capture(ops.stream) as graph, ops.step(pair.model.arena):
-        pair.model.queue_loss_and_gradients(pair.weights, tokens, targets, pair.gradients, loss, accumulate=False)
+        queue_loss_and_gradients(pair.model, pair.weights, tokens, targets, pair.gradients, loss, accumulate=False)
     for _ in range(2):
         pair.gradients.flat.fill_bytes(255, ops.stream)
         graph.replay(ops.stream)
@@ -318,7 +316,7 @@ def test_training_lowers_the_loss(ops):
     for _ in range(60):
         for index, tokens in enumerate(batches):
             losses.append(
-                model.loss_and_gradients(weights, tokens, np.roll(tokens, -1, 1), gradients, accumulate=index > 0)
+                loss_and_gradients(model, weights, tokens, np.roll(tokens, -1, 1), gradients, accumulate=index > 0)
             )
         queue(optimizer, gradients, average=0.5)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")

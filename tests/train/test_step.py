@@ -20,6 +20,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from tests.train import test_loop
 from tests.train.beside_torch import losses_beside_torch
+from tests.train.models import loss_and_gradients
 from tests.train.test_loop import text
 
 __all__ = ["text"]
@@ -41,7 +42,7 @@ def _first_batch(config: TrainConfig) -> tuple[float, np.ndarray]:
     total = np.zeros(weights.flat.size)
     for row in range(config.batch_size):
         gradients.flat[:] = np.nan
-        losses.append(model.loss_and_gradients(weights, *data.rows(0, [row]), gradients, accumulate=False))
+        losses.append(loss_and_gradients(model, weights, *data.rows(0, [row]), gradients, accumulate=False))
         total += gradients.flat
     return math.fsum(losses) / config.batch_size, total / config.batch_size
 

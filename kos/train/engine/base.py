@@ -19,14 +19,16 @@ from kos.train.model.gpt2 import make_model
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import Slot, Weights
 from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.parallel import schedules
-from kos.train.parallel.data import shard_batch
+from kos.train.parallel.data import DataParallel, TreeSum, shard_batch
+from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, forward_only
 from kos.train.parallel.tensor import TensorParallel
-from kos.train.train import Buffer, Step
+from kos.train.train import Step
 
 Show = Callable[[str, float], None]
 """Called between the parts of what takes long, with what it is and the share that is done."""
@@ -35,9 +37,11 @@ Show = Callable[[str, float], None]
 class Engine(Step):
     """A model in training: its weights and moments live where the engine computes. All calls are collective.
 
-    An engine sets what is declared here and in ``Step``, then calls ``build_models``. ``parts`` are the parts of the
-    model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
+    An engine sets what is declared here and in ``Step``, with ``build_models``, ``build_sums`` and ``make_state``.
+    ``parts`` are the parts of the model that this rank holds, a stage each. ``micro_batches``: its rows of the batch.
     """
+
+    gradients: Parameters
 
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
     state: ShardedState
@@ -99,26 +103,24 @@ class Engine(Step):
         first, last = (any(getattr(m.local, end) for m in self.models) for end in ("first", "last"))
         for each in self.models:
             each.holds_first, each.holds_last = first, last
-        self.tied_apart = model.tie_word_embeddings and first != last
-        self.replicated = {name for name, shape in self.gradients.shapes.items() if len(shape) == 1}
         assert self.config.micro_batch_size is not None
         tokens = self.config.micro_batch_size * self.config.seq_len // mesh.cp.size
-        self._shape = self.tensor.rows(tokens), model.hidden_size
-        self._dtype = dtype
-        self._free = [Slot(ops.make_arena()) for _ in range(self.pipeline.schedule.slots[mesh.pp.rank])]
-        # One that is received into, one that is computed with, one that is sent from; each way.
-        sizes = {True: 3, False: 3} if mesh.pp.size > 1 else {True: 0, False: 1}
-        self._buffers = {
-            forward: [Buffer(self.make_array(self._shape, dtype)) for _ in range(size)]
-            for forward, size in sizes.items()
-        }
+        self._shape, self._dtype = (self.tensor.rows(tokens), model.hidden_size), dtype
+        self.slots = [Slot(ops.make_arena()) for _ in range(self.pipeline.schedule.slots[mesh.pp.rank])]
+        self.pipeline.make_buffers(lambda: self.make_array(self._shape, dtype))
+
+    def build_sums(self, parallel: DataParallel, lookups: TreeSum | None = None) -> None:
+        """``parallel``, and with it all sums of gradients; ``lookups`` as in ``GradientSums``."""
+        model, self.parallel = self.model, parallel
+        tied_apart = model.config.tie_word_embeddings and model.holds_first != model.holds_last
+        self.sums = GradientSums(model, parallel, self.pipeline, self.accumulation_steps, tied_apart, lookups)
 
     # --- all ranks ---------------------------------------------------------------------------------------
 
     def counted(self) -> set[str]:
         """The tensors that count in the norm of the gradient on this rank: each on one of those that hold it whole."""
-        twice = {self.model.config.embedding} if self.tied_apart and self.models[-1].local.last else set()
-        return set(self.gradients) - (self.replicated if self.mesh.tp.rank > 0 else set()) - twice
+        twice = {self.model.config.embedding} if self.sums.tied_apart and self.models[-1].local.last else set()
+        return set(self.gradients) - (self.sums.replicated if self.mesh.tp.rank > 0 else set()) - twice
 
     def reporters(self) -> list[int]:
         """The ranks whose losses add up to all."""
@@ -147,13 +149,12 @@ class Engine(Step):
         self._in_flight = {}
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
-            for action, received in self._with_inputs(schedule.actions[self.mesh.pp.rank]):
+            for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank]):
                 index, rows, count = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
                 tokens, targets = (self.context.take(x[rows]) for x in batches[index]())
                 sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, count)
-            for buffer in self._buffers[True]:
-                buffer.free()
+            self.pipeline.free_buffers()
         self.synchronize()
         said = self.mesh.world.all_gather_bytes(sums.tobytes())
         return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(batches)
@@ -175,7 +176,7 @@ class Engine(Step):
         if (from_own := self._in_flight.pop((action.micro_batch, action.chunk - 1), None)) is not None:
             came = from_own.out_nD
             from_own.clear()
-            self._free.append(from_own)
+            self.slots.append(from_own)
         with ops.step(model.arena):
             x_nD = model.evaluate_stage(weights, tokens, came[:rows] if came is not None else None)
             if model.local.last:
@@ -185,12 +186,12 @@ class Engine(Step):
                 model.evaluate_loss(weights, x_nD, targets, loss, of_all)
                 return float(ops.to_host(loss)[0])
             if self.pipeline.own_destination(action) is not None:
-                slot = self._free.pop() if self._free else Slot(ops.make_arena())
+                slot = self.slots.pop() if self.slots else Slot(ops.make_arena())
                 self._in_flight[action.micro_batch, action.chunk] = slot
                 slot.out_nD = slot.arena.take(self._shape, self._dtype)
                 ops.copy(x_nD, slot.out_nD[:rows])
                 return 0.0
-            buffer = received or self._buffer(True)
+            buffer = received or self.pipeline.buffer(forward=True)
             if received is None:
                 ops.copy(x_nD, buffer.array[:rows])
             buffer.sent = self.pipeline.send(action, buffer.array[:rows])
@@ -217,7 +218,7 @@ class Engine(Step):
                     if from_own is not None:
                         ops.copy(from_own, x_nD)
                     elif x_nD is not None:
-                        self.pipeline.receive(action, x_nD).wait()
+                        self.pipeline.receive(action, x_nD)
                     x_nD = model.evaluate_stage(weights, tokens, x_nD)
                     if model.local.last:
                         mine = model.logits_of(weights, x_nD, length - 1).tobytes()

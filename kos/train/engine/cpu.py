@@ -113,11 +113,11 @@ class CpuEngine(Engine):
         self.gradients = self.weights.like()
         self.build_models(model, numpy_ops, self.dtype, recompute=config.recompute)
         in_order = (dp, steps) if config.deterministic else None
-        self.parallel = DataParallel(group, self.gradients, in_order=in_order, sharded=sharded)
+        lookups = None
         if fixed and model.tie_word_embeddings and any(part.first for part in parts):
-            table = {LOOKUPS: self.weights[model.embedding].shape}
-            lookups = Parameters(table, self.dtype, multiple=dp.size)
-            self.lookup_sum = TreeSum(dp, steps, lookups, [slice(0, lookups.flat.size)])
+            table = Parameters({LOOKUPS: self.weights[model.embedding].shape}, self.dtype, multiple=dp.size)
+            lookups = TreeSum(dp, steps, table, [slice(0, table.flat.size)])
+        self.build_sums(DataParallel(group, self.gradients, in_order=in_order, sharded=sharded), lookups)
         self.optimizer = AdamW(
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,

@@ -40,6 +40,7 @@ from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, plan_memory
 from kos.train.model.gpt2 import make_model
+from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda import cublaslt
@@ -92,19 +93,18 @@ class CudaEngine(Engine):
         self.gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, multiple)
         self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
         self.build_models(model, ops, DTYPES[config.dtype], head_rows=HEAD_ROWS, recompute=config.recompute)
-        for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self._free)):
+        for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self.slots)):
             arena.reserve(size, partial(_reachable, mesh.tp.comm, ops) if _reaches(mesh.tp) else None)
             arena.fix()
         if mesh.pp.size > 1:
             micro, evaluated = len(self.micro_batches[0]), [len(batch()[0]) for batch in data.val_batches()[:1]]
             sizes = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
             for rows in sorted(sizes):
-                own = self.tensor.rows(rows * config.seq_len // mesh.cp.size)
-                self.pipeline.connect(self._buffers[True][0].array[:own])
-        self.parallel = DataParallel(
+                self.pipeline.connect(self.tensor.rows(rows * config.seq_len // mesh.cp.size))
+        self.build_sums(DataParallel(
             group, self.gradients, ops, in_order=(mesh.dp, accumulation_steps) if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.nbytes // 4, sharded=self.sharded,
-        )  # fmt: skip
+        ))  # fmt: skip
         dtype = config.master_dtype
         master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)
         copy = None
@@ -177,7 +177,10 @@ class CudaEngine(Engine):
             tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
             for accumulate in {False, accumulation_steps > 1}:
                 with trying.step(trial.arena):
-                    trial.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=accumulate)
+                    out_nD = trial.queue_forward(weights, slot := Slot(trial.arena), tokens)
+                    dx_nD = trial.arena.take(out_nD.shape, out_nD.dtype)
+                    into = Gradients(gradients, accumulate, lambda name: None)
+                    trial.queue_backward(weights, slot, into, dx_nD, targets=tokens, loss=loss)
             for size in sizes:
                 trial.loss(weights, tokens[:size], tokens[:size])
             stored.keep({**found, about.hexdigest(): "all were searched"})

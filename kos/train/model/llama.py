@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
@@ -111,41 +110,6 @@ class Llama:
         self._groups = config.fused_groups(self.local)
         self._tables: dict[tuple[int, Any], tuple[Array, Array]] = {}
 
-    # --- whole passes --------------------------------------------------------------------------------
-
-    def loss_and_gradients(
-        self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, *, accumulate: bool,
-        on_gradient: Callable[[str], object] | None = None, count: Array | None = None,
-    ) -> float:  # fmt: skip
-        """The mean loss over the targets, its gradients written to (``accumulate``: added to) ``gradients``.
-
-        ``count`` (1,), of ``ops.statistics_dtype``, is what sums over targets are divided by; default: their number.
-        ``on_gradient(name)`` is called when a gradient is final, in the order of ``parameter_shapes``.
-        A loss that is not finite is returned as it is.
-        """
-        with self.ops.step(self.arena):
-            loss = self.arena.take((1,), np.dtype(np.float64))
-            self.queue_loss_and_gradients(
-                weights, tokens, targets, gradients, loss, accumulate=accumulate, on_gradient=on_gradient, count=count
-            )
-            return float(self.ops.to_host(loss)[0])
-
-    def queue_loss_and_gradients(
-        self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, loss: Array, *, accumulate: bool,
-        on_gradient: Callable[[str], object] | None = None, count: Array | None = None,
-    ) -> None:  # fmt: skip
-        """As ``loss_and_gradients``, inside ``ops.step`` of the caller: the loss goes to ``loss`` (1,), float64.
-
-        Waits for nothing, so that a dialect that queues its work may have the pass captured.
-        """
-        into = Gradients(gradients, accumulate, on_gradient or (lambda name: None))
-        _check_shapes(tokens, targets)
-        with self.arena.scope():
-            slot = Slot(self.arena)
-            out_nD = self.queue_forward(weights, slot, tokens)
-            dx_nD = self.arena.take(out_nD.shape, out_nD.dtype)
-            self.queue_backward(weights, slot, into, dx_nD, targets=targets, loss=loss, count=count)
-
     # --- the part of a rank: its stage of the pipeline -------------------------------------------------
 
     def queue_forward(self, weights: Weights, slot: Slot, tokens: Array, x_nD: Array | None = None) -> Array:
@@ -175,7 +139,8 @@ class Llama:
         """The gradients of this rank's stage for the micro-batch in ``slot``.
 
         ``dx_nD`` comes as the gradient of the stage's output and goes as that of its input.  The last stage only writes
-        it, and takes ``targets``, ``loss`` and ``count`` as ``queue_loss_and_gradients`` does.
+        it. Its mean loss over ``targets`` goes to ``loss`` (1,), float64.  ``count`` (1,), of ``ops.statistics_dtype``,
+        is what sums over targets are divided by; default: their number.
         """
         assert slot.tokens_N is not None and slot.out_nD is not None  # there was a forward
         if self.local.last:
@@ -204,7 +169,6 @@ class Llama:
 
     def loss(self, weights: Weights, tokens: Array, targets: Array) -> float:
         """The mean loss over the targets; keeps no activations."""
-        _check_shapes(tokens, targets)
         with self.ops.step(self.arena):
             loss = self.arena.take((1,), np.dtype(np.float64))
             x_nD = self.evaluate_stage(weights, tokens)
@@ -481,9 +445,3 @@ class Llama:
 
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(start, min(start + self.head_rows, rows)) for start in range(0, rows, self.head_rows)]
-
-
-def _check_shapes(tokens: Array, targets: Array) -> None:
-    if len(tokens.shape) != 2 or tokens.shape != targets.shape:
-        expected = "tokens and targets of one shape (B, T)"
-        raise InvalidArgument(f"expected {expected}, got {tokens.shape} and {targets.shape}")

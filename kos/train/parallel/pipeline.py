@@ -7,6 +7,8 @@ so that no message waits behind another's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 from kos.comm.communicator import Communicator
@@ -16,6 +18,20 @@ from kos.train.parallel.mesh import Axis
 from kos.train.parallel.schedules import Action, Place, Schedule
 
 
+@dataclass
+class Buffer:
+    """Memory for a message between two stages, and the send that still reads it."""
+
+    array: Array
+    sent: Work[None] | None = None
+
+    def free(self) -> Buffer:
+        if self.sent is not None:
+            self.sent.wait()
+        self.sent = None
+        return self
+
+
 class Pipeline:
     """The ranks of ``axis`` with the stages that ``schedule`` gives them. Collective."""
 
@@ -23,6 +39,7 @@ class Pipeline:
         self.axis, self.schedule, self.actions = axis, schedule, schedule.actions[axis.rank]
         self._links: dict[tuple[int, int, bool], Communicator] = {}
         self._ends: Communicator | None = None
+        self._buffers: dict[bool, list[Buffer]] = {True: [], False: []}  # by whether they are for forwards
         if axis.size == 1:
             return
         ranks = [schedule.place(stage).rank for stage in range(schedule.stages)]
@@ -36,27 +53,61 @@ class Pipeline:
         if ranks[0] != ranks[-1]:
             self._ends = axis.comm.split(0 if axis.rank in (ranks[0], ranks[-1]) else None)
 
-    def connect(self, x: Array) -> None:
-        """A message of the size of ``x``, which is overwritten, in each direction, in one order on all ranks.
+    def make_buffers(self, make: Callable[[], Array]) -> None:
+        """Memory for messages: received into, computed with, sent from, each way. One rank alone computes with one."""
+        sizes = {True: 3, False: 3} if self.axis.size > 1 else {True: 0, False: 1}
+        self._buffers = {forward: [Buffer(make()) for _ in range(size)] for forward, size in sizes.items()}
+
+    def buffer(self, forward: bool) -> Buffer:
+        """The least recently used."""
+        buffers = self._buffers[forward]
+        buffers.append(buffers.pop(0))
+        return buffers[-1].free()
+
+    def free_buffers(self) -> None:
+        """Wait until no send reads them."""
+        for buffer in (*self._buffers[True], *self._buffers[False]):
+            buffer.free()
+
+    def connect(self, rows: int) -> None:
+        """A message of so many rows in each direction, in one order on all ranks.
 
         NCCL connects two ranks in their first call of a size and waits on the host for it. Amid a schedule each could
         wait for another's.
         """
+        x = self.buffer(forward=True).array[:rows]
         for (sender, _, _), link in self._links.items():
             if sender == self.axis.rank:
                 link.send(x, 1)
             else:
                 link.recv(x, 0)
 
-    def receives(self, action: Action) -> bool:
-        """Whether the input of ``action`` comes from another rank."""
-        return self._other(self.schedule.source(self.axis.rank, action)) is not None
+    def inputs(self, actions: Sequence[Action] | None = None) -> Iterator[tuple[Action, Buffer | None]]:
+        """Each action (of the schedule) and what another rank sent for it. The next one's input comes meanwhile."""
 
-    def receive(self, action: Action, out: Array) -> Work[Array]:
-        """Begin to receive the input of ``action`` from another rank."""
+        def begin(action: Action) -> tuple[Buffer, Work[Array]] | None:
+            if (link := self._incoming(action)) is None:
+                return None
+            buffer = self.buffer(action.kind == "F")
+            return buffer, link.recv(buffer.array, 0, async_op=True)
+
+        actions = self.actions if actions is None else actions
+        coming = begin(actions[0])
+        for action, following in zip(actions, [*actions[1:], None], strict=True):
+            here, coming = coming, begin(following) if following is not None else None
+            if here is not None:
+                here[1].wait()
+            yield action, here[0] if here is not None else None
+
+    def receive(self, action: Action, out: Array) -> None:
+        """The input of ``action``, from another rank."""
+        link = self._incoming(action)
+        assert link is not None
+        link.recv(out, 0)
+
+    def _incoming(self, action: Action) -> Communicator | None:
         sender = self._other(self.schedule.source(self.axis.rank, action))
-        assert sender is not None
-        return self._links[sender, self.axis.rank, action.kind == "F"].recv(out, 0, async_op=True)
+        return None if sender is None else self._links[sender, self.axis.rank, action.kind == "F"]
 
     def send(self, action: Action, x: Array) -> Work[None] | None:
         """Begin to send the output of ``action``, where another rank needs it."""

@@ -12,7 +12,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.engine import cpu
 from kos.train.engine.base import Engine
 from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, Sizing, plan_memory
+from kos.train.model.llama import Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
@@ -30,7 +31,7 @@ from kos.train.ops import Array, Ops
 from kos.train.ops.optimizer import BLOCK
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.profile import TimedOps, cost
 from kos.train.tools.rates import ATTENTION, GPUS, Rates
@@ -194,7 +195,7 @@ class DryStep(Engine):
         self.gradients = Parameters(shapes, config.grad_dtype, groups, zeros, multiple)
         self.weights = self.gradients.like(config.dtype)
         self.build_models(model, ops, self.sizing.dtype(config.dtype), recompute=config.recompute, **options)
-        self.parallel = DataParallel(group, self.gradients, ops, **sums)
+        self.build_sums(DataParallel(group, self.gradients, ops, **sums))
         self._tokens = zeros((config.micro_batch_size, config.seq_len // layout.cp), np.int32)
         self.count, self.report = zeros((1,), np.float32), zeros((1 + self.accumulation_steps,), np.float64)
         self.reports = self.report
@@ -206,12 +207,11 @@ class DryStep(Engine):
     def micro_batch(self, index: int) -> tuple[Array, Array]:
         return self._tokens, self._tokens
 
-    def _with_inputs(self, actions: Sequence[Action]) -> Iterator[Any]:
-        for action, received in super()._with_inputs(actions):
-            before = self.clock.spent.copy()
-            yield action, received
-            self.actions[action] = {key: spent - before[key] for key, spent in self.clock.spent.items()}
-            self._log(str(action), before["seconds"])
+    def run(self, action: Action, weights: Weights, received: Buffer | None) -> None:
+        before = self.clock.spent.copy()
+        super().run(action, weights, received)
+        self.actions[action] = {key: spent - before[key] for key, spent in self.clock.spent.items()}
+        self._log(str(action), before["seconds"])
 
     def _log(self, what: str, start: float) -> None:
         self.clock.log.append((what, start, self.clock.spent["seconds"]))

@@ -38,20 +38,10 @@ class CudaAdamW:
     """
 
     def __init__(
-        self,
-        ops: CudaOps,
-        weights: Parameters | Shard,
-        copy: Parameters | None,
-        schedule: Schedule,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-        grad_clip: float = 0.0,
-        skip_outliers: float = 0.0,
-        seed: int = 0,
-        counted: Collection[str] | None = None,
-    ) -> None:
+        self, ops: CudaOps, weights: Parameters | Shard, copy: Parameters | None, schedule: Schedule, *,
+        betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
+        grad_clip: float = 0.0, skip_outliers: float = 0.0, seed: int = 0, counted: Collection[str] | None = None,
+    ) -> None:  # fmt: skip
         if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
             raise InvalidArgument("CudaAdamW: expected a copy in the layout of the weights, and no wider")
         self.ops = ops

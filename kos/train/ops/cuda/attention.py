@@ -52,17 +52,9 @@ class Others(NamedTuple):
 
 
 def attention(
-    qkv: Array,
-    heads: int,
-    kv_heads: int,
-    out: Array,
-    log_sum_exp: Array,
-    launch: Callable[..., None],
-    *,
-    to: Others | None = None,
-    family: str | None = None,
-    tiles: Tiles | None = None,
-) -> None:
+    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, launch: Callable[..., None], *,
+    to: Others | None = None, family: str | None = None, tiles: Tiles | None = None,
+) -> None:  # fmt: skip
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
     ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
@@ -104,21 +96,10 @@ def attention(
 
 
 def attention_backward(
-    d_out: Array,
-    qkv: Array,
-    out: Array,
-    log_sum_exp: Array,
-    heads: int,
-    kv_heads: int,
-    d_qkv: Array,
-    arena: Arena,
-    launch: Callable[..., None],
-    *,
-    to: Others | None = None,
-    d_kv: Array | None = None,
-    family: str | None = None,
+    d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
+    launch: Callable[..., None], *, to: Others | None = None, d_kv: Array | None = None, family: str | None = None,
     tiles: Tiles | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
     Of attention ``to`` others, with ``out`` and ``log_sum_exp`` of all keys: added to the heads of q in ``d_qkv``

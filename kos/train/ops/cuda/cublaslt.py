@@ -68,16 +68,9 @@ class Matmul:
         self._zero, self._one = (self._constants.ctypes.data + 4 * i for i in range(2))
 
     def __call__(
-        self,
-        a: Array,
-        b: Array,
-        out: Array,
-        *,
-        transpose_a: bool = False,
-        transpose_b: bool = False,
-        c: Array | None = None,
-        bias: Array | None = None,
-    ) -> None:
+        self, a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False,
+        c: Array | None = None, bias: Array | None = None,
+    ) -> None:  # fmt: skip
         """``a`` (M, K), or (K, M) if transposed; ``b`` (K, N) likewise; ``c`` like ``out``, and may be it.
 
         ``bias`` (N,), of the dtype of ``out``, is added to each row.
@@ -112,16 +105,9 @@ class Matmul:
         self.lt.matmul_desc_set_attribute(operation, attribute, content.ctypes.data, content.nbytes)
 
     def _plan(
-        self,
-        key: tuple[Any, ...],
-        a: Array,
-        b: Array,
-        out: Array,
-        transpose_a: bool,
-        transpose_b: bool,
-        c: Array | None,
-        bias: Array | None,
-    ) -> Plan:
+        self, key: tuple[Any, ...], a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool,
+        c: Array | None, bias: Array | None,
+    ) -> Plan:  # fmt: skip
         m, k = reversed(a.shape) if transpose_a else a.shape
         k_of_b, n = reversed(b.shape) if transpose_b else b.shape
         if k != k_of_b or out.shape != (m, n) or (c is not None and (c.shape, c.dtype) != (out.shape, out.dtype)):

@@ -117,41 +117,31 @@ class CudaOps:
     # --- elementwise ---------------------------------------------------------------------------------
 
     def add(self, a: Array, b: Array, out: Array) -> None:
-        width = _width(out.size, a, b, out)
-        self._elementwise("add", out.size // width, a, b, out, DTYPE=out.dtype.name, WIDTH=width)
+        self._elementwise("add", out, a, b, out)
 
     def cast(self, source: Array, out: Array) -> None:
         """out = source, of another dtype."""
-        width = _width(out.size, out, source)
-        self._elementwise(
-            "cast", out.size // width, source, out, DTYPE=out.dtype.name, WIDTH=width, SOURCE=source.dtype.name
-        )
+        self._elementwise("cast", out, source, out, SOURCE=source.dtype.name)
 
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
-        columns = out.shape[1]
-        width = _width(columns, out, gate_up)
-        self._elementwise("swiglu", out.size // width, gate_up, out, DTYPE=out.dtype.name, WIDTH=width, COLUMNS=columns)
+        self._elementwise("swiglu", out, gate_up, out, row=out.shape[1], COLUMNS=out.shape[1])
 
     def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
         columns = d_out.shape[1]
-        width = _width(columns, d_out, gate_up, d_gate_up)
-        self._elementwise(
-            "swiglu_backward", d_out.size // width, d_out, gate_up, d_gate_up,
-            DTYPE=d_out.dtype.name, WIDTH=width, COLUMNS=columns,
-        )  # fmt: skip
+        self._elementwise("swiglu_backward", d_out, d_out, gate_up, d_gate_up, row=columns, COLUMNS=columns)
 
     def gelu(self, x: Array, out: Array, arena: Arena) -> None:
-        width = _width(out.size, x, out)
-        self._elementwise("gelu", out.size // width, x, out, DTYPE=out.dtype.name, WIDTH=width)
+        self._elementwise("gelu", out, x, out)
 
     def gelu_backward(self, d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
-        width = _width(dx.size, d_out, x, dx)
-        self._elementwise("gelu_backward", dx.size // width, d_out, x, dx, DTYPE=dx.dtype.name, WIDTH=width)
+        self._elementwise("gelu_backward", dx, d_out, x, dx)
 
-    def _elementwise(self, name: str, packs: int, *arguments: Any, **defines: str | int) -> None:
-        if packs:
-            every: dict[str, Any] = {"COLUMNS": defines["WIDTH"], "SOURCE": "float32", **defines}
-            self.launch("elementwise.cu", name, -(-packs // BLOCK), BLOCK, *arguments, packs, **every)
+    def _elementwise(self, name: str, of: Array, *arguments: Any, row: int = 0, **defines: str | int) -> None:
+        """A thread takes as many elements of the array ``of`` as one access; ``row``: what accesses divide, or all."""
+        width = _width(row or of.size, of, *(x for x in arguments if isinstance(x, Array)))
+        every: dict[str, Any] = {"DTYPE": of.dtype.name, "WIDTH": width, "COLUMNS": width, "SOURCE": "float32"}
+        if packs := of.size // width:
+            self.launch("elementwise.cu", name, -(-packs // BLOCK), BLOCK, *arguments, packs, **every | defines)
 
     # --- embedding -----------------------------------------------------------------------------------
 
@@ -239,30 +229,15 @@ class CudaOps:
         self._norm(x, weight, bias, eps, out, statistics)
 
     def rms_norm_backward(
-        self,
-        d_out: Array,
-        x: Array,
-        weight: Array,
-        rstd: Array,
-        dx: Array,
-        d_weight: Array,
-        accumulate: bool,
+        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._norm_backward(d_out, x, weight, rstd, dx, [d_weight], accumulate, arena)
 
     def layer_norm_backward(
-        self,
-        d_out: Array,
-        x: Array,
-        weight: Array,
-        statistics: Array,
-        dx: Array,
-        d_weight: Array,
-        d_bias: Array,
-        accumulate: bool,
-        arena: Arena,
-    ) -> None:
+        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
+        accumulate: bool, arena: Arena,
+    ) -> None:  # fmt: skip
         self._norm_backward(d_out, x, weight, statistics, dx, [d_weight, d_bias], accumulate, arena)
 
     def _norm(self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array, statistics: Array) -> None:
@@ -278,16 +253,9 @@ class CudaOps:
         )  # fmt: skip
 
     def _norm_backward(
-        self,
-        d_out: Array,
-        x: Array,
-        weight: Array,
-        statistics: Array,
-        dx: Array,
-        gradients: list[Array],
-        accumulate: bool,
-        arena: Arena,
-    ) -> None:
+        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, gradients: list[Array],
+        accumulate: bool, arena: Arena,
+    ) -> None:  # fmt: skip
         rows, columns = x.shape
         width = _width(columns, x, d_out, weight, dx)
         threads = _row_threads(columns, width, 16)
@@ -349,16 +317,9 @@ class CudaOps:
         attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch)
 
     def attention_backward(
-        self,
-        d_out: Array,
-        qkv: Array,
-        out: Array,
-        log_sum_exp: Array,
-        heads: int,
-        kv_heads: int,
-        d_qkv: Array,
+        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
         arena: Arena,
-    ) -> None:
+    ) -> None:  # fmt: skip
         attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self.launch)
 
     def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
@@ -372,9 +333,7 @@ class CudaOps:
 
     def _last_columns(self, name: str, x: Array, y: Array) -> None:
         columns = y.shape[1]
-        width = _width(math.gcd(columns, x.shape[1]), x, y)
-        defines: dict[str, Any] = {"DTYPE": x.dtype.name, "WIDTH": width, "COLUMNS": columns}
-        self._elementwise(name, y.size // width, x, y, x.shape[1], **defines)
+        self._elementwise(name, y, x, y, x.shape[1], row=math.gcd(columns, x.shape[1]), COLUMNS=columns)
 
     def attention_to(
         self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,

@@ -1,0 +1,77 @@
+"""From a backward to the optimizer: the sums of a rank's gradients, over all that have a term of them.
+
+A gradient is summed over the micro-batches of a rank; over tp, if each rank has the term of its own rows; over both
+ends of the pipeline, if it is that of an embedding tied to the head; and over dp and cp (``kos.train.parallel.data``).
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from functools import partial
+from typing import Any
+
+from kos.train.model.fixed import LOOKUPS
+from kos.train.model.llama import Gradients, Llama, Weights
+from kos.train.ops import Array
+from kos.train.parallel.data import DataParallel, TreeSum
+from kos.train.parallel.pipeline import Pipeline
+
+
+class GradientSums:
+    """Of a rank whose first stage is ``model``, with as many ``micro_batches`` a step.
+
+    ``tied_apart``: it holds a tied embedding or its head, and another rank the other. ``lookups`` sums the term of a
+    tied embedding's lookups, with ``--deterministic``.
+    """
+
+    def __init__(
+        self, model: Llama, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
+        lookups: TreeSum | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.parallel, self.pipeline, self.micro_batches = model, parallel, pipeline, micro_batches
+        self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
+        self.replicated = {name for name, shape in self.gradients.shapes.items() if len(shape) == 1}
+        """Tensors that all ranks of tp hold whole."""
+
+    def of(self, micro_batch: int, deferred: list[tuple[str, Array, Array]] | None) -> Gradients:
+        """Where a backward puts gradients, and what happens when one is complete."""
+        if self.parallel.tree is not None:
+            into: Weights = self.gradients
+            if self.lookups is not None:
+                into = ChainMap[str, Any](self.lookups.gradients, into)  # type: ignore[arg-type]
+            return Gradients(into, False, partial(self._add_to_tree, micro_batch), deferred)
+        final = self._complete if micro_batch + 1 == self.micro_batches else lambda name: None
+        return Gradients(self.gradients, micro_batch > 0, final, deferred)
+
+    def _add_to_tree(self, micro_batch: int, name: str) -> None:
+        tree = self.lookups if name == LOOKUPS else self.parallel.tree
+        assert tree is not None
+        tree.add(name, micro_batch)
+
+    def _complete(self, name: str) -> None:
+        """This rank's gradient of a tensor is complete: the sums over other ranks begin."""
+        if self.tied_apart and name == self.model.config.embedding:
+            return  # in ``finish``: both ends of the pipeline in the same order
+        if name in self.replicated:
+            self.model.tensor.sum_replicated(self.gradients[name])
+        self.parallel.gradient_ready(name)
+
+    def finish(self) -> None:
+        """After the last backward: the end of all sums."""
+        name, in_order = self.model.config.embedding, self.parallel.tree is not None
+        embedding = self.gradients.get(name)
+        if self.tied_apart and embedding is not None and not in_order:
+            self.pipeline.sum_tied(embedding)
+            self.parallel.gradient_ready(name)
+        self.parallel.finish()
+        if embedding is None or not in_order:
+            return
+        if self.lookups is not None:  # the head's term is in the embedding's gradient, if this rank has the head
+            self.lookups.finish()
+            term = self.lookups.gradients[LOOKUPS]
+            if self.model.holds_last:
+                self.model.ops.add(embedding, term, embedding)
+            else:
+                self.model.ops.copy(term, embedding)
+        if self.tied_apart:
+            self.pipeline.sum_tied(embedding)
