@@ -42,8 +42,8 @@ def test_compiles_everywhere(arch: str, file: str, dtype: str, head_dim: int, na
 def test_compiles_for_hopper(
     file: str, head_dim: int, names: list[bytes], dtype: str, stages: int, causal: bool
 ) -> None:
-    tiles = attention._FORWARD if file == "forward_hopper" else attention._BACKWARD
-    defines = {**macros(dtype, head_dim, causal), **tiles[head_dim], "STAGES": stages}
+    tiles = attention.FORWARD if file == "forward_hopper" else attention.BACKWARD
+    defines = {**macros(dtype, head_dim, causal), **tiles, "STAGES": stages}
     cubin = compile_kernels(KERNELS / f"attention_{file}.cu", "sm_90a", defines, KEPT)
     assert all(b".text." + name in cubin for name in names)
     with pytest.raises(CompileError):  # these instructions are Hopper's alone

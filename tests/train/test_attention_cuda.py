@@ -187,13 +187,16 @@ def test_random_shapes(rng: np.random.Generator, stream: Any, family: str, d: in
 
 @pytest.mark.skipif("hopper" not in families(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("consumers", [2, 3])
-def test_blocks_that_stay(rng: np.random.Generator, stream: Any, consumers: int) -> None:
+def test_blocks_that_stay(
+    rng: np.random.Generator, stream: Any, consumers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More tiles than the GPU has multiprocessors: every block works on several."""
     case = make_case(rng, (3, 300, 32, 4, 64), "bfloat16")
     for array in (case.out, case.log_sum_exp):
         array.fill_bytes(255, stream)
     operands = (case.qkv, case.heads, case.kv_heads, case.out, case.log_sum_exp, launcher(stream))
-    ops.attention(*operands, family="hopper", tiles={"CONSUMERS": consumers})
+    monkeypatch.setitem(ops.FORWARD, "CONSUMERS", consumers)
+    ops.attention(*operands, family="hopper")
     assert_close(case, {**case.results(stream), "d_qkv": case.expected["d_qkv"]}, "bfloat16", 64)
 
 

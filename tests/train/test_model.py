@@ -165,7 +165,8 @@ def test_stages_in_a_row_give_the_bits_of_the_whole(tied, deferred, recompute):
     config, whole, weights, expected = make("tied" if tied else "untied", np.float32)
     batches = [make_batch(config, 2, 9, seed) for seed in (4, 5)]
     losses = [
-        loss_and_gradients(whole, weights, *batch, expected, accumulate=index > 0) for index, batch in enumerate(batches)
+        loss_and_gradients(whole, weights, *batch, expected, accumulate=index > 0)
+        for index, batch in enumerate(batches)
     ]
     stages = []
     for rank in range(2):

@@ -34,13 +34,9 @@ _BLOCK = 128  # rows that a block of threads owns
 _ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
 _CACHED = 24 << 20  # bytes of keys and values (or queries) in use at once: half of an H200's L2
 
-# Macros of the Hopper kernels, by head size: the fastest of those tried.
-Tiles = dict[str, Define]
-_FORWARD: dict[int, Tiles] = {
-    64: {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2},
-    128: {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2},
-}
-_BACKWARD: dict[int, Tiles] = {64: {"STAGES": 2}, 128: {"STAGES": 2}}
+# Macros of the Hopper kernels: the fastest of those tried, for both head sizes.
+FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
+BACKWARD = {"STAGES": 2}
 
 
 class Others(NamedTuple):
@@ -53,13 +49,13 @@ class Others(NamedTuple):
 
 def attention(
     qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, launch: Callable[..., None], *,
-    to: Others | None = None, family: str | None = None, tiles: Tiles | None = None,
+    to: Others | None = None, family: str | None = None,
 ) -> None:  # fmt: skip
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
     ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
     fp32, of the scaled scores, is kept for the backward.  Attention ``to`` others is merged with what both hold;
-    ``out`` is fp32 then.  ``launch`` is that of CudaOps; ``family`` and ``tiles`` are for measurements.
+    ``out`` is fp32 then.  ``launch`` is that of CudaOps; ``family`` is for measurements.
     """
     samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp, to)
     queries, keys = (slice(0, length), slice(0, length)) if to is None else (to.queries, to.keys)
@@ -72,18 +68,16 @@ def attention(
         rows = _rows(samples * T * heads)
         launch("attention_simple.cu", "attention_forward", rows, 256, q, merged, lse, *size, *more, **defines)
         return
-    tiles = _FORWARD[head_dim] | (tiles or {}) if family == "hopper" else tiles or {}
-    of_tile, row = int(tiles.get("KEYS", 64)), head_dim * 2
-    rows = 64 * int(tiles.get("CONSUMERS", 2))
+    row, rows = head_dim * 2, _BLOCK if family == "mma" else 64 * FORWARD["CONSUMERS"]
     grid = samples * heads * -(-T // rows)
     section = _section(samples * heads, heads // kv_heads, seen, head_dim)
     if family == "mma":
         launch(
             "attention_mma.cu", "attention_forward", grid, 256, q, merged, lse, *size, section, *more,
-            shared=(_BLOCK + 4 * of_tile) * row, **defines, **tiles,
+            shared=(_BLOCK + 4 * 64) * row, **defines,
         )  # fmt: skip
         return
-    shared = (2 * rows + 2 * int(tiles["STAGES"]) * of_tile) * row + _ALIGNMENT + 256
+    shared = (2 * rows + 2 * FORWARD["STAGES"] * FORWARD["KEYS"]) * row + _ALIGNMENT + 256
     other = _map(out, samples, length) if to is None else _map(to.kv, samples, length, keys)
     staying = min(grid, device_info(qkv.device).multiprocessors)
     if to is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
@@ -91,14 +85,13 @@ def attention(
     launch(
         "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows,
         _map(qkv, samples, length, queries), other, lse, *size, section, *((merged, *more[1:]) if more else ()),
-        shared=shared, **defines, **tiles,
+        shared=shared, **defines, **FORWARD,
     )  # fmt: skip
 
 
 def attention_backward(
     d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
     launch: Callable[..., None], *, to: Others | None = None, d_kv: Array | None = None, family: str | None = None,
-    tiles: Tiles | None = None,
 ) -> None:  # fmt: skip
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
@@ -151,10 +144,10 @@ def attention_backward(
             seen, length, **defines,
         )  # fmt: skip
         if sums is not None:
-            defines |= _BACKWARD[head_dim] | (tiles or {})
+            defines |= BACKWARD
             step, turns = 8192 // head_dim, 3 if head_dim == 128 else 2  # STEP and TURNS
             own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
-            shared = own + int(defines["STAGES"]) * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
+            shared = own + BACKWARD["STAGES"] * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
             other = _map(d_qkv, samples, length) if to is None else _map(to.kv, samples, length, keys)
             launch(
                 "attention_backward_hopper.cu", "attention_backward", blocks_kv, 384,
@@ -166,7 +159,6 @@ def attention_backward(
                 sums, statistics, dq, T, heads, qkv.shape[1], length, **defines,
             )  # fmt: skip
             return
-        defines |= tiles or {}
         section_q = _section(samples * heads, group, seen, head_dim)
         shared = (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * row
         for name, grid, target, section in (
