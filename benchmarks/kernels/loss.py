@@ -28,7 +28,7 @@ def cross_entropy(zoo: Zoo, n: int) -> Case:
         zoo.functions["cross_entropy"](leaf, wide).backward()
 
     return zoo.case(
-        "cross_entropy_with_gradient", logits, targets, count, losses, zoo.arena, writes=[logits, losses],
+        "cross_entropy", logits, targets, count, losses, zoo.arena, writes=[logits, losses],
         nbytes=2 * size_of(logits),
         naive=zoo.naive("cross_entropy", n, logits, targets, count, losses, zoo.vocabulary, block=1024),
         torch=both,

@@ -92,9 +92,9 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name
 
-    monkeypatch.setattr(memory_plan._Sizing, "launch", launch)
+    monkeypatch.setattr(memory_plan.Sizing, "launch", launch)
     for name in ("attention", "attention_backward", "attention_to", "attention_to_backward"):
-        monkeypatch.setattr(memory_plan._Sizing, name, getattr(CudaOps, name))
+        monkeypatch.setattr(memory_plan.Sizing, name, getattr(CudaOps, name))
     monkeypatch.setattr(attention, "device_info", lambda device: SimpleNamespace(multiprocessors=132))
     monkeypatch.setattr(attention, "_map", lambda *arguments: None)
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
@@ -105,10 +105,7 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
     device = CudaOps.__new__(CudaOps)
     device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
     model = config.model_config_for(256)
-    memory_plan.plan_memory(
-        config, model, [model.local(0, layout.tp)], device, mesh=Mesh.silent(layout),
-        schedule=schedules.build("1f1b", 1, 2), head_rows=8192, multiple=1, rounds=2,
-    )  # fmt: skip
+    memory_plan.plan_memory(config, model, device, Mesh.silent(layout), schedules.build("1f1b", 1, 2))
     assert len(launches) > 9
     assert any("CAUSAL" in dict(defines) for _, defines in launches) == (layout.cp > 1)
     for (file, defines), names in launches.items():

@@ -429,12 +429,12 @@ def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
     )
     losses64, count64, mean64 = np.empty(n), np.empty(1), np.empty(1)
     scratch, _ = side.put(logits64)
-    ops.cross_entropy(scratch, on_device, alone, arena)
+    ops.cross_entropy(scratch, on_device, None, alone, arena)
     ops.count_targets(on_device, count)
     assert side.get(count) == [n - 2]
-    ops.cross_entropy_with_gradient(logits, on_device, count, losses, arena)
+    ops.cross_entropy(logits, on_device, count, losses, arena)
     reference.count_targets(targets, count64)
-    reference.cross_entropy_with_gradient(logits64, targets, count64, losses64, Arena())
+    reference.cross_entropy(logits64, targets, count64, losses64, Arena())
     side.close(losses, losses64, 20, "float32")
     assert np.array_equal(side.get(losses), side.get(alone))
     side.close(logits, logits64, 20 if side.dtype == "float32" else 3)
@@ -448,7 +448,7 @@ def test_cross_entropy_stands_large_logits(ops, side, arena):
     logits, _ = side.put([[8192.0, 0.0], [-8192.0, 0.0], [-math.inf, 1.0]])
     count, _ = side.put([2.0], "float32")
     losses = side.nan(3, dtype="float32")
-    ops.cross_entropy_with_gradient(logits, side.ints([1, 1, 1]), count, losses, arena)
+    ops.cross_entropy(logits, side.ints([1, 1, 1]), count, losses, arena)
     assert np.array_equal(side.get(losses), [8192, 0, 0])
     assert np.array_equal(side.get(logits), [[0.5, -0.5], [0, 0], [0, 0]])
 
@@ -475,7 +475,7 @@ def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
         np.testing.assert_allclose(total, expected[1], rtol=128 * UNIT["float32"])
     gradient64 = whole64.copy()
     reference.count_targets(targets, count64)
-    reference.cross_entropy_with_gradient(gradient64, targets, count64, losses64, Arena())
+    reference.cross_entropy(gradient64, targets, count64, losses64, Arena())
     ops.count_targets(on_device, count)
     first_losses = None
     for first, end in parts:
@@ -510,7 +510,7 @@ def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):
     targets, losses, count = side.ints([-1, -1, -1]), side.nan(3, dtype="float32"), side.nan(1, dtype="float32")
     mean = side.nan(1, dtype="float64")
     ops.count_targets(targets, count)
-    ops.cross_entropy_with_gradient(logits, targets, count, losses, arena)
+    ops.cross_entropy(logits, targets, count, losses, arena)
     ops.mean_loss(losses, count, mean)
     assert side.get(mean)[0] == 0 and not side.get(logits).any()
 

@@ -48,7 +48,7 @@ def test_costs_follow_from_shapes():
     assert cost("swiglu_backward", (x, y, x, y, None)) == (4 * (24 + 2 * 30), 0)
     for rope in ("rope", "rope_backward"):  # the heads of q and k, two of three of width 2
         assert cost(rope, (np.zeros((6, 6), f32), (w, w), 2, 2, None)) == (2 * 4 * 6 * 4, 0)
-    assert cost("cross_entropy_with_gradient", (y, losses, losses[:1], losses, None))[0] == 4 * (60 + 6 + 1 + 6)
+    assert cost("cross_entropy", (y, losses, losses[:1], losses, None))[0] == 4 * (60 + 6 + 1 + 6)
     tokens, table, sums = np.zeros(6, np.int32), np.zeros((1000, 4), np.float16), np.zeros((1000, 4), f32)
     assert cost("embedding", (tokens, table, x))[0] == 24 + 6 * 4 * 2 + x.nbytes
     assert cost("embedding_backward", (x, tokens, sums, True, None))[0] == x.nbytes + 24 + 2 * 6 * 4 * 4

@@ -270,7 +270,7 @@ def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
 
 def _plan(config: TrainConfig, model: LlamaConfig, ranks: int) -> MemoryPlan:
     schedule = schedules.build("1f1b", 1, 1)
-    return cpu.plan_memory(config, model, [model.local()], Mesh.silent(Layout()), schedule, ranks)
+    return cpu.plan_memory(config, model, Mesh.silent(Layout()), schedule, ranks)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -7,14 +7,15 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset
-from kos.train.engine.stage import make_stage
+from kos.train.engine.stage import fixes_order, make_stage
+from kos.train.model.fixed import LOOKUPS
 from kos.train.model.gpt2 import make_model
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import Slot, Weights
@@ -34,14 +35,22 @@ Show = Callable[[str, float], None]
 """Called between the parts of what takes long, with what it is and the share that is done."""
 
 
+class Buckets(NamedTuple):
+    """How the gradients of a rank lie in memory, and how they are summed over ranks."""
+
+    multiple: int  # elements
+    nbytes: int  # of a bucket
+    least: int  # of the last ones
+    staging: int = 0  # bytes to which copy engines bring what is added
+
+
 class Engine(Step):
     """A model in training: its weights and moments live where the engine computes. All calls are collective.
 
-    An engine sets what is declared here and in ``Step``, with ``build_models``, ``build_sums`` and ``make_state``.
-    ``parts`` are the parts of the model that this rank holds, a stage each. ``micro_batches``: its rows of the batch.
+    An engine sets what is declared here and in ``Step``, with ``build`` and ``make_state``. ``parts`` are the parts of
+    the model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
     """
 
-    gradients: Parameters
 
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
     state: ShardedState
@@ -94,26 +103,44 @@ class Engine(Step):
         """Free what would keep the communicator from ending; waits for nothing."""
         raise NotImplementedError
 
-    def build_models(self, model: LlamaConfig, ops: Ops, dtype: Any, **options: Any) -> None:
-        """``models``: this rank's stages, a model each; ``dtype`` is that of activations."""
-        mesh, arena = self.mesh, ops.make_arena()
-        self.models = [make_stage(self.config, model, ops, part, mesh, arena=arena, **options) for part in self.parts]
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of the optimizer's state (ZeRO-1)."""
+        return self.config.zero == 1 and self.mesh.gradients.size > 1
+
+    def build(
+        self, model: LlamaConfig, ops: Ops, gradients: Parameters, dtype: Any, buckets: Buckets,
+        head_rows: int | None = None,
+    ) -> None:  # fmt: skip
+        """``models``: this rank's stages, a model each; their messages, slots and sums of ``gradients``.
+
+        ``dtype`` is that of activations. ``head_rows``: tokens whose logits are in memory at once.
+        """
+        config, mesh, schedule = self.config, self.mesh, self.pipeline.schedule
+        options: dict[str, Any] = {"arena": ops.make_arena(), "recompute": config.recompute, "head_rows": head_rows}
+        self.models = [make_stage(config, model, ops, part, mesh, **options) for part in self.parts]
         self.model = self.models[0]
         self.tensor, self.context = self.model.tensor, self.model.context
-        first, last = (any(getattr(m.local, end) for m in self.models) for end in ("first", "last"))
+        first, last = (any(getattr(part, end) for part in self.parts) for end in ("first", "last"))
         for each in self.models:
             each.holds_first, each.holds_last = first, last
-        assert self.config.micro_batch_size is not None
-        tokens = self.config.micro_batch_size * self.config.seq_len // mesh.cp.size
+        assert config.micro_batch_size is not None
+        tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
         self._shape, self._dtype = (self.tensor.rows(tokens), model.hidden_size), dtype
-        self.slots = [Slot(ops.make_arena()) for _ in range(self.pipeline.schedule.slots[mesh.pp.rank])]
+        self.slots = [Slot(ops.make_arena()) for _ in range(schedule.slots[mesh.pp.rank])]
         self.pipeline.make_buffers(lambda: self.make_array(self._shape, dtype))
 
-    def build_sums(self, parallel: DataParallel, lookups: TreeSum | None = None) -> None:
-        """``parallel``, and with it all sums of gradients; ``lookups`` as in ``GradientSums``."""
-        model, self.parallel = self.model, parallel
-        tied_apart = model.config.tie_word_embeddings and model.holds_first != model.holds_last
-        self.sums = GradientSums(model, parallel, self.pipeline, self.accumulation_steps, tied_apart, lookups)
+        self.gradients, steps, lookups = gradients, self.accumulation_steps, None
+        self.parallel = DataParallel(
+            mesh.gradients, gradients, ops, in_order=(mesh.dp, steps) if config.deterministic else None,
+            bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=self.sharded,
+        )  # fmt: skip
+        if fixes_order(config, model) and model.tie_word_embeddings and first:
+            table = {LOOKUPS: gradients[model.embedding].shape}
+            of_lookups = Parameters(table, gradients.flat.dtype, zeros=gradients.zeros, multiple=mesh.dp.size)
+            lookups = TreeSum(mesh.dp, steps, of_lookups, [slice(0, of_lookups.flat.size)], ops)
+        tied_apart = model.tie_word_embeddings and first != last
+        self.sums = GradientSums(self.model, self.parallel, self.pipeline, steps, tied_apart, lookups)
 
     # --- all ranks ---------------------------------------------------------------------------------------
 

@@ -16,35 +16,31 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import free_memory
-from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
+from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, make_buckets
 from kos.train.engine.stage import fixes_order
-from kos.train.model.fixed import LOOKUPS, split_of
+from kos.train.model.fixed import split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient
-from kos.train.parallel.data import DataParallel, TreeSum, waiting_subtrees
+from kos.train.ops.optimizer import AdamW, clip_coefficient
+from kos.train.parallel.data import waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
 from kos.train.train import StepResult
 
 
-def plan_memory(
-    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, schedule: Schedule, ranks: int,
-    shards: int = 1, saved: int = 0, waiting: int = 0,
-) -> MemoryPlan:  # fmt: skip
+def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, ranks: int) -> MemoryPlan:
     """What a rank of ``mesh``, a silent one, will need of its memory, one of ``ranks`` on this host.
 
     What is small is left out.
-    With ZeRO-1 the moments are in ``shards``. ``saved`` bytes are on their way to files at once. ``waiting``: copies of
-    the gradients that are summed in order.
     """
-    split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
-    scratch, slot = peaks(config, model, parts, Sizing(), mesh, split)
-    activations = scratch + slot * schedule.slots[mesh.pp.rank]
-    count = model.num_parameters(*parts)
+    rehearsal = Rehearsal(config, model, mesh, schedule, Sizing())
+    scratch, slot = rehearsal.peaks()
+    activations = scratch + slot * len(rehearsal.slots)
+    count, shards = model.num_parameters(*rehearsal.parts), mesh.gradients.size if rehearsal.sharded else 1
+    waiting = waiting_subtrees(mesh.dp.rank, schedule.micro_batches) if config.deterministic else 0
+    saved = Shards(model, mesh.layout, schedule.stages_of_ranks).host_bytes(mesh.world.rank, config.save_async)
     uses = {
         "weights, gradients, both Adam moments": 8 * count + 8 * count // shards,
         "gradients summed in order": 4 * count * waiting,
@@ -98,29 +94,17 @@ class CpuEngine(Engine):
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
         parts, schedule, self.comm = self.parts, self.pipeline.schedule, mesh.world
-        group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
-        shards = group.size if sharded else 1
-        silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
-        dp, steps, fixed = mesh.dp, self.accumulation_steps, fixes_order(config, model)
-        if fixed:
+        if fixes_order(config, model):
             split_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
-        waiting = waiting_subtrees(dp.rank, steps) if config.deterministic else 0
-        saved = Shards(model, mesh.layout, schedule.stages_of_ranks).host_bytes(mesh.world.rank, config.save_async)
-        plan = plan_memory(config, model, parts, silent, schedule, of_host, shards, saved, waiting)
-        self.plan = together(self.comm, plan.check)
+        silent = Mesh.silent(mesh.layout, mesh.world.rank)
+        self.plan = together(self.comm, plan_memory(config, model, silent, schedule, self.comm.local_size).check)
+        buckets = make_buckets(config, model, parts, mesh, reaches=False)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
-        self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else dp.size)
-        self.gradients = self.weights.like()
-        self.build_models(model, numpy_ops, self.dtype, recompute=config.recompute)
-        in_order = (dp, steps) if config.deterministic else None
-        lookups = None
-        if fixed and model.tie_word_embeddings and any(part.first for part in parts):
-            table = Parameters({LOOKUPS: self.weights[model.embedding].shape}, self.dtype, multiple=dp.size)
-            lookups = TreeSum(dp, steps, table, [slice(0, table.flat.size)])
-        self.build_sums(DataParallel(group, self.gradients, in_order=in_order, sharded=sharded), lookups)
+        self.weights = Parameters(shapes, self.dtype, groups, multiple=buckets.multiple)
+        self.build(model, numpy_ops, self.weights.like(), self.dtype, buckets)
         self.optimizer = AdamW(
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
-            parts=self.parallel.parts() if sharded else None,
+            parts=self.parallel.parts() if self.sharded else None,
         )  # fmt: skip
         self.state = self.make_state(model)
         self.schedule = config.make_schedule()

@@ -38,7 +38,7 @@ from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
-from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, plan_memory
+from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, make_buckets, plan_memory
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
@@ -47,7 +47,6 @@ from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.adamw import STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Axis, Mesh
 from kos.train.parallel.tensor import TensorParallel
@@ -70,29 +69,26 @@ class CudaEngine(Engine):
         self.place = f"cuda:{device} ({device_info(device).name})"
         ops = CudaOps(device)
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, self.accumulation_steps
-        self.sharded = config.zero == 1 and group.size > 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self._reaches = _reaches(group)
         silent = Mesh.silent(mesh.layout, comm.rank)
-        buckets = Buckets.of(config, model, parts, silent, self._reaches)
-        multiple = buckets.multiple
-
+        buckets = make_buckets(config, model, parts, silent, self._reaches)
         shards = Shards(model, mesh.layout, schedule.stages_of_ranks)
 
         def plan() -> MemoryPlan:
             saved = {"tensors to be saved": shards.host_bytes(comm.rank, config.save_async)}
             MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}").check()
             sharing = uuids.count(uuids[comm.rank])
-            return plan_memory(config, model, parts, ops, silent, schedule, buckets, sharing).check()
+            return plan_memory(config, model, ops, silent, schedule, self._reaches, sharing).check()
 
         self.plan = together(comm, plan)
         self.ops = ops
         if not config.deterministic:
             ops.algorithms.update(self._search(model, accumulation_steps))
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
-        self.gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, multiple)
-        self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
-        self.build_models(model, ops, DTYPES[config.dtype], head_rows=HEAD_ROWS, recompute=config.recompute)
+        gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
+        gradients.zeros = ops.zeros  # nobody reaches into what else is like them
+        self.build(model, ops, gradients, DTYPES[config.dtype], buckets, HEAD_ROWS)
         for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self.slots)):
             arena.reserve(size, partial(_reachable, mesh.tp.comm, ops) if _reaches(mesh.tp) else None)
             arena.fix()
@@ -101,15 +97,11 @@ class CudaEngine(Engine):
             sizes = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
             for rows in sorted(sizes):
                 self.pipeline.connect(self.tensor.rows(rows * config.seq_len // mesh.cp.size))
-        self.build_sums(DataParallel(
-            group, self.gradients, ops, in_order=(mesh.dp, accumulation_steps) if config.deterministic else None,
-            bucket_bytes=buckets.nbytes, least_bytes=buckets.nbytes // 4, sharded=self.sharded,
-        ))  # fmt: skip
         dtype = config.master_dtype
         master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)
         copy = None
         if self.sharded:
-            copy = Parameters(shapes, config.dtype, groups, self._zeros, multiple)
+            copy = Parameters(shapes, config.dtype, groups, self._zeros, buckets.multiple)
         elif config.dtype != dtype:
             copy = self.gradients.like(config.dtype)
         self.weights: Any = master if copy is None else copy  # what passes read

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,20 +14,21 @@ from kos.errors import ConfigError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
-from kos.train.engine.stage import make_stage
-from kos.train.model.fixed import LOOKUPS
-from kos.train.model.llama import Gradients, Slot
+from kos.train.engine.base import Buckets, Engine
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops.cuda import attention, cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.optimizer import BLOCK
 from kos.train.parallel.data import waiting_subtrees
 from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Schedule
 
 BUCKET_BYTES = 64 << 20  # at least
+HOST_BUCKET_BYTES = 4 << 20  # on CPUs
 BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
 ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
 HEAD_ROWS = 8192  # tokens whose logits are in memory at once
@@ -73,52 +72,86 @@ class MemoryPlan(NamedTuple):
         return "\n".join(rows)
 
 
-class Buckets(NamedTuple):
-    """How the gradients of a rank lie in memory, and how they are summed over ranks."""
+def make_buckets(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool) -> Buckets:
+    """Of a rank of ``mesh`` with ``parts``; ``reaches``: the ranks of a machine reach into one another's memory."""
+    ranks, nbytes, sharded = mesh.gradients.size, BUCKET_BYTES, config.zero == 1 and mesh.gradients.size > 1
+    if config.device == "cpu":
+        return Buckets(BLOCK * ranks if sharded else mesh.dp.size, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES)
+    if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
+        itemsize = DTYPES[config.grad_dtype].itemsize
+        nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
+    multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
+    staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
+    return Buckets(multiple, nbytes, nbytes // 4, staging)
 
-    multiple: int  # elements
-    nbytes: int  # of a bucket
-    staging: int  # bytes to which copy engines bring what is added
 
-    @classmethod
-    def of(
-        cls, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool
-    ) -> Buckets:
-        """Of a rank of ``mesh``; ``reaches``: the ranks of a machine reach into one another's memory."""
-        ranks, nbytes = mesh.gradients.size, BUCKET_BYTES
-        if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-            itemsize = DTYPES[config.grad_dtype].itemsize
-            nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
-        multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
-        staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
-        return cls(multiple, nbytes, staging)
+class Rehearsal(Engine):
+    """A rank's step on arrays without memory, by operations that compute nothing: what it takes is counted.
+
+    ``mesh`` sends nothing. ``sizing`` makes the arrays; ``ops`` are its operations, unless others stand before them.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, sizing: Any, ops: Any = None
+    ) -> None:
+        self.config, self.mesh, self.sizing = config, mesh, sizing
+        self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, schedule), schedule.micro_batches
+        self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
+        self.buckets = make_buckets(config, model, self.parts, mesh, reaches=True)
+        shapes, groups = model.parameter_shapes(*self.parts), model.fused_groups(*self.parts)
+        gradients = Parameters(shapes, config.grad_dtype, groups, sizing.zeros, self.buckets.multiple)
+        self.weights, head_rows = gradients.like(config.dtype), HEAD_ROWS if config.device == "cuda" else None
+        self.build(model, ops or sizing, gradients, sizing.dtype(config.dtype), self.buckets, head_rows)
+        pieces = self.context.pieces
+        shape = (config.micro_batch_size or 1) * pieces, config.seq_len // (mesh.cp.size * pieces)
+        self._tokens, self.count = sizing.zeros(shape, np.int32), sizing.zeros((1,), np.float32)
+        self.report = self.reports = sizing.zeros((1 + self.accumulation_steps,), np.float64)
+
+    def make_array(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return self.sizing.zeros(shape, dtype)
+
+    def micro_batch(self, index: int) -> tuple[Any, Any]:
+        return self._tokens, self._tokens
+
+    def peaks(self) -> tuple[int, int]:
+        """The most bytes that passes take from the arena of scratch memory, and a micro-batch from its own."""
+        arena, self._in_flight = self.model.arena, {}
+        actions = [action for action in self.pipeline.actions if action.micro_batch == 0]
+        for action, received in self.pipeline.inputs(actions):
+            self.run(action, self.weights, received)
+        for model in self.models:
+            with self.sizing.step(arena):
+                x = None if model.local.first else self.make_array(self._shape, self._dtype)
+                x = model.evaluate_stage(self.weights, self._tokens, x)
+                if model.local.last:
+                    model.evaluate_loss(self.weights, x, self._tokens, self.report[:1])
+        from_host = 4 * self._tokens.nbytes + ALIGNMENT * 4  # validation brings its tokens from there
+        return arena.peak + from_host, max(slot.arena.peak for slot in self.slots)
 
 
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, mesh: Mesh, schedule: Schedule,
-    buckets: Buckets, sharing: int = 1, free: int | None = None,
+    config: TrainConfig, model: LlamaConfig, ops: CudaOps, mesh: Mesh, schedule: Schedule, reaches: bool = True,
+    sharing: int = 1, free: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank of ``mesh``, a silent one, which holds ``parts`` of the model, a stage each.
+    """The plan of one rank of ``mesh``, a silent one.
 
-    ``sharing``: ranks on this GPU.  ``free``: bytes of a GPU that is not there."""
+    ``reaches`` as in ``make_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of a GPU that is not there."""
+    rehearsal = Rehearsal(config, model, mesh, schedule, ops if isinstance(ops, Sizing) else Sizing(ops))
+    scratch, slot = rehearsal.peaks()
+    buckets = make_buckets(config, model, rehearsal.parts, mesh, reaches)
     assert config.micro_batch_size is not None
     ranks, accumulation_steps = mesh.gradients.size, schedule.micro_batches
     waiting = waiting_subtrees(mesh.dp.rank, accumulation_steps) if config.deterministic else 0
-    count = -(-model.num_parameters(*parts) // buckets.multiple) * buckets.multiple
-    itemsize = DTYPES[config.dtype].itemsize
-    sharded = config.zero == 1 and ranks > 1
-    held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
+    count, itemsize = rehearsal.gradients.flat.size, DTYPES[config.dtype].itemsize
+    held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if rehearsal.sharded else (count, "")
     master = config.master_dtype
-    has_copy = sharded or config.dtype != master
+    has_copy = rehearsal.sharded or config.dtype != master
     tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
     rows = min(HEAD_ROWS, tokens)
-    logits = rows * len(parts[0].vocabulary) * itemsize * any(part.last for part in parts)
-    split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
-    sizing = ops if isinstance(ops, Sizing) else Sizing(ops)
-    scratch, slot = peaks(config, model, parts, sizing, mesh, split, head_rows=HEAD_ROWS)
+    logits = rows * len(rehearsal.parts[0].vocabulary) * itemsize * any(part.last for part in rehearsal.parts)
     bucket = max(buckets.nbytes // DTYPES[config.grad_dtype].itemsize, buckets.multiple)  # of the state, to be saved
     scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
-    slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
+    slots, between = len(rehearsal.slots), tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
     arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
     uses = {
@@ -144,47 +177,6 @@ def plan_memory(
         free, _ = call(cu.cuMemGetInfo)
     name, uses = f"cuda:{ops.device}", {use: size for use, size in uses.items() if size}
     return MemoryPlan(uses, arena, free // sharing, name, [*filter(savings.get, savings)], scratch, slot)
-
-
-def peaks(
-    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], sizing: Any, mesh: Mesh, split: bool, *,
-    head_rows: int | None = None,
-) -> tuple[int, int]:  # fmt: skip
-    """Bytes that passes take from the arena of scratch memory, and a micro-batch in flight from its own, at most.
-
-    ``mesh`` is silent, and ``sizing`` are operations that do nothing.  ``split``: gradients of weights are left for
-    later."""
-    dtype, scratch, slots = sizing.dtype(config.dtype), sizing.make_arena(), [0]
-    assert config.micro_batch_size is not None
-    loss = sizing.zeros(1, np.float64)
-
-    for local in parts:
-        llama = make_stage(
-            config, model, sizing, local, mesh, head_rows=head_rows, recompute=config.recompute, arena=scratch
-        )
-        pieces = llama.context.pieces
-        shape = config.micro_batch_size * pieces, config.seq_len // (mesh.cp.size * pieces)
-        tokens = sizing.zeros(shape, np.int32)
-        weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
-        gradients = weights.like(config.grad_dtype)
-        slot, rows = Slot(sizing.make_arena()), (llama.tensor.rows(math.prod(shape)), model.hidden_size)
-        of = ChainMap[str, Any]({LOOKUPS: gradients.flat}, gradients)  # type: ignore[arg-type]
-        into = Gradients(of, False, lambda name: None, slot.deferred if split else None)
-        with sizing.step(scratch):
-            received = None if local.first else slot.arena.take(rows, dtype)
-            llama.queue_forward(weights, slot, tokens, received)
-            if any(other.layers.start == local.layers.stop for other in parts):  # which leaves its gradient here
-                slot.arena.take(rows, dtype)
-            dx = sizing.zeros(rows, dtype)
-            llama.queue_backward(weights, slot, into, dx, targets=tokens, loss=loss)
-            if split:
-                llama.queue_weight_gradients(into)
-        slots.append(slot.arena.peak)
-        with sizing.step(scratch):
-            x = llama.evaluate_stage(weights, tokens, None if local.first else sizing.zeros(rows, dtype))
-            if local.last:
-                llama.evaluate_loss(weights, x, tokens, loss)
-    return scratch.peak + 4 * tokens.nbytes + ALIGNMENT * 4, max(slots)  # validation brings its tokens from the host
 
 
 class Sizing(CudaOps):

@@ -165,13 +165,11 @@ class Ops(Protocol):
     def count_targets(self, targets: Array, out: Array) -> None:
         """out (1,) = how many of ``targets`` (N,) are not ignored (-1), at least 1."""
 
-    def cross_entropy(self, logits: Array, targets: Array, losses: Array, arena: Arena) -> None:
-        """losses (N,) = -log softmax(logits (N, V))[target], 0 where ignored.  Overwrites ``logits``."""
+    def cross_entropy(self, logits: Array, targets: Array, count: Array | None, losses: Array, arena: Arena) -> None:
+        """losses (N,) = -log softmax(logits (N, V))[target], 0 where ignored.  Overwrites ``logits``.
 
-    def cross_entropy_with_gradient(
-        self, logits: Array, targets: Array, count: Array, losses: Array, arena: Arena
-    ) -> None:
-        """As ``cross_entropy``, and ``logits`` become the gradient of sum(losses) / count."""
+        With ``count`` (1,) they become the gradient of sum(losses) / count.
+        """
 
     def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
         """Of ``logits`` (N, v), a part of a vocabulary from row ``first`` on: what a loss needs of it.
@@ -186,8 +184,7 @@ class Ops(Protocol):
     ) -> None:  # fmt: skip
         """As ``cross_entropy`` of a vocabulary in parts, of which ``logits`` (N, v) is the one from ``first`` on.
 
-        ``statistics`` (parts, 3, N) are those of all parts.  With ``count`` the logits become the gradient of
-        sum(losses) / count.
+        ``statistics`` (parts, 3, N) are those of all parts.
         """
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:

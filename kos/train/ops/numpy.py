@@ -613,38 +613,24 @@ def count_targets(targets: Array, out: Array) -> None:
     out[0] = max(1, np.count_nonzero(targets != IGNORE))
 
 
-def cross_entropy(logits: Array, targets: Array, losses: Array, arena: Arena) -> None:
+def cross_entropy(logits: Array, targets: Array, count: Array | None, losses: Array, arena: Arena) -> None:
     for rows in _blocks(*logits.shape):
+        z, loss, kept = logits[rows], losses[rows], targets[rows] != IGNORE
+        at_target = np.arange(len(z)), np.where(kept, targets[rows], 0)
         with arena.scope():
-            _softmax_rows(logits[rows], targets[rows], losses[rows], arena)
-
-
-def cross_entropy_with_gradient(logits: Array, targets: Array, count: Array, losses: Array, arena: Arena) -> None:
-    for rows in _blocks(*logits.shape):
-        z, t = logits[rows], targets[rows]
-        with arena.scope():
-            total = _softmax_rows(z, t, losses[rows], arena)
-            kept = t != IGNORE
-            share = kept / count
-            z *= (share / total).astype(z.dtype)[:, None]
-            z[np.arange(len(t)), np.where(kept, t, 0)] -= share.astype(z.dtype)
-
-
-def _softmax_rows(z: Array, targets: Array, losses: Array, arena: Arena) -> Array:
-    """z becomes exp(z - max), its row sums are returned, the losses written."""
-    rows = len(z)
-    at = arena.take((rows,), z.dtype)
-    total = arena.take((rows,), z.dtype)
-    kept = targets != IGNORE
-    np.max(z, axis=1, out=at)
-    z -= at[:, None]
-    losses[...] = z[np.arange(rows), np.where(kept, targets, 0)]
-    np.exp(z, out=z)
-    np.sum(z, axis=1, out=total)
-    np.log(total, out=at)
-    np.subtract(at, losses, out=losses)
-    losses[~kept] = 0
-    return total
+            top, total = (arena.take(loss.shape, z.dtype) for _ in range(2))
+            np.max(z, axis=1, out=top)
+            z -= top[:, None]
+            loss[...] = z[at_target]
+            np.exp(z, out=z)
+            np.sum(z, axis=1, out=total)
+            np.log(total, out=top)
+            np.subtract(top, loss, out=loss)
+            loss[~kept] = 0
+            if count is not None:
+                share = kept / count
+                z *= (share / total).astype(z.dtype)[:, None]
+                z[at_target] -= share.astype(z.dtype)
 
 
 def logit_statistics(logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:

@@ -119,18 +119,15 @@ class TensorParallel:
         self, logits_Nv: Array, targets_N: Array, losses_N: Array, arena: Arena, count: Array | None = None
     ) -> None:
         """The losses of all tokens; with ``count`` the logits become the gradient of sum(losses) / count."""
-        ops = self.ops
-        if self.size == 1 and count is None:
-            ops.cross_entropy(logits_Nv, targets_N, losses_N, arena)
-        elif self.size == 1:
-            ops.cross_entropy_with_gradient(logits_Nv, targets_N, count, losses_N, arena)
-        else:
-            with arena.scope():
-                mine = arena.take((3, len(targets_N)), losses_N.dtype)
-                of_all = arena.take((self.size, *mine.shape), mine.dtype)
-                ops.logit_statistics(logits_Nv, targets_N, self._first, mine, arena)
-                self.axis.comm.all_gather(mine, of_all)
-                ops.cross_entropy_of_parts(logits_Nv, targets_N, self._first, of_all, count, losses_N, arena)
+        if self.size == 1:
+            self.ops.cross_entropy(logits_Nv, targets_N, count, losses_N, arena)
+            return
+        with arena.scope():
+            mine = arena.take((3, len(targets_N)), losses_N.dtype)
+            of_all = arena.take((self.size, *mine.shape), mine.dtype)
+            self.ops.logit_statistics(logits_Nv, targets_N, self._first, mine, arena)
+            self.axis.comm.all_gather(mine, of_all)
+            self.ops.cross_entropy_of_parts(logits_Nv, targets_N, self._first, of_all, count, losses_N, arena)
 
     def sum_replicated(self, gradient: Array) -> None:
         """The gradient of a weight that all ranks hold whole, from the terms of their rows."""

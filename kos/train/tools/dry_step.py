@@ -12,26 +12,19 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from kos.comm.communicator import Communicator
-from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.engine import cpu
-from kos.train.engine.base import Engine
-from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, Sizing, plan_memory
+from kos.train.engine.memory_plan import MemoryPlan, Rehearsal, Sizing, plan_memory
 from kos.train.model.llama import Weights
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
-from kos.train.ops import Array, Ops
-from kos.train.ops.optimizer import BLOCK
-from kos.train.parallel.data import DataParallel
+from kos.train.ops import Array
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.pipeline import Buffer, Pipeline
+from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.profile import TimedOps, cost
 from kos.train.tools.rates import ATTENTION, GPUS, Rates
@@ -57,20 +50,13 @@ class Job(NamedTuple):
         """Equal for ranks of the pipeline that take the same time, and the same memory for as many micro-batches."""
         return tuple((len(part.layers), part.first, part.last) for part in self.parts(stage_rank))
 
-    def buckets(self, parts: Sequence[Local], mesh: Mesh) -> Buckets:
-        return Buckets.of(self.config, self.model, parts, mesh, reaches=True)
-
     def memory(self, stage_rank: int) -> MemoryPlan:
         """The engine's plan for a rank of the pipeline."""
-        config, model, schedule = self.config, self.model, self.schedule
-        mesh = Mesh.silent(self.layout, rank := self.layout.rank({"pp": stage_rank}))
-        parts, group = self.parts(stage_rank), mesh.gradients
-        if config.device == "cuda":
-            ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
-            return plan_memory(config, model, parts, ops, mesh, schedule, self.buckets(parts, mesh), free=free)
-        saved = Shards(model, self.layout, schedule.stages_of_ranks).host_bytes(rank, config.save_async)
-        shards = group.size if config.zero else 1
-        return cpu.plan_memory(config, model, parts, mesh, schedule, self.layout.ranks, shards, saved)
+        mesh = Mesh.silent(self.layout, self.layout.rank({"pp": stage_rank}))
+        if self.config.device == "cpu":
+            return cpu.plan_memory(self.config, self.model, mesh, self.schedule, self.layout.ranks)
+        ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
+        return plan_memory(self.config, self.model, ops, mesh, self.schedule, free=free)
 
 
 class Clock:
@@ -168,44 +154,20 @@ class _AbsentGpu(Sizing):
         return self._family if head_dim in ATTENTION else "simple"
 
 
-class DryStep(Engine):
+class DryStep(Rehearsal):
     """What a rank does in one step of a job: ``clock`` at its end, and what each of its ``actions`` has spent."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
-        config, model, layout = job.config, job.model, job.layout
-        self.config, self.clock, self.actions = config, Clock(job.rates), dict[Action, dict[str, float]]()
-        world = Link(self.clock, "world", layout.rank({"pp": stage_rank}), layout.ranks)
-        self.mesh = mesh = Mesh(cast(Communicator, world), layout)
+        self.clock, self.actions = Clock(job.rates), dict[Action, dict[str, float]]()
+        rank = job.layout.rank({"pp": stage_rank})
+        mesh = Mesh(cast(Communicator, Link(self.clock, "world", rank, job.layout.ranks)), job.layout)
         for name in AXES:
             axis = getattr(mesh, name)
             setattr(mesh, name, axis._replace(group=axis.group and Link(self.clock, name, axis.rank, axis.size)))
-        self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, job.schedule), job.schedule.micro_batches
-        self.parts, group = job.parts(stage_rank), mesh.gradients
-        sharded, options = config.zero == 1 and group.size > 1, dict[str, Any]()
-        sums: dict[str, Any] = {"sharded": sharded}
-        if config.device == "cuda":
-            self.sizing: Any = _AbsentGpu(job.rates.name)
-            multiple, bucket_bytes, _ = job.buckets(self.parts, mesh)
-            sums |= {"bucket_bytes": bucket_bytes, "least_bytes": bucket_bytes // 4}
-            options["head_rows"] = HEAD_ROWS
-        else:
-            self.sizing, multiple = cpu.Sizing(), BLOCK * group.size if sharded else mesh.dp.size
-        ops, zeros = cast(Ops, TimedOps(self.sizing, self.clock.timed)), self.sizing.zeros
-        shapes, groups = model.parameter_shapes(*self.parts), model.fused_groups(*self.parts)
-        self.gradients = Parameters(shapes, config.grad_dtype, groups, zeros, multiple)
-        self.weights = self.gradients.like(config.dtype)
-        self.build_models(model, ops, self.sizing.dtype(config.dtype), recompute=config.recompute, **options)
-        self.build_sums(DataParallel(group, self.gradients, ops, **sums))
-        self._tokens = zeros((config.micro_batch_size, config.seq_len // layout.cp), np.int32)
-        self.count, self.report = zeros((1,), np.float32), zeros((1 + self.accumulation_steps,), np.float64)
-        self.reports = self.report
+        sizing = cpu.Sizing() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
+        ops = TimedOps(sizing, self.clock.timed)
+        super().__init__(job.config, job.model, mesh, job.schedule, sizing, ops)
         self.queue_step()
-
-    def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self.sizing.zeros(shape, dtype)
-
-    def micro_batch(self, index: int) -> tuple[Array, Array]:
-        return self._tokens, self._tokens
 
     def run(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         before = self.clock.spent.copy()

@@ -30,8 +30,7 @@ ROWS_ON_HOST, ROWS = 1024, 4096  # of the square matrices of a large product
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
 UNTIMED = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
-IN_PLACE = {"cross_entropy": 0, "cross_entropy_with_gradient": 0,
-            "rms_norm_backward": 4, "layer_norm_backward": 4}  # fmt: skip
+IN_PLACE = {"cross_entropy": 0, "rms_norm_backward": 4, "layer_norm_backward": 4}
 """Which argument an operation reads and writes."""
 COLLECTIVES = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv"}
 
@@ -99,7 +98,7 @@ class TimedCommunicator:
             nbytes = max(getattr(x, "nbytes", 0) for x in arguments)
             if options.get("async_op"):
                 return TimedWork(name, nbytes, function(*arguments, **options), self._profiler)
-            return self._profiler.note_collective(name, nbytes, lambda: function(*arguments, **options))
+            return self._profiler.note(name, COMMUNICATION, lambda: function(*arguments, **options), nbytes)
 
         return run
 
@@ -113,7 +112,7 @@ class TimedWork(NamedTuple):
     profiler: Profiler
 
     def wait(self) -> Any:
-        return self.profiler.note_collective(self.name, self.nbytes, self.work.wait)
+        return self.profiler.note(self.name, COMMUNICATION, self.work.wait, self.nbytes)
 
 
 class TimedOps:
@@ -196,32 +195,24 @@ class Profiler:
         """``function``, noting its time; its cost is that of ``known`` or of its arguments."""
 
         def run(*arguments: Any, **options: Any) -> Any:
-            if not self.noting():
-                return function(*arguments, **options)
-            begin = self.marks.mark()
-            result = function(*arguments, **options)
             label = str(arguments[1]) if name == "launch" else name
             moved = cost(label, arguments if known is None else known)
             if name.startswith("linear"):
                 (rows, inner), matrix = arguments[0].shape, arguments[1].shape
                 shape = (rows, *matrix) if name == "linear" else (rows, inner, matrix[1])
                 label += f" {' x '.join(map(str, shape))}"
-            self.spans.append(Span(label, COMPUTE, begin, self.marks.mark(), *moved))
-            return result
+            return self.note(label, COMPUTE, lambda: function(*arguments, **options), *moved)
 
         return run
 
-    def note_collective(self, name: str, nbytes: int, function: Callable[[], Any]) -> Any:
-        if not self.noting():
+    def note(self, label: str, lane: str, function: Callable[[], Any], nbytes: int = 0, flops: float = 0.0) -> Any:
+        """What ``function`` returns. Its time is noted; of a captured step not that of its rehearsal."""
+        if not self.began or (self.graph and not self.marks.captured()):
             return function()
         begin = self.marks.mark()
         result = function()
-        self.spans.append(Span(name, COMMUNICATION, begin, self.marks.mark(), nbytes))
+        self.spans.append(Span(label, lane, begin, self.marks.mark(), nbytes, flops))
         return result
-
-    def noting(self) -> bool:
-        """Of a step that is captured, not its rehearsal."""
-        return self.began and (not self.graph or self.marks.captured())
 
     def _limits(self) -> tuple[float, float]:
         """Bytes and flops a second that this device reaches, or could."""

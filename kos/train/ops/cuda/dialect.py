@@ -355,16 +355,8 @@ class CudaOps:
     def count_targets(self, targets: Array, out: Array) -> None:
         self._entropy("count_targets", 1, 1024, targets, out, targets.size)
 
-    def cross_entropy(self, logits: Array, targets: Array, losses: Array, arena: Arena) -> None:
-        self._cross_entropy(logits, targets, 0, losses, 0)
-
-    def cross_entropy_with_gradient(
-        self, logits: Array, targets: Array, count: Array, losses: Array, arena: Arena
-    ) -> None:
-        self._cross_entropy(logits, targets, count, losses, 1)
-
-    def _cross_entropy(self, logits: Array, targets: Array, count: Any, losses: Array, backward: int) -> None:
-        rows, vocabulary = logits.shape
+    def cross_entropy(self, logits: Array, targets: Array, count: Array | None, losses: Array, arena: Arena) -> None:
+        (rows, vocabulary), backward = logits.shape, int(count is not None)
         width = _width(vocabulary, logits)
         itemsize = logits.dtype.itemsize
         # Two blocks on a multiprocessor where both rows fit its shared memory, one of twice the threads else.
@@ -376,7 +368,7 @@ class CudaOps:
         if rows:
             self._entropy(
                 "cross_entropy", min(rows, self.multiprocessors * (1024 // threads)), threads,
-                logits, targets, count, losses, rows,
+                logits, targets, 0 if count is None else count, losses, rows,
                 DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, VOCABULARY=vocabulary,
                 THREADS=threads, SLOTS=slots, shared=slots * threads * 16,
             )  # fmt: skip
