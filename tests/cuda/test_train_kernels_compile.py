@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -93,10 +92,6 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name
 
     monkeypatch.setattr(memory_plan.Sizing, "launch", launch)
-    for name in ("attention", "attention_backward", "attention_to", "attention_to_backward"):
-        monkeypatch.setattr(memory_plan.Sizing, name, getattr(CudaOps, name))
-    monkeypatch.setattr(attention, "device_info", lambda device: SimpleNamespace(multiprocessors=132))
-    monkeypatch.setattr(attention, "_map", lambda *arguments: None)
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     asked = ["--preset", preset, "--grad-dtype", gradients, "--tp", str(layout.tp), "--cp", str(layout.cp)]

@@ -5,10 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -65,9 +62,11 @@ def stream() -> Any:
     return cuda.create_stream(0)
 
 
-def launcher(stream: Any) -> Callable[..., None]:
-    """CudaOps's, which makes nothing that a captured stream may not."""
-    return partial(CudaOps.launch, SimpleNamespace(device=0, stream=stream, _kernels={}))
+def launcher(stream: Any) -> CudaOps:
+    """Operations that have made nothing that a captured stream may not."""
+    ops = CudaOps.__new__(CudaOps)
+    ops.__dict__.update(device=0, stream=stream, multiprocessors=device_info(0).multiprocessors, _kernels={})
+    return ops
 
 
 @dataclass

@@ -6,8 +6,6 @@ arithmetic, indexing and the order of barriers are checked, not what only a race
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from kos.train.ops.cuda import attention
@@ -25,10 +23,9 @@ FAMILIES = ["mma", "hopper"]
 def host(monkeypatch):
     emulator.host_memory(monkeypatch)
     ops = emulator.HostOps()
-    ops.shared_memory = 227 << 10
-    monkeypatch.setattr(attention, "device_info", lambda device: SimpleNamespace(multiprocessors=2))
+    ops.shared_memory, ops.multiprocessors = 227 << 10, 2
     monkeypatch.setattr(attention, "_tensor_map", emulator.HostMap.of)
-    monkeypatch.setattr(on_device, "launcher", lambda stream: ops.launch)
+    monkeypatch.setattr(on_device, "launcher", lambda stream: ops)
     monkeypatch.setattr(on_device, "device_arena", ops.make_arena)
 
 

@@ -10,6 +10,7 @@ from kos.errors import ConfigError
 from kos.train.config.flags import parse
 from kos.train.engine import memory_plan
 from kos.train.engine.memory_plan import GIB, plan_memory
+from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel.mesh import Layout, Mesh
@@ -31,7 +32,7 @@ def plan(*flags, ranks=1, rank=0, **axes):
 def test_the_plan_of_published_models(monkeypatch):
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
-    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none or a smaller model$"
     with pytest.raises(ConfigError, match=rf"got 20\d.* {knobs}"):
         plan("--preset", "8b", ranks=8).check()
@@ -57,7 +58,7 @@ def test_the_plan_of_published_models(monkeypatch):
 
 def test_what_takes_less_memory_is_said(monkeypatch):
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, 1 << 40, 0)))
-    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     flags = ["--batch-size", "8"]
     for option in ("--zero 1", "--grad-dtype bfloat16", "--master-weights none", "--recompute block"):
         before, flags = plan(*flags, ranks=2), [*flags, *option.split()]
@@ -70,7 +71,7 @@ def test_what_takes_less_memory_is_said(monkeypatch):
 def test_the_plan_of_layouts(monkeypatch):
     """A rank's weights are its part; its activations those of as many micro-batches as its schedule keeps."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
-    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     flags = "--preset", "8b", "--batch-size", "32", "--micro-batch-size", "1"
     whole, halves = plan(*flags), plan(*flags, tp=2)
     assert 0.5 < halves.uses["weights, bfloat16"] / whole.uses["weights, bfloat16"] < 0.501  # norms are whole

@@ -18,7 +18,7 @@ from kos.train.engine.base import Buckets, Engine
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
-from kos.train.ops.cuda import attention, cublaslt
+from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.ops.optimizer import BLOCK
@@ -186,9 +186,6 @@ class Sizing(CudaOps):
         self.device, self.stream = ops.device, ops.stream
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
 
-    def family(self, dtype: str, head_dim: int) -> str:
-        return attention.family_for(self.device, dtype, head_dim)
-
     def matmul(self, *operands: Any, **options: Any) -> None:  # type: ignore[override]
         pass
 
@@ -209,30 +206,6 @@ class Sizing(CudaOps):
 
     def launch(self, *arguments: Any, **options: Any) -> None:
         pass
-
-    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, lse: Array, arena: Arena) -> None:
-        pass
-
-    def attention_backward(
-        self, d_out: Any, qkv: Any, out: Any, lse: Array, heads: int, kv_heads: int, d_qkv: Any, arena: Arena
-    ) -> None:
-        self._attention_scratch(qkv, lse, heads, kv_heads, arena)
-
-    def attention_to(self, *operands: Any) -> None:
-        pass
-
-    def attention_to_backward(
-        self, d_out: Any, qkv: Array, kv: Any, out: Any, lse: Array, heads: int, kv_heads: int, queries: slice,
-        keys: slice, d_qkv: Any, d_kv: Any, arena: Arena,
-    ) -> None:  # fmt: skip
-        self._attention_scratch(qkv, lse, heads, kv_heads, arena)  # of all tokens, at most
-
-    def _attention_scratch(self, qkv: Array, lse: Array, heads: int, kv_heads: int, arena: Arena) -> None:
-        head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
-        with arena.scope():
-            family = self.family(qkv.dtype.name, head_dim)
-            if family != "simple":
-                attention.take_scratch(lse, kv_heads, head_dim, family, arena)
 
     def rope_tables(self, frequencies: Any, positions: Any, dtype: Any) -> tuple[Array, Array]:
         shape = (len(positions), len(frequencies))

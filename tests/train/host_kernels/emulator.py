@@ -20,6 +20,7 @@ from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import numpy as reference
+from kos.train.ops.cuda.attention import Tokens
 from kos.train.ops.cuda.dialect import KERNELS, CudaOps
 from tests.host_compiler import compiled
 
@@ -172,7 +173,9 @@ class HostOps(CudaOps):
         code, types = library(file, tuple(sorted(defines.items())))
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert shared <= self.shared_memory and block <= 1024
-        values = [a.pointer if isinstance(a, Array) else a for a in arguments]
+        values = [
+            a.pointer if isinstance(a, Array) else a.encode() if isinstance(a, Tokens) else a for a in arguments
+        ]
         assert len(values) == len(types[name]), f"{name}: expected {len(types[name])} arguments, got {len(values)}"
         converted = [x if isinstance(x, HostMap) else kind(x) for kind, x in zip(types[name], values, strict=True)]
         getattr(code, f"run_{name}")(x, y, block, *converted)

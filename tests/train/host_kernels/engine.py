@@ -23,6 +23,7 @@ from kos.train.engine import cuda as engine_module
 from kos.train.engine import feed, memory_plan
 from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import _CHUNK_DTYPE as CHUNKS
 from kos.train.ops.cuda.adamw import SHAPES, STATE
 from kos.train.ops.optimizer import Schedule, clip_coefficient
@@ -430,7 +431,7 @@ def host_engine(monkeypatch) -> None:
             known=algorithms, keep=algorithms.update
         ),
         (memory_plan, "cu"): driver,
-        (memory_plan.attention, "family_for"): lambda device, dtype, head_dim: "hopper",
+        (attention, "family_for"): lambda device, dtype, head_dim: "hopper",
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
         (feed, "create_stream"): lambda device: None,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,50 +47,50 @@ class Others(NamedTuple):
 
 
 def attention(
-    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, launch: Callable[..., None], *,
+    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, ops: Any, *,
     to: Others | None = None, family: str | None = None,
 ) -> None:  # fmt: skip
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
     ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
     fp32, of the scaled scores, is kept for the backward.  Attention ``to`` others is merged with what both hold;
-    ``out`` is fp32 then.  ``launch`` is that of CudaOps; ``family`` is for measurements.
+    ``out`` is fp32 then.  ``ops`` is a CudaOps; ``family`` is for measurements.
     """
     samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp, to)
     queries, keys = (slice(0, length), slice(0, length)) if to is None else (to.queries, to.keys)
-    family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
+    family = family or ops.family(qkv.dtype.name, head_dim)
     T, seen = queries.stop - queries.start, keys.stop - keys.start
     size, defines = (samples, T, heads, kv_heads), macros(qkv.dtype.name, head_dim, to is None)
     q, merged, lse = _row(qkv, queries), _row(out, queries), log_sum_exp.pointer + 4 * queries.start
     more = () if to is None else (_row(to.kv, keys), seen, length)
     if family == "simple":
         rows = _rows(samples * T * heads)
-        launch("attention_simple.cu", "attention_forward", rows, 256, q, merged, lse, *size, *more, **defines)
+        ops.launch("attention_simple.cu", "attention_forward", rows, 256, q, merged, lse, *size, *more, **defines)
         return
     row, rows = head_dim * 2, _BLOCK if family == "mma" else 64 * FORWARD["CONSUMERS"]
     grid = samples * heads * -(-T // rows)
     section = _section(samples * heads, heads // kv_heads, seen, head_dim)
     if family == "mma":
-        launch(
+        ops.launch(
             "attention_mma.cu", "attention_forward", grid, 256, q, merged, lse, *size, section, *more,
             shared=(_BLOCK + 4 * 64) * row, **defines,
         )  # fmt: skip
         return
     shared = (2 * rows + 2 * FORWARD["STAGES"] * FORWARD["KEYS"]) * row + _ALIGNMENT + 256
-    other = _map(out, samples, length) if to is None else _map(to.kv, samples, length, keys)
-    staying = min(grid, device_info(qkv.device).multiprocessors)
+    other = Tokens(out, samples, length) if to is None else Tokens(to.kv, samples, length, keys)
+    staying = min(grid, ops.multiprocessors)
     if to is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
         staying = -(-grid // -(-grid // staying))
-    launch(
+    ops.launch(
         "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows,
-        _map(qkv, samples, length, queries), other, lse, *size, section, *((merged, *more[1:]) if more else ()),
+        Tokens(qkv, samples, length, queries), other, lse, *size, section, *((merged, *more[1:]) if more else ()),
         shared=shared, **defines, **FORWARD,
     )  # fmt: skip
 
 
 def attention_backward(
     d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
-    launch: Callable[..., None], *, to: Others | None = None, d_kv: Array | None = None, family: str | None = None,
+    ops: Any, *, to: Others | None = None, d_kv: Array | None = None, family: str | None = None,
 ) -> None:  # fmt: skip
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
@@ -114,7 +113,7 @@ def attention_backward(
         assert d_kv is not None, "attention to others: the gradient of their keys and values"
         expect("d_kv", d_kv, to.kv.shape, "float32")
         d_keys, more = _row(d_kv, keys), (first_key, keys.stop - keys.start, length)
-    family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
+    family = family or ops.family(qkv.dtype.name, head_dim)
     T, seen = queries.stop - queries.start, keys.stop - keys.start
     size, defines = (samples, T, heads, kv_heads), macros(qkv.dtype.name, head_dim, to is None)
     q, dq, d, o = (_row(x, queries) for x in (qkv, d_qkv, d_out, out))
@@ -123,7 +122,7 @@ def attention_backward(
         for name, count, target in (
             ("attention_backward_q", T * heads, dq), ("attention_backward_kv", seen * kv_heads, d_keys),
         ):  # fmt: skip
-            launch(
+            ops.launch(
                 "attention_simple.cu", name, _rows(samples * count), 256, q, d, o, lse, target, *size, *more, **defines
             )
         return
@@ -134,12 +133,12 @@ def attention_backward(
     with arena.scope():
         statistics, bounds, sums = take_scratch(log_sum_exp, kv_heads, head_dim, family, arena, T, seen)
         if bounds is not None:
-            launch(
+            ops.launch(
                 "attention_statistics.cu", "attention_bounds", bounds.size // 2, 256, first_key, bounds, seen, length,
                 kv_width, kv_heads, **defines,
             )  # fmt: skip
         scratch = (statistics, *(0 if x is None else x for x in (bounds, sums)))
-        launch(
+        ops.launch(
             "attention_statistics.cu", "attention_statistics", -(-threads // 256), 256, d, o, lse, *scratch, *size,
             seen, length, **defines,
         )  # fmt: skip
@@ -148,13 +147,13 @@ def attention_backward(
             step, turns = 8192 // head_dim, 3 if head_dim == 128 else 2  # STEP and TURNS
             own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
             shared = own + BACKWARD["STAGES"] * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
-            other = _map(d_qkv, samples, length) if to is None else _map(to.kv, samples, length, keys)
-            launch(
+            other = Tokens(d_qkv, samples, length) if to is None else Tokens(to.kv, samples, length, keys)
+            ops.launch(
                 "attention_backward_hopper.cu", "attention_backward", blocks_kv, 384,
-                *(_map(x, samples, length, queries) for x in (qkv, d_out)), other, statistics, sums, *size, section_kv,
-                *((d_keys, *more[1:]) if more else ()), shared=shared, **defines,
+                *(Tokens(x, samples, length, queries) for x in (qkv, d_out)), other, statistics, sums, *size,
+                section_kv, *((d_keys, *more[1:]) if more else ()), shared=shared, **defines,
             )  # fmt: skip
-            launch(
+            ops.launch(
                 "attention_backward_hopper.cu", "attention_finish", sums.size // 4096, 256,
                 sums, statistics, dq, T, heads, qkv.shape[1], length, **defines,
             )  # fmt: skip
@@ -165,7 +164,7 @@ def attention_backward(
             ("attention_backward_kv", blocks_kv, d_keys, section_kv), ("attention_backward_q", blocks_q, dq, section_q),
         ):  # fmt: skip
             operands = (q, d, target, statistics, *size, section, *more)
-            launch("attention_mma.cu", name, grid, 256, *operands, shared=shared, **defines)
+            ops.launch("attention_mma.cu", name, grid, 256, *operands, shared=shared, **defines)
 
 
 def take_scratch(
@@ -262,10 +261,18 @@ class _Words:
         }  # fmt: skip
 
 
-def _map(array: Array, samples: int, length: int, tokens: slice | None = None) -> Any:
-    """Of ``tokens`` of each of ``samples`` of ``length`` tokens."""
-    tokens = tokens or slice(0, length)
-    return _tensor_map(_row(array, tokens), samples, tokens.stop - tokens.start, length, array.shape[1])
+class Tokens(NamedTuple):
+    """What a kernel reads by TMA: of ``tokens`` of each of ``samples`` of ``length`` tokens."""
+
+    array: Array
+    samples: int
+    length: int
+    tokens: slice | None = None
+
+    def encode(self) -> Any:
+        tokens = self.tokens or slice(0, self.length)
+        size, columns = tokens.stop - tokens.start, self.array.shape[1]
+        return _tensor_map(_row(self.array, tokens), self.samples, size, self.length, columns)
 
 
 @functools.lru_cache(maxsize=1024)

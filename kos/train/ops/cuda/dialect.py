@@ -62,7 +62,10 @@ class CudaOps:
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = self._kernels[key] = load_kernel(KERNELS / file, name, self.device, **defines)
-        values = (x.pointer if isinstance(x, Array) else x for x in arguments)
+        values = (
+            x.pointer if isinstance(x, Array) else x.encode() if isinstance(x, attention.Tokens) else x
+            for x in arguments
+        )
         kernel(self.stream, grid, block, *values, shared=shared)
 
     # --- memory --------------------------------------------------------------------------------------
@@ -313,14 +316,18 @@ class CudaOps:
 
     # --- attention -----------------------------------------------------------------------------------
 
+    def family(self, dtype: str, head_dim: int) -> str:
+        """Which of ``attention.FAMILIES`` computes it."""
+        return attention.family_for(self.device, dtype, head_dim)
+
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch)
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self)
 
     def attention_backward(
         self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
         arena: Arena,
     ) -> None:  # fmt: skip
-        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self.launch)
+        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self)
 
     def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
         rows, columns = qkv.shape
@@ -340,7 +347,7 @@ class CudaOps:
         log_sum_exp: Array, arena: Arena,
     ) -> None:  # fmt: skip
         to = attention.Others(kv, queries, keys)
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch, to=to)
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self, to=to)
 
     def attention_to_backward(
         self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
@@ -348,7 +355,7 @@ class CudaOps:
     ) -> None:  # fmt: skip
         self.zero(d_kv)
         operands, to = (d_out, qkv, out, log_sum_exp, heads, kv_heads), attention.Others(kv, queries, keys)
-        attention.attention_backward(*operands, d_qkv, arena, self.launch, to=to, d_kv=d_kv)
+        attention.attention_backward(*operands, d_qkv, arena, self, to=to, d_kv=d_kv)
 
     # --- cross_entropy -------------------------------------------------------------------------------
 
