@@ -14,10 +14,9 @@ from kos.memory.arena import Arena
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
-from kos.train.engine.base import Engine, Show
+from kos.train.engine.base import Engine, Show, fixes_order
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, make_buckets
-from kos.train.engine.stage import fixes_order
 from kos.train.model.fixed import split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
@@ -134,10 +133,7 @@ class CpuEngine(Engine):
         self.report[0] = stop
         self.count[0] = self.data.targets_per_micro_batch(step, len(self.micro_batches[0]))
         self.queue_step()
-        losses = self.reports[self.reporters(), 1:]
-        loss = math.fsum(losses.flat) / self.micro_batches_of_all
-        stopped = bool(self.reports[:, 0].any())
-        self._result = StepResult(loss, self._norm, self._lr, time.perf_counter() - began, stopped)
+        self._result = self.result(self.reports, self._norm, self._lr, time.perf_counter() - began)
 
     def queue_gradients(self) -> None:
         super().queue_gradients()

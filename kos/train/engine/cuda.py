@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import time
 from functools import partial
 from pathlib import Path
@@ -262,13 +261,8 @@ class CudaEngine(Engine):
             pass
         if self._newest is result:
             self._newest = None
-        answers = result.answers.reshape(self.comm.size, -1)
-        losses = answers[self.reporters(), 1:]
         after = dict(zip(STATE, map(float, result.state), strict=True))
-        loss = float(losses.sum()) / self.micro_batches_of_all
-        if math.isfinite(loss):
-            loss = math.fsum(losses.flat) / self.micro_batches_of_all
-        return StepResult(loss, after["norm"], after["lr"], result.seconds(), bool(answers[:, 0].any()))
+        return self.result(result.answers.reshape(self.comm.size, -1), after["norm"], after["lr"], result.seconds())
 
     def not_finite(self, step: int) -> str | None:
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from kos.memory.arena import Arena
@@ -35,9 +36,11 @@ class FixedLlama(Llama):
         self.order = FixedOrder(ops, split_of(config, seq_len), tp, cp)
         tensor, context = FixedTensor(self.order, local.vocabulary.start), FixedContext(self.order)
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
-        A, kv = local.heads * config.head_dim, local.kv_heads * config.head_dim
-        self._stacked: dict[str, tuple[int, ...]] = {names.qkv: (A, kv, kv) for names in self._layers}
-        self._stacked |= {names.gate_up: (local.intermediate,) * 2 for names in self._layers}
+        self._stacked: dict[str, list[slice]] = {}  # of a group, the rows of its members
+        shapes = config.parameter_shapes(local)
+        for name, members in self._groups.items():
+            ends = [0, *accumulate(shapes[member][0] for member in members)]
+            self._stacked[name] = [*map(slice, ends, ends[1:])]
 
     def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
         name = LOOKUPS if self.config.tie_word_embeddings else self.config.embedding

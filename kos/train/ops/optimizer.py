@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy as np
 from kos.train.model.parameters import Parameters, Shard
 
 BLOCK = 16_384  # elements: weights, gradients, two moments and one temporary are 320 KiB, within an L2
+CHUNKS = np.dtype([("start", "i8"), ("local", "i8"), ("length", "i4"), ("decayed", "i4"), ("index", "i8")])
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -39,7 +39,12 @@ class AdamW:
         self.weights, self.exp_avg, self.exp_avg_sq = weights, held, held.like()
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.step_count = 0
-        self._blocks, self._count = _blocks(weights, held.parts())
+        rows, names, starts = split(held, BLOCK)
+        self._count = len(starts)
+        self._blocks = [
+            (int(index), str(name), slice(start, start + length), slice(local, local + length), bool(decayed))
+            for (start, local, length, decayed, index), name in zip(rows.tolist(), names, strict=True)
+        ]
         self._scratch = np.empty(BLOCK, weights.flat.dtype)
 
     def squares(self, gradients: Parameters, counted: Container[str]) -> np.ndarray:
@@ -108,25 +113,23 @@ class AdamW:
             w -= t
 
 
-def _blocks(
-    weights: Parameters, parts: Sequence[tuple[slice, slice]]
-) -> tuple[list[tuple[int, str, slice, slice, bool]], int]:
-    """What fits in the cache, each of one tensor and part, and how many there are of all parts.
+def split(held: Parameters | Shard, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of what is held, chunks of ``size`` elements at most, each of one tensor; the tensor's name of each; all starts.
 
-    A block's number, its tensor, where it lies in the flat array and in what is held, and whether it is decayed. It
-    begins at a multiple of ``BLOCK`` or where a tensor begins, and so do parts: the blocks of all ranks are the same.
+    A chunk begins at a multiple of ``size`` or where a tensor begins, and so does what is held: ``index`` counts the
+    same chunks on all ranks.  ``start`` is its place in the layout, ``local`` in ``held.flat``.
     """
-    blocks, number = [], 0
-    for name, span in weights.spans.items():
-        cuts = [span.start, *range((span.start // BLOCK + 1) * BLOCK, span.stop, BLOCK), span.stop]
-        for at, end in pairwise(cuts):
-            for part, local in parts:
-                if part.start <= at < part.stop:
-                    shift = local.start - part.start
-                    decayed = len(weights.shapes[name]) >= 2
-                    blocks.append((number, name, slice(at, end), slice(at + shift, end + shift), decayed))
-            number += 1
-    return blocks, number
+    first_of, end = np.array([span.start for span in held.spans.values()]), [*held.spans.values()][-1].stop
+    starts = np.union1d(np.arange(0, end, size), first_of)
+    tensors = np.searchsorted(first_of, starts, side="right") - 1
+    rows = np.zeros(len(starts), CHUNKS)
+    rows["start"], rows["length"], rows["index"] = starts, np.diff(starts, append=end), np.arange(len(starts))
+    rows["decayed"] = np.array([len(shape) >= 2 for shape in held.shapes.values()])[tensors]
+    mine = np.zeros(len(starts), bool)
+    for part, local in held.parts():
+        inside = slice(*np.searchsorted(starts, (part.start, part.stop)))
+        rows["local"][inside], mine[inside] = starts[inside] - part.start + local.start, True
+    return rows[mine], np.array([*held.spans])[tensors[mine]], starts
 
 
 @dataclass(frozen=True)

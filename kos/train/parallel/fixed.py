@@ -86,11 +86,12 @@ class FixedOrder:
                 self.ops.add_tree(terms, x)
 
     def scatter_over_ranks(self, axis: Axis, x: Array, out: Array, arena: Arena) -> None:
-        """out = this rank's part, by the first dimension, of the sum over the ranks of ``axis``."""
-        with arena.scope():
-            terms = arena.take((axis.size, *out.shape), out.dtype)
-            axis.comm.all_to_all(x, terms)
-            self.ops.add_tree(terms, out)
+        """out = this rank's part, by the first dimension, of the sum over ``axis``; with one rank it is ``x``."""
+        if axis.size > 1:
+            with arena.scope():
+                terms = arena.take((axis.size, *out.shape), out.dtype)
+                axis.comm.all_to_all(x, terms)
+                self.ops.add_tree(terms, out)
 
     def sum_of_products(self, a: Array, b: Array, out: Array, arena: Arena) -> None:
         """out (n, m) = the sum of a[i] b[i]."""
@@ -111,16 +112,14 @@ class FixedOrder:
         return x.reshape(self.pieces, -1, x.shape[-1])
 
     def weight_gradient(
-        self, d_out: Array, x: Array, d_weight: Array, arena: Arena, stacked: Sequence[int] | None
+        self, d_out: Array, x: Array, d_weight: Array, arena: Arena, stacked: Sequence[slice] | None
     ) -> None:
         """``Ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: split by columns."""
-        first = 0
-        for size in stacked or ():
-            f = size // self.parts
-            for start in range(first, first + size, f):
+        for rows in stacked or ():
+            f = (rows.stop - rows.start) // self.parts
+            for start in range(rows.start, rows.stop, f):
                 d = self.columns(d_out[:, start : start + f], 1)[0].transpose(1, 0, 2)
                 self.sum_of_products(d, self.rows(x), d_weight[start : start + f], arena)
-            first += size
         if stacked is None:
             f = x.shape[1] // self.parts
             for part, columns in enumerate(self.columns(x)):
@@ -149,34 +148,25 @@ class FixedTensor(TensorParallel):
         self.order, self.parts = order, order.parts
 
     def column_linear(  # type: ignore[override]
-        self, x_nD: Array, weight: Array, out_NF: Array, arena: Arena, stacked: Sequence[int]
+        self, x_nD: Array, weight: Array, out_NF: Array, arena: Arena, stacked: Sequence[slice]
     ) -> None:
+        """Of each part and piece (f, D) times (D, n)."""
         with arena.scope():
             x = self.order.rows(self.gather(x_nD, arena)).swapaxes(1, 2)[:, None]
-            self._columns(weight, x, out_NF, stacked)
-
-    def _columns(self, weight: Array, x: Array, out_NF: Array, stacked: Sequence[int]) -> None:
-        """out = weight x of each part and piece: (f, D) times (D, n)."""
-        first = 0
-        for size in stacked:
-            w = weight[first : first + size].reshape(self.parts, -1, weight.shape[1])
-            out = self.order.columns(out_NF[:, first : first + size])
-            self.ops.product(w, x, out.transpose(2, 0, 1, 3))
-            first += size
+            for rows in stacked:
+                w = weight[rows].reshape(self.parts, -1, weight.shape[1])
+                self.ops.product(w, x, self.order.columns(out_NF[:, rows]).transpose(2, 0, 1, 3))
 
     def column_linear_backward(  # type: ignore[override]
         self, d_out_NF: Array, x_nD: Array, weight: Array, dx_nD: Array, keep: Arena, arena: Arena,
-        stacked: Sequence[int],
+        stacked: Sequence[slice],
     ) -> Array:  # fmt: skip
         x_ND, P = self.gather(x_nD, keep), self.parts
-        starts = [sum(stacked[:index]) for index in range(len(stacked))]
 
         def of_part(x: Array, out: Array) -> None:
             """The rows of ``x`` by part: (P, rows / P, columns), each with its rows of every stacked matrix."""
-            at = 0
-            for start, size in zip(starts, stacked, strict=True):
-                self.ops.copy(x[start : start + size].reshape(P, size // P, -1), out[:, at : at + size // P])
-                at += size // P
+            for rows in stacked:
+                self.ops.copy(x[rows].reshape(P, -1, x.shape[1]), out[:, rows.start // P : rows.stop // P])
 
         with arena.scope():
             term_ND = dx_nD if self.size == 1 else arena.take(x_ND.shape, x_ND.dtype)
@@ -187,8 +177,7 @@ class FixedTensor(TensorParallel):
             for piece, out in enumerate(self.order.rows(term_ND)):
                 of_part(by_piece[:, piece], d)
                 self.order.sum_of_products(d.swapaxes(1, 2), w, out, arena)
-            if self.size > 1:
-                self.order.scatter_over_ranks(self.axis, term_ND, dx_nD, arena)
+            self.order.scatter_over_ranks(self.axis, term_ND, dx_nD, arena)
         return x_ND
 
     def row_linear(self, x_NF: Array, weight: Array, out_nD: Array, residual_nD: Array, arena: Arena) -> None:
@@ -197,8 +186,7 @@ class FixedTensor(TensorParallel):
             x, w = self.order.columns(x_NF), self._by_columns(weight)
             for piece, out in enumerate(self.order.rows(term_ND)):
                 self.order.sum_of_products(x[:, :, piece].swapaxes(1, 2), w, out, arena)
-            if self.size > 1:
-                self.order.scatter_over_ranks(self.axis, term_ND, out_nD, arena)
+            self.order.scatter_over_ranks(self.axis, term_ND, out_nD, arena)
             self.ops.add(out_nD, residual_nD, out_nD)
 
     def row_linear_backward(self, d_out_nD: Array, weight: Array, dx_NF: Array, keep: Arena) -> Array:

@@ -24,9 +24,8 @@ from kos.train.engine import feed, memory_plan
 from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
-from kos.train.ops.cuda.adamw import _CHUNK_DTYPE as CHUNKS
 from kos.train.ops.cuda.adamw import SHAPES, STATE
-from kos.train.ops.optimizer import Schedule, clip_coefficient
+from kos.train.ops.optimizer import CHUNKS, Schedule, clip_coefficient
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 

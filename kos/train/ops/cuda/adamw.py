@@ -15,14 +15,11 @@ from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.ops.optimizer import Schedule
+from kos.train.ops.optimizer import Schedule, split
 
 CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins
 SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of adamw.cu
 STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", "sum_of_squares", "halted")
-_CHUNK_DTYPE = np.dtype(
-    [("start", np.int64), ("local", np.int64), ("length", np.int32), ("decayed", np.int32), ("index", np.int64)]
-)
 
 
 class CudaAdamW:
@@ -51,8 +48,7 @@ class CudaAdamW:
         self.weight_decay, self.grad_clip, self.skip_outliers = weight_decay, grad_clip, skip_outliers
         self.seed = seed
         self.state = ops.zeros(len(STATE), np.float64)
-        chunks, self._starts = _chunks(weights)
-        names = np.array([*weights.spans])[_tensor_of(weights, chunks["start"])]
+        chunks, names, self._starts = split(weights, CHUNK)
         of_norm = chunks if counted is None else chunks[np.isin(names, [*counted])]
         self._chunk_count, self._norm_count, self._sparse = len(chunks), len(of_norm), counted is not None
         self._chunks, self._norm_chunks = (
@@ -138,28 +134,3 @@ class CudaAdamW:
             MASTER=self.weights.flat.dtype.name, GRADIENT=gradients.dtype.name, WEIGHT=weight,
             COPY=int(self.copy is not None),
         )  # fmt: skip
-
-
-def _tensor_of(weights: Parameters | Shard, places: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The number of the tensor that each place in the layout belongs to."""
-    return np.searchsorted([span.start for span in weights.spans.values()], places, side="right") - 1
-
-
-def _chunks(weights: Parameters | Shard) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Slices of the flat array, each within one tensor and one part: those of this rank, and where all begin."""
-    spans = list(weights.spans.values())
-    end = spans[-1].stop
-    of_tensors = np.array([span.start for span in spans], np.int64)
-    starts = np.union1d(np.arange(0, end, CHUNK), of_tensors)
-    decayed = np.array([len(shape) >= 2 for shape in weights.shapes.values()])
-    rows = np.zeros(len(starts), _CHUNK_DTYPE)
-    rows["start"] = starts
-    rows["length"] = np.diff(starts, append=end)
-    rows["decayed"] = decayed[_tensor_of(weights, starts)]
-    rows["index"] = np.arange(len(starts))
-    mine = []
-    for part, local in weights.parts():
-        inside = rows[np.searchsorted(starts, part.start) : np.searchsorted(starts, part.stop)]
-        inside["local"] = inside["start"] - part.start + local.start
-        mine.append(inside)
-    return np.concatenate(mine), starts
