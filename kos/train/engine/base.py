@@ -13,7 +13,7 @@ import numpy as np
 
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import LEFT_OUT, Dataset
+from kos.train.data.batches import Dataset
 from kos.train.model.fixed import LOOKUPS, FixedLlama
 from kos.train.model.gpt2 import GPT2Config, make_model
 from kos.train.model.initial import InitialWeights
@@ -211,8 +211,7 @@ class Engine(Step):
         most = self.config.micro_batch_size or 1
         for index in range(self.mesh.dp.rank, len(batches), self.mesh.dp.size):
             _, targets = batches[index]()
-            count = max(1, int(np.count_nonzero(targets != LEFT_OUT)))
-            yield from ((index, slice(at, at + most), count) for at in range(0, len(targets), most))
+            yield from ((index, slice(at, at + most), targets.size) for at in range(0, len(targets), most))
 
     def _evaluate(
         self, action: Action, weights: Weights, received: Buffer | None, tokens: Any, targets: Any, count: int
