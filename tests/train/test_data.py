@@ -87,7 +87,7 @@ def test_shards_are_one_row_of_tokens() -> None:
 )
 def test_validation_windows_are_fixed_spread_and_apart(tokens: int, batches: int, rows: int) -> None:
     data = make(np.arange(50), np.arange(tokens))
-    got = [make_batch() for make_batch in data.val_batches()]
+    got = [data.windows(data.val, starts) for starts in data.val_starts()]
     assert len(got) == batches and [batch[0].shape for batch in got] == [(rows, 4)] * batches
     starts = [int(start) for batch in got for start in batch[0][:, 0]]
     gaps = np.diff(starts)
@@ -96,20 +96,20 @@ def test_validation_windows_are_fixed_spread_and_apart(tokens: int, batches: int
     if gaps.size:
         assert gaps.max() - gaps.min() <= 4
         assert tokens - 1 - starts[-1] < gaps.max() + 8, "the end is seen too"
-    for batch, other in zip(got, make(np.arange(9), np.arange(tokens), seed=8).val_batches(), strict=True):
-        assert np.array_equal(batch[0], other()[0]) and np.array_equal(batch[0] + 1, batch[1])
+    assert np.array_equal(data.val_starts(), make(np.arange(9), np.arange(tokens), seed=8).val_starts())
+    assert all(np.array_equal(batch[0] + 1, batch[1]) for batch in got)
 
 
 def test_validation_batches_are_bounded_in_tokens() -> None:
     data = make(np.arange(50), np.arange(10**6), batch_size=64, seq_len=40)
-    assert data.val_batches()[0]()[0].shape == (64, 40)
+    assert data.val_starts().shape[1] == 64
     long = make(np.arange(9000), np.arange(10**6), batch_size=64, seq_len=8192)
-    assert long.val_batches()[2]()[0].shape == (EVAL_BATCH_TOKENS // 8192, 8192)
+    assert long.val_starts().shape == (3, EVAL_BATCH_TOKENS // 8192)
 
 
 def test_the_default_data() -> None:
     data = load_data(parse([]))
-    assert data.name == "stdlib" and data.tokenizer.name == "bytes" and len(data.val_batches()) == 8
+    assert data.name == "stdlib" and data.tokenizer.name == "bytes" and len(data.val_starts()) == 8
     tokens, _ = data.batch(0)
     assert tokens.shape == (16, 128)
     assert "stdlib (bytes)" in data.describe() and f"{len(data.train):,}" in data.describe()
@@ -161,12 +161,12 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     data = load_data(parse(["--data", path, "--seq-len", "9", "--tokenizer", "bytes", "--eval-batches", "1"]))
     data.batch(0)
     with pytest.raises(DataError, match=r"expected tokens below the vocabulary's 256, got 256"):
-        data.val_batches()[0]()
+        data.windows(data.val, data.val_starts()[0])
 
 
 def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "x" * 100)
-    assert load_data(parse(["--data", path, "--seq-len", "9"])).val_batches()[0]()[0].shape == (1, 9)
+    assert load_data(parse(["--data", path, "--seq-len", "9"])).val_starts().shape[1] == 1
     with refused(DataError, "text.txt", "--seq-len + 1 = 11", "validate", "got 10"):
         load_data(parse(["--data", path, "--seq-len", "10"]))
     with refused(DataError, "text.txt", "--seq-len + 1 = 91", "train on", "got 90"):

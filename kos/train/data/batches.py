@@ -8,9 +8,8 @@ easy as 1, 2, 3", SC11).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +96,17 @@ class Dataset:
         starts = draws % np.uint64(len(self.train) - self.seq_len)
         return self.windows(self.train, starts[list(indices)])
 
-    def val_batches(self) -> list[Callable[[], Batch]]:
-        """``eval_batches`` batches, each made when it is called: the same ones at each evaluation, on any ranks.
+    def val_starts(self) -> NDArray[np.int64]:
+        """Where the ``windows`` of ``val`` begin in each validation batch, (batches, sequences): the same on any ranks.
 
-        Windows are evenly spread over the validation tokens, none overlapping another.  Every batch has
-        ``eval_shape``, or as many sequences as there are windows.
+        They are evenly spread over the validation tokens, none overlapping another.  Every batch has ``eval_shape``,
+        or as many sequences as there are windows.
         """
         windows = (len(self.val) - 1) // self.seq_len
         rows = min(eval_shape(self)[0], windows)
         batches = min(self.eval_batches, windows // rows)
         count = rows * batches
-        starts = (np.arange(count) * windows // count * self.seq_len).reshape(batches, rows)
-        return [partial(self.windows, self.val, batch) for batch in starts]
+        return (np.arange(count) * windows // count * self.seq_len).reshape(batches, rows)
 
     def describe(self) -> str:
         """One phrase for the log."""

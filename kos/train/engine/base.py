@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -190,28 +190,30 @@ class Engine(Step):
 
     def evaluate(self) -> float:
         """The mean loss over the validation windows."""
-        weights, batches, dp = self.whole_weights(), self.data.val_batches(), self.mesh.dp
-        sums = np.zeros(-(-len(batches) // dp.size))
-        pieces = list(self._validation(batches))
+        weights, starts, dp = self.whole_weights(), self.data.val_starts(), self.mesh.dp
+        most = len(self.micro_batches[0])
+        sums, targets_of_batch = np.zeros(-(-len(starts) // dp.size)), starts.shape[1] * self.config.seq_len
+        pieces = [
+            (index, starts[index, at : at + most])
+            for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
+        ]  # fmt: skip
         self._in_flight = {}
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
             for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank]):
-                index, rows, count = pieces[action.micro_batch]
+                index, windows = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
-                tokens, targets = (self.context.take(x[rows]) for x in batches[index]())
-                sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, count)
+                tokens, targets = map(self.context.take, self.data.windows(self.data.val, windows))
+                sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, targets_of_batch)
             self.pipeline.free_buffers()
         self.synchronize()
         said = self.mesh.world.all_gather_bytes(sums.tobytes())
-        return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(batches)
+        return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(starts)
 
-    def _validation(self, batches: Sequence[Callable[[], Any]]) -> Iterator[tuple[int, slice, int]]:
-        """This rank's pieces, of a micro-batch at most: of which batch, which rows, how many targets that has."""
-        most = self.config.micro_batch_size or 1
-        for index in range(self.mesh.dp.rank, len(batches), self.mesh.dp.size):
-            _, targets = batches[index]()
-            yield from ((index, slice(at, at + most), targets.size) for at in range(0, len(targets), most))
+    def evaluated_at_once(self) -> set[int]:
+        """How many sequences the pieces of a validation have, a micro-batch at most."""
+        (batches, rows), most = self.data.val_starts().shape, len(self.micro_batches[0])
+        return {min(most, rows), rows % most} - {0} if batches else set()
 
     def _evaluate(
         self, action: Action, weights: Weights, received: Buffer | None, tokens: Any, targets: Any, count: int

@@ -121,7 +121,7 @@ class CpuEngine(Engine):
                 array[:] = 0
             self.start_step(0, False)
         self.optimizer.step_count = 0
-        tokens = math.prod(eval_shape(self.config)) * len(self.data.val_batches())
+        tokens = math.prod(eval_shape(self.config)) * len(self.data.val_starts())
         seconds, trained = self._result.seconds, self.config.batch_size * self.config.seq_len
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 

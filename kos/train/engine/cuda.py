@@ -92,9 +92,7 @@ class CudaEngine(Engine):
             arena.reserve(size, partial(_reachable, mesh.tp.comm, ops) if _reaches(mesh.tp) else None)
             arena.fix()
         if mesh.pp.size > 1:
-            micro, evaluated = len(self.micro_batches[0]), [len(batch()[0]) for batch in data.val_batches()[:1]]
-            sizes = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
-            for rows in sorted(sizes):
+            for rows in sorted({len(self.micro_batches[0]), *self.evaluated_at_once()}):
                 self.pipeline.connect(self.tensor.rows(rows * config.seq_len // mesh.cp.size))
         dtype = config.master_dtype
         master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)
@@ -143,7 +141,7 @@ class CudaEngine(Engine):
         local = model.local(tp.rank, tp.size)
 
         def passes() -> dict[str, str]:
-            sizes = {rows.stop - rows.start for _, rows, _ in self._validation(self.data.val_batches()[:1])}
+            sizes = self.evaluated_at_once()
             chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
             about = hashlib.blake2b(
