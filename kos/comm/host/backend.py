@@ -109,7 +109,7 @@ class HostBackend(MessagingBackend):
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
-                self._shared = SharedCollectives(self._calls, self.crowded)
+                self._shared = SharedCollectives(self._calls, self.crowded, rendezvous, self._by_messages)
         if self.one_host:
             self.arrays = SharedArrays(rendezvous)
 

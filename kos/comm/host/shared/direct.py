@@ -1,0 +1,191 @@
+"""Plans of collectives in which every rank reads what it gets from the memory of the other ranks, in one copy.
+
+Linux copies between processes (process_vm_readv, "cross memory attach") if it allows one to debug the other.  Through a
+slot data would be copied twice, and its lines fetched from the cache of the core that has just written them.
+
+A rank puts into its slot where each other rank finds its data, and waits at the end until they have read it.  An
+all_reduce goes through slots: to write memory that another core has just read takes longer than the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from kos.comm.host.shared.plans import Plan, Plans, Step
+from kos.comm.host.shared.segment import GOT, PUT, Segment
+from kos.comm.operation import AUTO, Operation
+from kos.comm.reduction import Reduction
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.scheduled import wrong_message
+
+Array = np.ndarray[Any, Any]
+
+DIRECT_BYTES = 16 << 10
+"""The least bytes that a rank reads of another one in one copy.  Below, two copies through a slot are faster."""
+REDUCE_BYTES = 256 << 10
+"""The most bytes of a reduce in one copy.  Through slots all ranks add, and here the root alone."""
+CHUNK_BYTES = 64 << 10
+"""Bytes read before they are reduced: they stay in the core's cache."""
+
+_FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("gather", "reduce")
+_DIRECT = frozenset({*_FROM_ROOT, *_TO_ROOT, "all_gather", "all_to_all", "reduce_scatter"})
+
+
+class Unreadable(OSError):
+    """The kernel does not copy from the memory of an array, such as that of a device.  All ranks raise it."""
+
+
+class _Vector(ctypes.Structure):
+    """``struct iovec``."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+class Direct:
+    """Makes the plans of one rank."""
+
+    def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans) -> None:
+        self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
+        self._gots, puts = ([segment.layout.line(r) + word for r in range(self.size)] for word in (GOT, PUT))
+        self._puts = [puts[r] for r in self.peers]
+        self._local, self._remote = _Vector(), _Vector()
+        self._vectors = ctypes.byref(self._local), 1, ctypes.byref(self._remote), 1, 0
+        self._readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+        self._scratch = np.empty(CHUNK_BYTES, np.uint8)
+        self._byte = _address(self._scratch)
+        mine = np.array([os.getpid(), self._byte], np.int64)
+        everyone = [np.frombuffer(each, np.int64).tolist() for each in rendezvous.allgather(mine.tobytes())]
+        self._pids = [pid for pid, _ in everyone]
+        able = self._readv is not None and all(self._reads(rank, at) for rank, (_, at) in enumerate(everyone))
+        self.usable = all(each == b"1" for each in rendezvous.allgather(b"1" if able else b"0"))
+        """Whether every rank can read the memory of every other one."""
+        self._tables = plans.typed(np.dtype(np.int64))
+        slots, at = list(zip(*self._tables, strict=True)), 1 + 2 * self.rank
+        self._readable = [[each[:1] for each in slot] for slot in slots]  # by slot: whether the data of each rank are
+        self._offers = [[each[at : at + 2] for each in slot] for slot in slots]  # and what this rank may read of each
+
+    def make(self, o: Operation) -> Plan | None:
+        """The plan of ``o``; None if it has none, or copies through slots are faster."""
+        name, buffer, me = o.name.removesuffix("_v"), o.send or o.recv, self.rank
+        if not self.usable or name not in _DIRECT or buffer is None or o.options.algorithm != AUTO:
+            return None
+        nbytes = (o.common_count() or 0) * buffer.dtype.itemsize // (self.size if name == "all_to_all" else 1)
+        if name == o.name and not DIRECT_BYTES <= nbytes <= (REDUCE_BYTES if name == "reduce" else nbytes):
+            return None
+        sources, readers = range(self.size), self.peers
+        if name in _FROM_ROOT:
+            assert o.root is not None
+            sources, readers = range(o.root, o.root + 1), self.peers if me == o.root else []
+        elif name in _TO_ROOT:
+            readers = [r for r in self.peers if r == o.root]
+        x, out = (None if each is None else each.flat for each in (o.send, o.recv))
+        counts, starts = [0] * self.size, [0] * self.size  # what each rank reads here
+        if x is not None and ("scatter" in name or name == "all_to_all"):
+            counts = list(o.send_counts or [x.size // self.size] * self.size)
+            starts = [0, *accumulate(counts)]
+        elif x is not None:
+            counts = [x.size] * self.size
+        mine = None if x is None else x[starts[me] : starts[me] + counts[me]]
+        if o.reduction is None:
+            get = self._copy(mine, out, sources, o.recv_counts)
+        elif mine is not None and o.reduction.is_plain:
+            get = self._reduce(mine, out, o.reduction)
+        else:
+            return None
+        gots = [self._gots[r] for r in readers]
+        return Plan(1, 1, self.peers, self._offer(x if readers else None, starts, counts), get, self._puts, True, gots)
+
+    def _offer(self, x: Array | None, starts: list[int], counts: list[int]) -> Step:
+        """Puts whether ``x`` can be read, and for each rank the address and the bytes of its part."""
+        parts = [1]
+        if x is not None:
+            address, itemsize = _address(x), x.itemsize
+            parts[0] = not x.size or (self._reads(self.rank, address) and self._reads(self.rank, address + x.nbytes - 1))
+            for start, count in zip(starts, counts, strict=False):
+                parts += address + start * itemsize, count * itemsize
+        values = np.array(parts, np.int64)
+        slots = [slot[: len(parts)] for slot in self._tables[self.rank]]
+
+        def put(slot: int, a: int, b: int) -> None:
+            slots[slot][...] = values
+
+        return put
+
+    def _copy(
+        self, mine: Array | None, out: Array | None, sources: Sequence[int], counts: Sequence[int] | None
+    ) -> Step:
+        """Copies ``mine``, and what the other sources offer, one after another to ``out``."""
+        reads, own, end = [], None, 0
+        if out is not None:
+            address, itemsize = _address(out), out.itemsize
+            for source, count in zip(sources, counts or [out.size // len(sources)] * len(sources), strict=True):
+                if source != self.rank:
+                    reads.append((source, address + end * itemsize, count * itemsize))
+                elif mine is not None and _address(mine) != address + end * itemsize:
+                    own = out[end : end + count]
+                end += count
+        readable, offers = self._readable, self._offers
+
+        def get(slot: int, a: int, b: int) -> None:
+            if not all(readable[slot]):
+                raise Unreadable
+            if own is not None:
+                own[...] = mine
+            for source, to, nbytes in reads:
+                address, got = offers[slot][source].tolist()
+                if got != nbytes:
+                    assert out is not None
+                    raise wrong_message(self.rank, (nbytes, out.dtype), source, (got, out.dtype))
+                self._read(source, address, to, nbytes)
+
+        return get
+
+    def _reduce(self, x: Array, out: Array | None, reduction: Reduction) -> Step:
+        """Reduces ``x`` and what the other ranks offer to ``out``, a chunk at a time."""
+        step, readable, offers = CHUNK_BYTES // len(self.peers) // x.itemsize, self._readable, self._offers
+        typed = self._scratch[: step * len(self.peers) * x.itemsize].view(x.dtype).reshape(len(self.peers), step)
+        scratch, first, pitch = list(typed), _address(typed), step * x.itemsize
+
+        def get(slot: int, a: int, b: int) -> None:
+            if not all(readable[slot]):
+                raise Unreadable
+            for start in range(0, x.size if out is not None else 0, step):
+                mine = x[start : start + step]
+                for k, source in enumerate(self.peers):
+                    address = offers[slot][source].item(0) + start * x.itemsize
+                    self._read(source, address, first + k * pitch, mine.nbytes)
+                parts = [part[: mine.size] for part in scratch]
+                parts.insert(self.rank, mine)
+                assert out is not None
+                self._plans.sum(reduction, parts, out[start : start + step])
+
+        return get
+
+    def _read(self, rank: int, address: int, to: int, nbytes: int) -> None:
+        """Copy bytes of that rank's memory.  Raises OSError if the kernel refuses, or the process has ended."""
+        local, remote = self._local, self._remote
+        while nbytes:
+            local.address, remote.address, local.nbytes, remote.nbytes = to, address, nbytes, nbytes
+            count = self._readv(self._pids[rank], *self._vectors)
+            if count <= 0:
+                raise OSError(ctypes.get_errno(), f"process_vm_readv of rank {rank}")
+            to, address, nbytes = to + count, address + count, nbytes - count
+
+    def _reads(self, rank: int, address: int) -> bool:
+        """Whether the byte at that address of that rank can be read."""
+        try:
+            self._read(rank, address, self._byte, 1)
+        except OSError:
+            return False
+        return True
+
+
+def _address(x: Array) -> int:
+    start: int = x.__array_interface__["data"][0]
+    return start
