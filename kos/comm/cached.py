@@ -29,7 +29,10 @@ _MOST_SEEN = 4096
 ON_GPU = frozenset({
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv"
 })  # fmt: skip
-CACHED = ON_GPU | {"scan", "exscan", "barrier", "send", "recv"}
+CACHED = ON_GPU | {
+    "scan", "exscan", "barrier", "send", "recv", "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v",
+    "all_to_all_v"
+}  # fmt: skip
 """The operations whose calls are cached, on GPUs and in host memory."""
 
 
@@ -42,6 +45,8 @@ class _Entry:
         o = call.operation
         self.call, self.name = call, call.name
         self.op, self.ranks = o.reduction and o.reduction.op, o.root if o.collective else o.message
+        if o.send_counts is not None or o.recv_counts is not None:
+            self.ranks = o.root, o.send_counts, o.recv_counts
 
     def matches(self, x: Any, out: Any) -> bool:
         """Whether a call on these arrays is the cached one; ``x`` is the key, and ``out`` None in place."""
@@ -110,7 +115,7 @@ class CallCache:
     def repeat(self, comm: Any, name: str, x: Any, out: Any = None, op: Any = None, ranks: Any = None) -> bool:
         """Run the cached call with these arguments, or queue it on its stream; False on a cache miss.
 
-        ``ranks``: the root, or destination, source and tags of a message; numbers of type int.
+        ``ranks``: the root, or root, send counts and receive counts, or destination, source and tags of a message.
         """
         entry = self._entries.get(id(x))
         if (

@@ -237,6 +237,9 @@ class Operations:
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and out is not None
+        if plain and self._cache.repeat(self, "reduce_scatter_v", x, out, op, (None, counts, None)):
+            return out
         options = self._options("reduce_scatter_v", stream, async_op, timeout)
         send = _input(x, stream)
         reduction = resolve(op, send.dtype, self.size)
@@ -368,6 +371,9 @@ class Operations:
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and out is not None
+        if plain and self._cache.repeat(self, "all_gather_v", x, out, None, (None, None, counts)):
+            return out
         options = self._options("all_gather_v", stream, async_op, timeout)
         send = _input(x, stream)
         counts = self._gather_counts("all_gather_v", counts, send, out, options)
@@ -414,6 +420,12 @@ class Operations:
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
+        plain = stream is timeout is None and async_op is False and out is not None
+        counts = None, send_counts, recv_counts
+        if plain and type(send_counts) is type(recv_counts) is list and (
+            self._cache.repeat(self, "all_to_all_v", x, out, None, counts)
+        ):
+            return out
         options = self._options("all_to_all_v", stream, async_op, timeout)
         send = _input(x, stream)
         send_counts = check_counts("send_counts", send_counts, self.size, send)
@@ -472,6 +484,10 @@ class Operations:
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and type(root) is int
+        known = plain and (out is not None or self.rank != root)
+        if known and self._cache.repeat(self, "gather_v", x, out, None, (root, None, counts)):
+            return out
         options = self._options("gather_v", stream, async_op, timeout)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
         if self.rank != root and out is not None:
@@ -526,6 +542,10 @@ class Operations:
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and type(root) is int
+        key, other = (out, None) if x is None else (x, out)
+        if plain and self._cache.repeat(self, "scatter_v", key, other, None, (root, counts, None)):
+            return out
         options = self._options("scatter_v", stream, async_op, timeout)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
         if self.rank == (root := check_rank("root", root, self.size)):

@@ -57,7 +57,7 @@ class Direct:
         self._local, self._remote = _Vector(), _Vector()
         self._vectors = ctypes.byref(self._local), 1, ctypes.byref(self._remote), 1, 0
         self._readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-        self._scratch = np.empty(CHUNK_BYTES, np.uint8)
+        self._scratch = np.empty(min(CHUNK_BYTES, plans.block), np.uint8)
         self._byte = _address(self._scratch)
         mine = np.array([os.getpid(), self._byte], np.int64)
         everyone = [np.frombuffer(each, np.int64).tolist() for each in rendezvous.allgather(mine.tobytes())]
@@ -106,7 +106,7 @@ class Direct:
         parts = [1]
         if x is not None:
             address, itemsize = _address(x), x.itemsize
-            parts[0] = not x.size or (self._reads(self.rank, address) and self._reads(self.rank, address + x.nbytes - 1))
+            parts[0] = not x.size or self._reads(self.rank, address)
             for start, count in zip(starts, counts, strict=False):
                 parts += address + start * itemsize, count * itemsize
         values = np.array(parts, np.int64)
@@ -148,7 +148,7 @@ class Direct:
 
     def _reduce(self, x: Array, out: Array | None, reduction: Reduction) -> Step:
         """Reduces ``x`` and what the other ranks offer to ``out``, a chunk at a time."""
-        step, readable, offers = CHUNK_BYTES // len(self.peers) // x.itemsize, self._readable, self._offers
+        step, readable, offers = self._scratch.size // len(self.peers) // x.itemsize, self._readable, self._offers
         typed = self._scratch[: step * len(self.peers) * x.itemsize].view(x.dtype).reshape(len(self.peers), step)
         scratch, first, pitch = list(typed), _address(typed), step * x.itemsize
 
