@@ -44,7 +44,8 @@ class _Entry:
     def __init__(self, call: Call) -> None:
         o = call.operation
         self.call, self.name = call, call.name
-        self.op, self.ranks = o.reduction and o.reduction.op, o.root if o.collective else o.message
+        self.op = o.reduction and o.reduction.op
+        self.ranks: Any = o.root if o.collective else o.message
         if o.send_counts is not None or o.recv_counts is not None:
             self.ranks = o.root, o.send_counts, o.recv_counts
 
@@ -60,7 +61,8 @@ class _DeviceEntry(_Entry):
 
     def __init__(self, call: Call, array: weakref.ref[Array], out: weakref.ref[Array] | None) -> None:
         super().__init__(call)
-        self.array, self.out, self.stream = array, out, call.queue
+        self.array, self.stream = array, call.queue
+        self.out: Any = out
         route: Any = call.route
         self.captured = None if route.fixed else capture_of(call.stream) != 0
         """Whether a graph captured the call, if its route depends on that."""
@@ -87,8 +89,8 @@ class _HostEntry(_Entry):
 
     def __init__(self, call: Call, x: ndarray[Any, Any], out: ndarray[Any, Any] | None) -> None:
         super().__init__(call)
-        self.x, self.out, self.shape, self.dtype = x, out, x.shape, x.dtype
-        self.out_shape = None if out is None else out.shape
+        self.x, self.shape, self.dtype, self.out_shape = x, x.shape, x.dtype, None if out is None else out.shape
+        self.out: Any = out
         self.reads = call.operation.recv is None
 
     def matches(self, x: Any, out: Any) -> bool:
@@ -140,7 +142,8 @@ class CallCache:
             return  # the factor may change
         ends = [end for end in (o.send, o.recv) if end is not None]
         x, out = (ends[0].array, ends[-1].array) if ends else (None, None)
-        key, entries, new = id(x), self._entries, None
+        key, entries = id(x), self._entries
+        new: _Entry | None = None
         if x is not None and key not in self._seen:
             if len(self._seen) == _MOST_SEEN:
                 self._seen.clear()

@@ -41,7 +41,7 @@ class SharedCollectives:
     """Runs whole operations, from the user's input to the user's output."""
 
     def __init__(
-        self, calls: Calls, crowded: bool, rendezvous: Rendezvous, by_messages: Callable[[Call], Steps]
+        self, calls: Calls, crowded: bool, rendezvous: Rendezvous, by_messages: Callable[[Call, Wait], Steps]
     ) -> None:
         """``by_messages`` runs an operation on arrays whose memory other ranks cannot read."""
         segment = calls.segment
@@ -189,7 +189,7 @@ class SharedCollectives:
         if isinstance(error, Unreadable):
             self._words[self._mine + GOT] = self._stage
             self._served += 1
-            yield from self._by_messages(o)
+            yield from self._by_messages(o, Wait(self._calls, o))
             return
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -27,11 +27,12 @@ from kos.comm.scheduled import wrong_message
 Array = np.ndarray[Any, Any]
 
 DIRECT_BYTES = 16 << 10
-"""The least bytes that a rank reads of another one in one copy.  Below, two copies through a slot are faster."""
-REDUCE_BYTES = 256 << 10
-"""The most bytes of a reduce in one copy.  Through slots all ranks add, and here the root alone."""
-CHUNK_BYTES = 64 << 10
-"""Bytes read before they are reduced: they stay in the core's cache."""
+"""The least bytes that a rank reads of another one in one copy.
+
+Below, two copies through a slot are faster (2 ranks of an EPYC 9004, November 2026).
+"""
+CHUNK_BYTES = 256 << 10
+"""Bytes read before they are reduced."""
 
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("gather", "reduce")
 _DIRECT = frozenset({*_FROM_ROOT, *_TO_ROOT, "all_gather", "all_to_all", "reduce_scatter"})
@@ -54,9 +55,10 @@ class Direct:
         self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
         self._gots, puts = ([segment.layout.line(r) + word for r in range(self.size)] for word in (GOT, PUT))
         self._puts = [puts[r] for r in self.peers]
-        self._local, self._remote = _Vector(), _Vector()
-        self._vectors = ctypes.byref(self._local), 1, ctypes.byref(self._remote), 1, 0
         self._readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+        if self._readv is not None:
+            self._readv.restype, vectors = ctypes.c_ssize_t, (ctypes.c_void_p, ctypes.c_ulong)
+            self._readv.argtypes = ctypes.c_int, *vectors, *vectors, ctypes.c_ulong
         self._scratch = np.empty(min(CHUNK_BYTES, plans.block), np.uint8)
         self._byte = _address(self._scratch)
         mine = np.array([os.getpid(), self._byte], np.int64)
@@ -66,9 +68,7 @@ class Direct:
         self.usable = all(each == b"1" for each in rendezvous.allgather(b"1" if able else b"0"))
         """Whether every rank can read the memory of every other one."""
         self._tables = plans.typed(np.dtype(np.int64))
-        slots, at = list(zip(*self._tables, strict=True)), 1 + 2 * self.rank
-        self._readable = [[each[:1] for each in slot] for slot in slots]  # by slot: whether the data of each rank are
-        self._offers = [[each[at : at + 2] for each in slot] for slot in slots]  # and what this rank may read of each
+        self._offers = [[memoryview(table) for table in slot] for slot in zip(*self._tables, strict=True)]  # by slot
 
     def make(self, o: Operation) -> Plan | None:
         """The plan of ``o``; None if it has none, or copies through slots are faster."""
@@ -76,7 +76,9 @@ class Direct:
         if not self.usable or name not in _DIRECT or buffer is None or o.options.algorithm != AUTO:
             return None
         nbytes = (o.common_count() or 0) * buffer.dtype.itemsize // (self.size if name == "all_to_all" else 1)
-        if name == o.name and not DIRECT_BYTES <= nbytes <= (REDUCE_BYTES if name == "reduce" else nbytes):
+        if name == "reduce" and nbytes > self._plans.one_shot_bytes:
+            return None  # through slots all ranks add, not the root alone
+        if name == o.name and nbytes < DIRECT_BYTES:
             return None
         sources, readers = range(self.size), self.peers
         if name in _FROM_ROOT:
@@ -121,45 +123,50 @@ class Direct:
         self, mine: Array | None, out: Array | None, sources: Sequence[int], counts: Sequence[int] | None
     ) -> Step:
         """Copies ``mine``, and what the other sources offer, one after another to ``out``."""
-        reads, own, end = [], None, 0
+        reads, own, end, at = [], None, 0, 1 + 2 * self.rank
         if out is not None:
             address, itemsize = _address(out), out.itemsize
             for source, count in zip(sources, counts or [out.size // len(sources)] * len(sources), strict=True):
+                to = address + end * itemsize
                 if source != self.rank:
-                    reads.append((source, address + end * itemsize, count * itemsize))
-                elif mine is not None and _address(mine) != address + end * itemsize:
+                    reads.append((source, count * itemsize, self._reader(source, to)))
+                elif mine is not None and _address(mine) != to:
                     own = out[end : end + count]
                 end += count
-        readable, offers = self._readable, self._offers
+        offers = self._offers
 
         def get(slot: int, a: int, b: int) -> None:
-            if not all(readable[slot]):
-                raise Unreadable
+            offered = offers[slot]
+            for offer in offered:
+                if not offer[0]:
+                    raise Unreadable
+            for source, nbytes, read in reads:
+                offer = offered[source]
+                if offer[at + 1] != nbytes:
+                    assert out is not None
+                    raise wrong_message(self.rank, (nbytes, out.dtype), source, (offer[at + 1], out.dtype))
+                read(offer[at], nbytes)
             if own is not None:
                 own[...] = mine
-            for source, to, nbytes in reads:
-                address, got = offers[slot][source].tolist()
-                if got != nbytes:
-                    assert out is not None
-                    raise wrong_message(self.rank, (nbytes, out.dtype), source, (got, out.dtype))
-                self._read(source, address, to, nbytes)
 
         return get
 
     def _reduce(self, x: Array, out: Array | None, reduction: Reduction) -> Step:
         """Reduces ``x`` and what the other ranks offer to ``out``, a chunk at a time."""
-        step, readable, offers = self._scratch.size // len(self.peers) // x.itemsize, self._readable, self._offers
+        step, offers, at = self._scratch.size // len(self.peers) // x.itemsize, self._offers, 1 + 2 * self.rank
         typed = self._scratch[: step * len(self.peers) * x.itemsize].view(x.dtype).reshape(len(self.peers), step)
-        scratch, first, pitch = list(typed), _address(typed), step * x.itemsize
+        first, scratch = _address(typed), list(typed)
+        reads = [(source, self._reader(source, first + k * step * x.itemsize)) for k, source in enumerate(self.peers)]
 
         def get(slot: int, a: int, b: int) -> None:
-            if not all(readable[slot]):
-                raise Unreadable
+            offered = offers[slot]
+            for offer in offered:
+                if not offer[0]:
+                    raise Unreadable
             for start in range(0, x.size if out is not None else 0, step):
                 mine = x[start : start + step]
-                for k, source in enumerate(self.peers):
-                    address = offers[slot][source].item(0) + start * x.itemsize
-                    self._read(source, address, first + k * pitch, mine.nbytes)
+                for source, read in reads:
+                    read(offered[source][at] + start * x.itemsize, mine.nbytes)
                 parts = [part[: mine.size] for part in scratch]
                 parts.insert(self.rank, mine)
                 assert out is not None
@@ -167,20 +174,29 @@ class Direct:
 
         return get
 
-    def _read(self, rank: int, address: int, to: int, nbytes: int) -> None:
-        """Copy bytes of that rank's memory.  Raises OSError if the kernel refuses, or the process has ended."""
-        local, remote = self._local, self._remote
-        while nbytes:
-            local.address, remote.address, local.nbytes, remote.nbytes = to, address, nbytes, nbytes
-            count = self._readv(self._pids[rank], *self._vectors)
+    def _reader(self, rank: int, to: int) -> Callable[[int, int], None]:
+        """A function that copies from an address of that rank, so many bytes, to the address ``to``.
+
+        It raises OSError if the kernel refuses, or the process has ended.
+        """
+        local, remote, readv = _Vector(to), _Vector(), self._readv
+        arguments = self._pids[rank], ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
+
+        def read(address: int, nbytes: int) -> None:
+            remote.address, local.nbytes, remote.nbytes = address, nbytes, nbytes
+            count = readv(*arguments)
+            if count == nbytes:
+                return
             if count <= 0:
                 raise OSError(ctypes.get_errno(), f"process_vm_readv of rank {rank}")
-            to, address, nbytes = to + count, address + count, nbytes - count
+            self._reader(rank, to + count)(address + count, nbytes - count)  # Linux copies at most 2 GiB at a time
+
+        return read
 
     def _reads(self, rank: int, address: int) -> bool:
         """Whether the byte at that address of that rank can be read."""
         try:
-            self._read(rank, address, self._byte, 1)
+            self._reader(rank, self._byte)(address, 1)
         except OSError:
             return False
         return True
