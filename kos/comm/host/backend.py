@@ -110,6 +110,8 @@ class HostBackend(MessagingBackend):
             self.one_host = self._segment.size == self.size
             if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded, rendezvous, self._by_messages)
+                if not self._shared.direct.usable:
+                    self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
         if self.one_host:
             self.arrays = SharedArrays(rendezvous)
 

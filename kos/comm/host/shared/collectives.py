@@ -46,7 +46,7 @@ class SharedCollectives:
         """``by_messages`` runs an operation on arrays whose memory other ranks cannot read."""
         segment = calls.segment
         self._calls, self._words, self._plans = calls, segment.words, Plans(segment)
-        self._direct, self._by_messages = Direct(rendezvous, segment, self._plans), by_messages
+        self.direct, self._by_messages = Direct(rendezvous, segment, self._plans), by_messages
         self.rank, self.size = segment.rank, segment.size
         self._lines = [segment.layout.line(rank) for rank in range(self.size)]
         self._mine = self._lines[self.rank]
@@ -63,7 +63,7 @@ class SharedCollectives:
 
     def prepare(self, call: Call) -> bool:
         """Make the plan of ``call``, for all its launches; whether it is supported here."""
-        call.plan = self._direct.make(call.operation) or self._plans.make(call.operation)
+        call.plan = self.direct.make(call.operation) or self._plans.make(call.operation)
         return call.plan is not None
 
     def start(self, call: Call) -> Steps | None:
