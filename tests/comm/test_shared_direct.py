@@ -17,7 +17,7 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, R
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
 
-COUNT = 8192  # elements of float64: more than the least that is read in one copy
+COUNT = 16384  # elements of float64, as many as are read in one copy also with more ranks than cores
 
 
 def contributions(comm: kos.Communicator) -> np.ndarray:
@@ -79,7 +79,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Such as that of a device.  The operations before and after it are in flight at the same time."""
-    monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(direct, "CROWDED_BYTES", 0)
 
     def body(comm: kos.Communicator) -> None:
         ours = comm.backend._shared.direct  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(direct, "CROWDED_BYTES", 0)
     monkeypatch.setattr(direct.Direct, "_reads", lambda self, rank, at: (self.rank, rank) != (1, 0))
 
     def body(comm: kos.Communicator) -> bool:

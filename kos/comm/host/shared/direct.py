@@ -26,10 +26,11 @@ from kos.comm.scheduled import wrong_message
 
 Array = np.ndarray[Any, Any]
 
-DIRECT_BYTES = 16 << 10
-"""The least bytes that a rank reads of another one in one copy.
+DIRECT_BYTES, CROWDED_BYTES = 16 << 10, 128 << 10
+"""The least bytes that a rank reads of another one in one copy; the second number is for more ranks than cores.
 
-Below, two copies through a slot are faster (2 ranks of an EPYC 9004, November 2026).
+Below, two copies through a slot are faster: they need one wait less (2 and 4 ranks on 2 cores of an EPYC 9004,
+November 2026).
 """
 CHUNK_BYTES = 256 << 10
 """Bytes read before they are reduced."""
@@ -51,10 +52,10 @@ class _Vector(ctypes.Structure):
 class Direct:
     """Makes the plans of one rank."""
 
-    def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans) -> None:
+    def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans, crowded: bool) -> None:
         self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
         self._gots, puts = ([segment.layout.line(r) + word for r in range(self.size)] for word in (GOT, PUT))
-        self._puts = [puts[r] for r in self.peers]
+        self._puts, self._least = [puts[r] for r in self.peers], CROWDED_BYTES if crowded else DIRECT_BYTES
         self._readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
         if self._readv is not None:
             self._readv.restype, vectors = ctypes.c_ssize_t, (ctypes.c_void_p, ctypes.c_ulong)
@@ -78,7 +79,7 @@ class Direct:
         nbytes = (o.common_count() or 0) * buffer.dtype.itemsize // (self.size if name == "all_to_all" else 1)
         if name == "reduce" and nbytes > self._plans.one_shot_bytes:
             return None  # through slots all ranks add, not the root alone
-        if name == o.name and nbytes < DIRECT_BYTES:
+        if name == o.name and nbytes < self._least:
             return None
         sources, readers = range(self.size), self.peers
         if name in _FROM_ROOT:
