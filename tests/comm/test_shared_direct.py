@@ -1,4 +1,4 @@
-"""Collectives in which a rank reads the memory of another: counts that differ, memory that cannot be read, lost ranks."""
+"""Collectives in which a rank reads the memory of another: counts of ranks, memory that cannot be read, lost ranks."""
 
 from __future__ import annotations
 

@@ -158,6 +158,8 @@ class HostBackend(MessagingBackend):
 
     def _steps(self, call: Call) -> Steps | None:
         shared = self._shared
+        if not call.collective:
+            return self._message(call)
         if shared is not None and (call.plan is not None or shared.prepare(call)):
             return shared.start(call)
         return self._by_messages(call)
