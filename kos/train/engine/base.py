@@ -14,17 +14,17 @@ import numpy as np
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.model.fixed import LOOKUPS, FixedLlama
+from kos.train.model.fixed import FixedLlama
 from kos.train.model.gpt2 import GPT2Config, make_model
 from kos.train.model.initial import InitialWeights
-from kos.train.model.llama import Llama, Slot, Weights
+from kos.train.model.llama import LOOKUPS, Llama, Slot, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import Array, Ops
 from kos.train.parallel import schedules
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel, TreeSum, shard_batch
+from kos.train.parallel.data import DataParallel, TreeSum, make_buckets, shard_batch
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
@@ -149,10 +149,11 @@ class Engine(Step):
             mesh.gradients, gradients, ops, in_order=(mesh.dp, steps) if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=self.sharded,
         )  # fmt: skip
-        if fixes_order(config, model) and model.tie_word_embeddings and first:
-            table = {LOOKUPS: gradients[model.embedding].shape}
-            of_lookups = Parameters(table, gradients.flat.dtype, zeros=gradients.zeros, multiple=mesh.dp.size)
-            lookups = TreeSum(mesh.dp, steps, of_lookups, [slice(0, of_lookups.flat.size)], ops)
+        if config.deterministic and model.tie_word_embeddings and first:  # as on two ends of a pipeline
+            table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
+            apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
+            longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
+            lookups = TreeSum(mesh.dp, steps, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
         tied_apart = model.tie_word_embeddings and first != last
         self.sums = GradientSums(self.model, self.parallel, self.pipeline, steps, tied_apart, lookups)
 

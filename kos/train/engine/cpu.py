@@ -16,7 +16,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.base import Engine, Show, fixes_order
 from kos.train.engine.machine import free_memory
-from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, make_buckets
+from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, plan_buckets
 from kos.train.model.fixed import split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
@@ -97,7 +97,7 @@ class CpuEngine(Engine):
             split_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
         silent = Mesh.silent(mesh.layout, mesh.world.rank)
         self.plan = together(self.comm, plan_memory(config, model, silent, schedule, self.comm.local_size).check)
-        buckets = make_buckets(config, model, parts, mesh, reaches=False)
+        buckets = plan_buckets(config, model, parts, mesh, reaches=False)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         self.weights = Parameters(shapes, self.dtype, groups, multiple=buckets.multiple)
         self.build(model, numpy_ops, self.weights.like(), self.dtype, buckets)

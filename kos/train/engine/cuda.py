@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.communicator import Communicator
+from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import host_id
 from kos.cuda import driver
 from kos.cuda.devices import device_info
@@ -37,7 +40,7 @@ from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
-from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, make_buckets, plan_memory
+from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
@@ -66,12 +69,13 @@ class CudaEngine(Engine):
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
-        ops = CudaOps(device)
+        sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
+        ops = CudaOps(device, multiple=math.gcd(*sizes.values()) if config.deterministic else None)
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, self.accumulation_steps
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self._reaches = _reaches(group)
         silent = Mesh.silent(mesh.layout, comm.rank)
-        buckets = make_buckets(config, model, parts, silent, self._reaches)
+        buckets = plan_buckets(config, model, parts, silent, self._reaches)
         shards = Shards(model, mesh.layout, schedule.stages_of_ranks)
 
         def plan() -> MemoryPlan:
@@ -106,6 +110,8 @@ class CudaEngine(Engine):
             ops, master, copy, config.make_schedule(), betas=(config.beta1, config.beta2), eps=config.eps,
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, skip_outliers=config.skip_outliers,
             seed=config.seed, counted=self.counted() if mesh.model.size > 1 else None,
+            places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
+            exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip
         self.state = self.make_state(model)
         self.feed = Feed(data, self.micro_batches, self.context, ops)
@@ -240,7 +246,8 @@ class CudaEngine(Engine):
     def queue_norm(self) -> None:
         of_parts = self.group.comm.all_reduce if self.sharded else None
         of_model = self.mesh.model.comm.all_reduce if self.mesh.model.size > 1 else None
-        self.optimizer.queue_norm(self.gradients, of_parts, of_model)
+        of_all = (lambda bits: self.comm.all_reduce(bits, ReduceOp.MAX)) if self.comm.size > 1 else None
+        self.optimizer.queue_norm(self.gradients, of_parts, of_model, of_all)
 
     def queue_update(self) -> None:
         self.optimizer.queue_update(self.gradients, 1 / self.micro_batches_of_all)

@@ -72,7 +72,7 @@ class MemoryPlan(NamedTuple):
         return "\n".join(rows)
 
 
-def make_buckets(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool) -> Buckets:
+def plan_buckets(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool) -> Buckets:
     """Of a rank of ``mesh`` with ``parts``; ``reaches``: the ranks of a machine reach into one another's memory."""
     ranks, nbytes, sharded = mesh.gradients.size, BUCKET_BYTES, config.zero == 1 and mesh.gradients.size > 1
     if config.device == "cpu":
@@ -97,7 +97,7 @@ class Rehearsal(Engine):
         self.config, self.mesh, self.sizing = config, mesh, sizing
         self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, schedule), schedule.micro_batches
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
-        self.buckets = make_buckets(config, model, self.parts, mesh, reaches=True)
+        self.buckets = plan_buckets(config, model, self.parts, mesh, reaches=True)
         shapes, groups = model.parameter_shapes(*self.parts), model.fused_groups(*self.parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, sizing.zeros, self.buckets.multiple)
         self.weights, head_rows = gradients.like(config.dtype), HEAD_ROWS if config.device == "cuda" else None
@@ -135,14 +135,15 @@ def plan_memory(
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank of ``mesh``, a silent one.
 
-    ``reaches`` as in ``make_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of a GPU that is not there."""
+    ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of a GPU that is not there."""
     rehearsal = Rehearsal(config, model, mesh, schedule, ops if isinstance(ops, Sizing) else Sizing(ops))
     scratch, slot = rehearsal.peaks()
-    buckets = make_buckets(config, model, rehearsal.parts, mesh, reaches)
+    buckets = plan_buckets(config, model, rehearsal.parts, mesh, reaches)
     assert config.micro_batch_size is not None
     ranks, accumulation_steps = mesh.gradients.size, schedule.micro_batches
     waiting = waiting_subtrees(mesh.dp.rank, accumulation_steps) if config.deterministic else 0
     count, itemsize = rehearsal.gradients.flat.size, DTYPES[config.dtype].itemsize
+    lookups = 0 if rehearsal.sums.lookups is None else rehearsal.sums.lookups.gradients.flat.size
     held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if rehearsal.sharded else (count, "")
     master = config.master_dtype
     has_copy = rehearsal.sharded or config.dtype != master
@@ -158,7 +159,7 @@ def plan_memory(
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
         f"both Adam moments, float32{share}": 8 * held,
-        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (1 + waiting),
+        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": 3 * 8 * accumulation_steps * tokens + cublaslt.WORKSPACE,

@@ -14,9 +14,6 @@ from kos.train.ops import Array
 from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor, Split
 from kos.train.parallel.mesh import Axis
 
-LOOKUPS = "lookups"
-"""In ``Gradients.of``: a tied embedding's gradient by its lookups, apart from that of the head."""
-
 
 def split_of(config: LlamaConfig, seq_len: int) -> Split:
     """How the sums of a model are split, in every layout."""
@@ -41,11 +38,6 @@ class FixedLlama(Llama):
         for name, members in self._groups.items():
             ends = [0, *accumulate(shapes[member][0] for member in members)]
             self._stacked[name] = [*map(slice, ends, ends[1:])]
-
-    def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
-        name = LOOKUPS if self.config.tie_word_embeddings else self.config.embedding
-        self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], False, self.arena)
-        into.final(name)
 
     def head_loss_and_gradients(
         self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,

@@ -8,7 +8,7 @@ block lies in the cache: a step reads and writes each array of the state once.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ import numpy as np
 from kos.train.model.parameters import Parameters, Shard
 
 BLOCK = 16_384  # elements: weights, gradients, two moments and one temporary are 320 KiB, within an L2
-CHUNKS = np.dtype([("start", "i8"), ("local", "i8"), ("length", "i4"), ("decayed", "i4"), ("index", "i8")])
+CHUNKS = np.dtype([
+    ("start", "i8"), ("local", "i8"), ("length", "i4"), ("decayed", "i4"), ("index", "i8"), ("place", "i8"),
+])  # fmt: skip
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -43,7 +45,7 @@ class AdamW:
         self._count = len(starts)
         self._blocks = [
             (int(index), str(name), slice(start, start + length), slice(local, local + length), bool(decayed))
-            for (start, local, length, decayed, index), name in zip(rows.tolist(), names, strict=True)
+            for (start, local, length, decayed, index, _), name in zip(rows.tolist(), names, strict=True)
         ]
         self._scratch = np.empty(BLOCK, weights.flat.dtype)
 
@@ -113,11 +115,14 @@ class AdamW:
             w -= t
 
 
-def split(held: Parameters | Shard, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def split(
+    held: Parameters | Shard, size: int, places: Mapping[str, int] | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of what is held, chunks of ``size`` elements at most, each of one tensor; the tensor's name of each; all starts.
 
     A chunk begins at a multiple of ``size`` or where a tensor begins, and so does what is held: ``index`` counts the
-    same chunks on all ranks.  ``start`` is its place in the layout, ``local`` in ``held.flat``.
+    same chunks on all ranks.  ``start`` is its place in the layout, ``local`` in ``held.flat``, and ``place`` in the
+    layout of the whole model, where tensors begin at ``places``.
     """
     first_of, end = np.array([span.start for span in held.spans.values()]), [*held.spans.values()][-1].stop
     starts = np.union1d(np.arange(0, end, size), first_of)
@@ -125,6 +130,8 @@ def split(held: Parameters | Shard, size: int) -> tuple[np.ndarray, np.ndarray, 
     rows = np.zeros(len(starts), CHUNKS)
     rows["start"], rows["length"], rows["index"] = starts, np.diff(starts, append=end), np.arange(len(starts))
     rows["decayed"] = np.array([len(shape) >= 2 for shape in held.shapes.values()])[tensors]
+    whole = first_of if places is None else np.array([places[name] for name in held.spans])
+    rows["place"] = starts + (whole - first_of)[tensors]
     mine = np.zeros(len(starts), bool)
     for part, local in held.parts():
         inside = slice(*np.searchsorted(starts, (part.start, part.stop)))

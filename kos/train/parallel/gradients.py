@@ -10,8 +10,7 @@ from collections import ChainMap
 from functools import partial
 from typing import Any
 
-from kos.train.model.fixed import LOOKUPS
-from kos.train.model.llama import Gradients, Llama, Weights
+from kos.train.model.llama import LOOKUPS, Gradients, Llama, Weights
 from kos.train.ops import Array
 from kos.train.parallel.data import DataParallel, TreeSum
 from kos.train.parallel.pipeline import Pipeline
@@ -63,7 +62,7 @@ class GradientSums:
         if self.tied_apart and embedding is not None and not in_order:
             self.pipeline.sum_tied(embedding)
             self.parallel.gradient_ready(name)
-        self.parallel.finish()
+        self.parallel.finish(whole=self.tied_apart)  # of it, the other end may update other parts
         if embedding is None or not in_order:
             return
         if self.lookups is not None:  # the head's term is in the embedding's gradient, if this rank has the head
