@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import kos
+from kos.errors import install
 
 COMMANDS = {
     "train": ("kos.train", "train a LLaMA: mpirun -n N kos train"),
@@ -51,7 +52,7 @@ def _no_benchmark(name: str) -> str:
     """Why there is no benchmark of that name; empty if there is one."""
     clone = Path(kos.__file__).resolve().parent.parent
     if not (clone / "benchmarks" / "__init__.py").exists():
-        remedy = "in a clone: pip install -e ., or python -m benchmarks.NAME"
+        remedy = f"{install('')}, or there: {sys.executable} -m benchmarks.NAME"
         return f"expected a clone of kos with the folder benchmarks, got the package installed in {clone}; {remedy}"
     if str(clone) not in sys.path:
         sys.path.insert(0, str(clone))

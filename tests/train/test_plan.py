@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kos.commands import mpirun, python
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import run as loop
@@ -249,7 +251,8 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     assert lines[0].startswith("2 ranks on H200, 820,352 parameters, 16 x 128 tokens a step")
     assert lines[1].startswith("memory (GiB), and bytes sent a step over each axis (GB)")
     assert lines[2].split()[:4] == ["dp", "tp", "pp", "cp"]
-    assert any(line.startswith("proposal: mpirun -n 2 python -m kos.train --preset tiny --") for line in lines)
+    start = shlex.join([*mpirun(2), python(), "-m", "kos.train", "--preset", "tiny", "--"])
+    assert any(line.startswith(f"proposal: {start}") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from kos.commands import mpirun, python
 from kos.comm.schedules.schedule import plural
 from kos.errors import ConfigError
 from kos.train.config.flags import parse_plan
@@ -214,4 +215,4 @@ def command(proposal: Prediction, words: Sequence[str]) -> str:
     chosen |= {"micro_batch_size": config.micro_batch_size, "zero": config.zero, "recompute": config.recompute}
     chosen |= {"pp_schedule": config.pp_schedule} if layout.pp > 1 else {}
     flags = [word for name, value in chosen.items() for word in (flag_of(name), str(value))]
-    return shlex.join(["mpirun", "-n", str(layout.ranks), "python", "-m", "kos.train", *words, *flags])
+    return shlex.join([*mpirun(layout.ranks), python(), "-m", "kos.train", *words, *flags])
