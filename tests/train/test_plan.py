@@ -136,7 +136,7 @@ def factorisations(ranks):
 
 def as_run(prediction, ranks):
     """What the trainer makes of the proposal: its layout and settings, or the error with which it refuses."""
-    flags = planning.command(prediction, SHAPE).split()[6:]
+    flags = planning.command(prediction, SHAPE).partition(" -m kos.train ")[2].split()
     config = parse(flags)
     layout = choose.layout_of(config, ranks)
     return config.for_world(layout.dp, "cpu"), layout
