@@ -243,7 +243,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
         with pytest.raises(ConfigError, match=f"{got} on rank 1$"):
             folders.check_folder(out, 1)
     monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("data are read first"))
-    with pytest.raises(ConfigError, match=f"^--out {out}: expected a folder that can be written, got {got}$"):
+    with pytest.raises(ConfigError, match=f"(?m)^--out {out}: expected a folder that can be written, got {got}$"):
         _train(text, out, 2, steps=2)
     assert not out.exists()
 
