@@ -46,7 +46,7 @@ def test_an_installed_kos_names_this_python_from_any_clone(environment: Path, mo
     assert install("train") == f"in a clone of kos: {environment}/python -m pip install -e '.[train]'"
 
 
-def test_a_program_of_this_folder_is_not_looked_for_on_the_path(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_of_this_folder_is_not_one_of_the_path(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(environment)
     assert commands.python() == "./python"
     monkeypatch.chdir("/")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from kos.commands import mpirun, python
 from kos.comm.rendezvous import mpi_job
+from kos.commands import mpirun, python
 from kos.train.config.options import TrainConfig, flag_of
 
 
