@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
-    """Say the error on one line with the note, once for all ranks if all have it; end the job: 2 bad settings, 1 the rest.
+    """Say the error and its note on one line, once for all ranks if all have it; end the job: 2 bad settings, else 1.
 
     Not by ``sys.exit``: MPI_Finalize would wait for ranks that are not coming. mpirun ends the others as soon
     as one process exits with an error; a rank that only saw another fail leaves that one the word, and what
