@@ -142,6 +142,15 @@ def as_run(prediction, ranks):
     return config.for_world(layout.dp, "cpu"), layout
 
 
+def test_a_proposal_names_each_flag_once():
+    words = ["--preset=tiny", "--dp", "2", "--zero=1"]
+    (line,) = [each for each in planning.report(["--plan", "--ranks", "2", "--gpu=H200", *words]).splitlines()
+               if each.startswith("proposal: ")]  # fmt: skip
+    assert line.partition(" -m kos.train ")[2].startswith(shlex.join(words))
+    flags = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
+    assert len(flags) == len(set(flags)) > 4
+
+
 @pytest.mark.parametrize("ranks", [1, 4, 6, 8])
 def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
     legal, refused = planned(ranks)
