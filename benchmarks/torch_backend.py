@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 import kos.interop.torch
+from kos.commands import program
 
 SIZES = (8 << 10, 64 << 10, 128 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes
 TURNS, CALLS = 7, 200
@@ -121,7 +122,9 @@ def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        program("benchmarks.torch_backend"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--json", default="torch_backend.json")
     arguments = parser.parse_args()

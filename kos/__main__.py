@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import kos
+from kos import commands
 from kos.errors import install
 
 COMMANDS = {
@@ -42,9 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
         if problem := _no_benchmark(benchmark):
             print(f"kos: error: bench: {problem}", file=sys.stderr)
             return 2
-        module = f"benchmarks.{benchmark}"
-    sys.argv = [f"kos {name}", *rest]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
+        module, name = f"benchmarks.{benchmark}", f"bench {benchmark}"
+    commands.typed = f"kos {name}"
+    sys.argv = [commands.typed, *rest]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
+    finally:
+        commands.typed = ""
     return 0
 
 

@@ -13,6 +13,15 @@ ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 """Open MPI's mpirun refuses root without that flag, or these two variables."""
 
 
+typed = ""
+"""The command that ``python -m kos`` runs, as its user typed it: ``kos doctor``."""
+
+
+def program(module: str) -> str:
+    """What the user typed to run ``module``, for its usage and errors: ``kos doctor`` or ``python -m kos.doctor``."""
+    return typed or f"python -m {module}"
+
+
 def near(path: str | Path) -> str:
     """A path as a user would type it here: relative to the current folder where it lies within."""
     try:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
+from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config.options import KEYS, TrainConfig, build, closest, flag_of, flatten, preset_values
@@ -68,8 +69,8 @@ def _add_plan(group: Any) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """One flag a field, grouped; nothing has a default here, so that only what was given is known."""
     parser = _Parser(
-        prog="python -m kos.train",
-        usage="[mpirun -n RANKS] python -m kos.train [--preset NAME] [--config FILE] [flags]",
+        prog=program("kos.train"),
+        usage=f"[mpirun -n RANKS] {program('kos.train')} [--preset NAME] [--config FILE] [flags]",
         description="Train a LLaMA. A preset gives the values, a file overrides it, flags override both.",
         epilog=_preset_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
