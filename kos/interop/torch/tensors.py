@@ -35,7 +35,7 @@ _OPS_OF_BOOL = {dist.ReduceOp.SUM.value: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT
 
 def op_id(op: Any) -> tuple[Any, ...]:
     """torch's number of an operation, and the factor of a premultiplied sum."""
-    number = getattr(op, "op", op).value
+    number = hash(op)  # the value of its enumeration, in one call
     return (number,) if number != _PREMUL_SUM else (number, float(op.__getstate__()[1]))
 
 
