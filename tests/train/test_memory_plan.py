@@ -8,7 +8,7 @@ import pytest
 
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
-from kos.train.engine import memory_plan
+from kos.train.engine import cpu, memory_plan
 from kos.train.engine.memory_plan import GIB, plan_memory
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import CHUNK
@@ -83,3 +83,11 @@ def test_the_plan_of_layouts(monkeypatch):
     assert "logits of 8192 tokens" in last.uses and "logits of 8192 tokens" not in first.uses
     for plans in ((first, last), (halves,)):
         assert all(each.check().total < 0.7 * whole.total for each in plans)
+
+
+@pytest.mark.timeout(60)
+def test_a_model_that_fits_nowhere_is_refused_at_once():
+    config = parse(["--hidden-size", "4000000"]).for_world(2)
+    model, schedule = config.model_config_for(256), build("1f1b", 1, 1)
+    with pytest.raises(ConfigError, match="memory: expected at most"):
+        cpu.plan_memory(config, model, Mesh.silent(Layout(dp=2)), schedule, 2).check()

@@ -89,19 +89,23 @@ class Rehearsal(Engine):
     """A rank's step on arrays without memory, by operations that compute nothing: what it takes is counted.
 
     ``mesh`` sends nothing. ``sizing`` makes the arrays; ``ops`` are its operations, unless others stand before them.
+    ``bucketed``: gradients are summed in the buckets of a run, on which time depends and memory does not.
     """
 
     def __init__(
-        self, config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, sizing: Any, ops: Any = None
-    ) -> None:
+        self, config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, sizing: Any, ops: Any = None,
+        bucketed: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self.mesh, self.sizing = config, mesh, sizing
         self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, schedule), schedule.micro_batches
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
-        self.buckets = plan_buckets(config, model, self.parts, mesh, reaches=True)
+        buckets = plan_buckets(config, model, self.parts, mesh, reaches=True)
+        if not bucketed:  # a model that fits nowhere would have too many to list
+            buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
         shapes, groups = model.parameter_shapes(*self.parts), model.fused_groups(*self.parts)
-        gradients = Parameters(shapes, config.grad_dtype, groups, sizing.zeros, self.buckets.multiple)
+        gradients = Parameters(shapes, config.grad_dtype, groups, sizing.zeros, buckets.multiple)
         self.weights, head_rows = gradients.like(config.dtype), HEAD_ROWS if config.device == "cuda" else None
-        self.build(model, ops or sizing, gradients, sizing.dtype(config.dtype), self.buckets, head_rows)
+        self.build(model, ops or sizing, gradients, sizing.dtype(config.dtype), buckets, head_rows)
         pieces = self.context.pieces
         shape = (config.micro_batch_size or 1) * pieces, config.seq_len // (mesh.cp.size * pieces)
         self._tokens, self.count = sizing.zeros(shape, np.int32), sizing.zeros((1,), np.float32)

@@ -166,7 +166,7 @@ class DryStep(Rehearsal):
             setattr(mesh, name, axis._replace(group=axis.group and Link(self.clock, name, axis.rank, axis.size)))
         sizing = cpu.Sizing() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
         ops = TimedOps(sizing, self.clock.timed)
-        super().__init__(job.config, job.model, mesh, job.schedule, sizing, ops)
+        super().__init__(job.config, job.model, mesh, job.schedule, sizing, ops, bucketed=True)
         self.queue_step()
 
     def run(self, action: Action, weights: Weights, received: Buffer | None) -> None:
