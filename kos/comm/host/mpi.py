@@ -9,7 +9,6 @@ its arguments.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 from kos.comm.backend import SHRINKS, Probe
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
-from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, Notices, as_bytes
+from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, as_bytes
 from kos.comm.operation import AUTO, Call, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
@@ -55,10 +54,10 @@ class MPIBackend(HostBackend):
         self._comms, notices = [self._comm], None
         if not self.one_host:
             self._comms.append(self._dup(rendezvous))  # for the comparison of calls
-            notices = rendezvous.notices = rendezvous.notices or Notices(self._MPI, self._dup(rendezvous))
-        # A barrier: Open MPI 5.0.11 crashes by MPI_Comm_revoke of a communicator that this rank still creates.
-        name = rendezvous.allgather(os.urandom(8))[0].hex()
-        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, name, self.ledger)
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            notices = rendezvous.open_notices(others, any_thread=False)
+        rendezvous.barrier()  # Open MPI 5.0.11 crashes by MPI_Comm_revoke of a communicator that a rank still creates
+        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, self.ledger)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
         at_exit(self)
