@@ -135,10 +135,8 @@ class Communicator(Operations):
 
             settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
         """
-        root = check_rank("root", root, self.size)
-        if self.rank != root and data is not None:
-            raise InvalidArgument(f"data: expected None on rank {self.rank}, which is not root {root}")
-        parts = self._bytes("broadcast_bytes", "broadcast", data if self.rank == root else b"", root, timeout)
+        sends = self._is_root("data", data, root := check_rank("root", root, self.size))
+        parts = self._bytes("broadcast_bytes", "broadcast", data if sends else b"", root, timeout)
         assert parts is not None
         return parts[root]
 

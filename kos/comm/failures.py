@@ -192,7 +192,7 @@ class Ledger:
         world = self.world[rank]
         cause = cause or self._failure_of(world, window)
         if cause is not None:
-            return _consequence(cause, f"{cause}; {self._names([world])} aborted because of it", what)
+            return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
         return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
 
     def overdue(
@@ -207,7 +207,7 @@ class Ledger:
         world = [*(self.world[rank] for rank in late), *elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
-                return _consequence(cause, f"{cause}; {self._names([rank])} failed because of it", what)
+                return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
         culprits = self._blocking(world, [self.world[rank] for rank in arrived])
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and words is not None:
@@ -305,10 +305,6 @@ class Ledger:
 
 def _prefixed(what: object, text: str) -> str:
     return text if what is None else f"{what}: {text}"
-
-
-def _consequence(cause: KosError, text: str, what: object) -> KosError:
-    return again(cause, _prefixed(what, text))
 
 
 def now() -> float:

@@ -53,13 +53,6 @@ class Carrier(Protocol):
     def report_wait(self, call: Call | None) -> None: ...
 
 
-class Stepping(Carrier, Protocol):
-    """A backend whose operations an engine advances."""
-
-    def _steps(self, call: Call) -> Steps | None:
-        """Begin ``call``; None if it is complete."""
-
-
 class Engine:
     """All operations in flight of one rank, across a communicator and its splits.
 
@@ -72,7 +65,7 @@ class Engine:
         self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
 
-    def launch(self, call: Call, backend: Stepping, steps: Steps = _BEGIN) -> Work[Any]:
+    def launch(self, call: Call, backend: Carrier, steps: Steps = _BEGIN) -> Work[Any]:
         """Start ``call``: messages that need no waiting are posted when this returns.  ``steps``: it has begun."""
         with self.lock:
             work: Work[Any] = Work(call, backend, steps)
