@@ -47,16 +47,9 @@ class Array:
     __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream", "used")
 
     def __init__(
-        self,
-        pointer: int,
-        shape: tuple[int, ...],
-        dtype: Any,
-        device: int,
-        *,
-        owner: Any = None,
-        stream: Any = None,
+        self, pointer: int, shape: tuple[int, ...], dtype: Any, device: int, *, owner: Any = None, stream: Any = None,
         readonly: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Describe existing memory; the array and its views keep ``owner`` alive."""
         self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
         self.owner, self.stream, self.readonly = owner, stream, readonly

@@ -60,11 +60,6 @@ class ThreadWorld:
         self.failure = self.failure or failure
         self.notify(list(range(len(self.wakeup))))
 
-    def raise_failure(self) -> None:
-        """Raise if all groups have failed."""
-        if self.failure is not None:
-            raise again(self.failure)
-
     def end(self, rank: int, why: str) -> None:
         """Record that rank ``rank`` has ended."""
         with self.lock:
@@ -134,10 +129,9 @@ class ThreadGroup:
         self.world.notify(self.members)
 
     def raise_failure(self) -> None:
-        """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
-        self.world.raise_failure()
-        if self.failure is not None:
-            raise again(self.failure)
+        """Raise if the group, or every group, failed; a new exception each time, for its own thread's traceback."""
+        if (failure := self.world.failure or self.failure) is not None:
+            raise again(failure)
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
         """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.
@@ -150,13 +144,19 @@ class ThreadGroup:
         self.world.wait(self.members[rank], remaining, lambda: waits)
         return True
 
-    def end_of(self, rank: int) -> tuple[str, KosError | None, float | None] | None:
-        """Why group rank ``rank`` has ended, the cause, and the maximum age of another that may be it; or None."""
+    def raise_end(self, rank: int, ledger: Ledger, what: object = None) -> None:
+        """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
         why = self.world.ends.get(self.members[rank])
-        return self._closed.get(rank) if why is None else (why, None, None)
+        end = self._closed.get(rank) if why is None else (why, None, None)
+        if end is not None:
+            why, cause, window = end
+            raise ledger.lost(rank, why, what, cause, window)
 
     def close(self, rank: int, why: str, cause: KosError | None = None, window: float | None = None) -> None:
-        """Record that rank ``rank`` has closed this group; its completed operations stay valid."""
+        """Record that rank ``rank`` has closed this group; its completed operations stay valid.
+
+        The reason is ``cause``, else a failure of that rank within the last ``window`` seconds, if it had one.
+        """
         with self.world.lock:
             self._closed.setdefault(rank, (why, cause, window))
             self.notify_all()
@@ -182,9 +182,7 @@ class ThreadRendezvous(Rendezvous):
             while missing := [rank for rank in range(self.size) if rank not in slots]:
                 group.raise_failure()
                 for rank in missing:
-                    if (end := group.end_of(rank)) is not None:
-                        why, cause, window = end
-                        raise self.ledger.lost(rank, why, "rendezvous", cause, window)
+                    group.raise_end(rank, self.ledger, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
                     group.fail(self._overdue("rendezvous", missing))  # late ranks must not join another exchange
             # All ranks have completed the previous exchange, since they are in this one.
@@ -212,7 +210,8 @@ class ThreadRendezvous(Rendezvous):
             ]:
                 if not group.wait(self.rank, deadline, "shrink", missing):
                     raise self._overdue("shrink", missing)
-                world.raise_failure()
+                if world.failure is not None:
+                    raise again(world.failure)
             # The first rank that finds all others here determines the members for all.
             members = [group.members[rank] for rank in sorted(callers)]
             return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))

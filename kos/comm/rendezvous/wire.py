@@ -81,14 +81,7 @@ class Network:
         return _mac(self.secret, b"kos key ", purpose)
 
     def call(
-        self,
-        host: str,
-        port: int,
-        purpose: bytes,
-        rank: int,
-        size: int,
-        deadline: float,
-        greeting_seconds: float = 1e9,
+        self, host: str, port: int, purpose: bytes, rank: int, size: int, deadline: float, greeting_seconds: float = 1e9
     ) -> Connection:
         """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
 
@@ -274,13 +267,9 @@ class Acceptor:
 
 
 def admit_all(
-    listener: socket.socket,
-    key: bytes,
-    expected: set[int],
-    size: int,
-    deadline: float,
+    listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float,
     gone: Callable[[int], bool] = lambda rank: False,
-) -> tuple[dict[int, Connection], list[int]]:
+) -> tuple[dict[int, Connection], list[int]]:  # fmt: skip
     """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline and not ``gone``.
 
     Closes the listener.
