@@ -24,27 +24,10 @@ from kos.comm.rendezvous.mpi import MPIRendezvous
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.wire import Network, is_loopback
 from kos.errors import InvalidArgument, RendezvousError
+from kos.memory.symmetric import Exchange
 
 _KEYS = ("rank", "size", "address")
 _OPTIONAL = ("local_rank", "secret")
-
-
-class Exchange(Protocol):
-    """What kos needs of another framework's group: its ranks, and one exchange of bytes between them.
-
-    kos calls ``allgather`` twice, in ``kos.init``, and then connects the ranks by TCP.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This rank, from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    def allgather(self, data: bytes, /) -> list[bytes]:
-        """Every rank's bytes, in rank order; returns once all ranks have called it."""
 
 
 def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
@@ -56,29 +39,17 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
         return given
     if isinstance(given, Mapping):
         return _by_address(given, timeout)
-    if _is_mpi(given):
-        return _by_mpi(given, timeout)
-    if _has_exchange(given):
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and isinstance(given, MPI.Comm):
+        if not given or given.is_inter:  # COMM_NULL is false
+            got = "an intercommunicator" if given else "COMM_NULL"
+            raise InvalidArgument(f"rendezvous: expected an intracommunicator of MPI, got {got}")
+        return MPIRendezvous(given, timeout, process_hooks=False)
+    numbers = getattr(given, "rank", None), getattr(given, "size", None)
+    if all(isinstance(each, int) for each in numbers) and callable(getattr(given, "allgather", None)):
         return _by_exchange(given, timeout)
     kinds = "a communicator of mpi4py, a dict of rank, size and address, or an object with rank, size and allgather"
     raise InvalidArgument(f"rendezvous: expected {kinds}, got {given!r:.80}")
-
-
-def _is_mpi(given: Any) -> bool:
-    MPI = sys.modules.get("mpi4py.MPI")
-    return MPI is not None and isinstance(given, MPI.Comm)
-
-
-def _has_exchange(given: Any) -> bool:
-    numbers = getattr(given, "rank", None), getattr(given, "size", None)
-    return all(isinstance(each, int) for each in numbers) and callable(getattr(given, "allgather", None))
-
-
-def _by_mpi(comm: Any, timeout: float) -> Rendezvous:
-    if not comm or comm.is_inter:  # COMM_NULL is false
-        got = "an intercommunicator" if comm else "COMM_NULL"
-        raise InvalidArgument(f"rendezvous: expected an intracommunicator of MPI, got {got}")
-    return MPIRendezvous(comm, timeout, process_hooks=False)
 
 
 def _by_address(given: Mapping[str, Any], timeout: float) -> Rendezvous:
