@@ -142,7 +142,7 @@ class MPIBackend(HostBackend):
 
     def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
-            return _nothing()  # ``agree`` was the barrier
+            return (None for _ in ())  # ``agree`` was the barrier
         operation = call.operation
         if operation.options.deterministic or operation.options.algorithm != AUTO:
             return None
@@ -248,7 +248,3 @@ def _same_everywhere(dtype: DType, op: ReduceOp) -> bool:
         return not dtype.is_float
     # Open MPI's vector code adds 8-bit and 16-bit integers with saturation; elsewhere they wrap.
     return dtype.itemsize >= 4 or op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-
-
-def _nothing() -> Steps:
-    yield from ()

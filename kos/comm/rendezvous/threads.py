@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from kos.comm.failures import Board, Ledger, again, now
+from kos.comm.failures import Board, Ledger, Tables, again
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import KosError, RendezvousError
 
@@ -20,24 +20,17 @@ class RankThread(threading.Thread):
     """The thread of a rank of ``kos.testing.spawn``."""
 
 
-class ThreadWorld:
-    """The state shared by all threads of one ``spawn``: a lock, a condition per rank, the ended ranks and why."""
+class ThreadWorld(Tables):
+    """The state shared by all threads of one ``spawn``: a lock, a condition per rank, and what is known of each."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
+        super().__init__()
         self.lock = threading.RLock()
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
-        self.ends: dict[int, str] = {}  # world rank -> why
-        self.failures: dict[int, tuple[KosError, float]] = {}  # world rank -> its last failure, and when
-        self.waits: dict[int, tuple[int, ...]] = {}  # world rank -> the ranks that it waits for
-        self._boards: dict[int, ThreadBoard] = {}
-
-    def board(self, rank: int) -> ThreadBoard:
-        """The board of one rank, which all its groups share."""
-        with self.lock:
-            return self._boards.setdefault(rank, ThreadBoard(self, rank))
+        self.boards = [Board(rank, self) for rank in range(size)]  # a rank's groups share its board
 
     def notify(self, ranks: list[int]) -> None:
         """Wake ranks that may be waiting; the caller holds the lock."""
@@ -65,39 +58,6 @@ class ThreadWorld:
         with self.lock:
             self.ends.setdefault(rank, why)
             self.notify(list(range(len(self.wakeup))))
-
-
-class ThreadBoard(Board):
-    """The Board of the threads of a world."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__()
-        self._world, self._rank = world, rank
-
-    def post_failure(self, error: KosError) -> None:
-        super().post_failure(error)
-        if error.ranks:
-            self._world.failures[self._rank] = error, now()
-
-    def clear_failure(self) -> None:
-        super().clear_failure()
-        self._world.failures.pop(self._rank, None)
-
-    def post_wait(self, ranks: Iterable[int] | None) -> None:
-        if ranks is None:
-            self._world.waits.pop(self._rank, None)
-        else:
-            self._world.waits[self._rank] = tuple(ranks)
-
-    def failure(self, rank: int) -> tuple[KosError, float] | None:
-        known = self._world.failures.get(rank)
-        return None if known is None else (known[0], now() - known[1])
-
-    def awaited(self, rank: int) -> tuple[int, ...] | None:
-        return None if self.ended(rank) else self._world.waits.get(rank)
-
-    def ended(self, rank: int) -> bool:
-        return rank in self._world.ends
 
 
 class ThreadGroup:
@@ -169,8 +129,7 @@ class ThreadRendezvous(Rendezvous):
         self.rank, self.size, self.timeout = rank, group.size, timeout
         self.threads: ThreadGroup = group
         self._slots: dict[int, dict[int, bytes]] = group.shared("exchanges", dict)
-        me = group.members[rank]
-        self._ledger = ledger or Ledger(group.members, rank, group.world.board(me), timeout)
+        self._ledger = ledger or Ledger(group.members, rank, group.world.boards[group.members[rank]], timeout)
 
     def _exchange(self, message: bytes) -> list[bytes]:
         group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout

@@ -118,7 +118,6 @@ def messages(comm: Communicator, seed: int, dtype: Any) -> None:
 
 def large(comm: Communicator, seed: int) -> None:
     """Several segments of every schedule."""
-    reduces(comm, seed, "all_reduce", np.float32, sizes=[LARGE])
     for name in ("all_gather", "broadcast", "send_recv"):
         moves(comm, seed, name, np.float32, [LARGE])
 
