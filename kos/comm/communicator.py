@@ -365,10 +365,8 @@ class Communicator(Operations):
             if self.device is None or not callable(until):
                 raise InvalidArgument(f"until: expected None, or a function where GPUs are used, got {until!r}")
             return self.backend.synchronize(limit, handle, until)
-        engine = self.backend.engine
-        for work in [*engine.unreported, *engine.outstanding()]:
-            if self.backend.owns(work):
-                work.wait(timeout)
+        for work in self.backend.engine.works_of(self.backend):
+            work.wait(timeout)
         self.backend.synchronize(limit, handle)
         for persistent in self._persistents:
             persistent._work = None
@@ -488,9 +486,8 @@ class Communicator(Operations):
         engine = self.backend.engine
         with engine.paused():
             (end or self.backend.abort)(reason)  # first: this notifies the other ranks of the reason
-            for work in [*engine.unreported, *engine.outstanding()]:
-                if self.backend.owns(work):
-                    work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
+            for work in engine.works_of(self.backend):
+                work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"aborted: {reason}")
 
     def _abort_groups(self, reason: str) -> None:

@@ -124,6 +124,11 @@ class Engine:
                 work.expire(seconds)
             return bool(works)
 
+    def works_of(self, backend: Any) -> list[Work[Any]]:
+        """The operations of ``backend`` that the program has not waited for: failed messages, then those in flight."""
+        with self.lock:
+            return [work for work in [*self.unreported, *self._active] if backend.owns(work)]
+
     def outstanding(self) -> list[Work[Any]]:
         """The operations in flight, in the order of their launch."""
         with self.lock:

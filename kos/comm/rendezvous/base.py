@@ -6,7 +6,7 @@ import json
 import platform
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -114,6 +114,13 @@ class Rendezvous(ABC):
             raise
         finally:
             ledger.board.post_wait(None)
+
+    def absent(
+        self, ranks: Sequence[int], what: str = "rendezvous", words: str = "did not arrive", several: bool = True
+    ) -> KosError:
+        """The error of ``what``, in which those ranks are missing at the timeout."""
+        text = f"{self.ledger.names(ranks, several)} {words} within {self.timeout:g} s"
+        return self.ledger.overdue(ranks, what, None, text, RendezvousError)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

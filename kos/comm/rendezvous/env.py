@@ -84,17 +84,14 @@ class TCPRendezvous(Rendezvous):
                 others, missing = admit_all(self._listener.dup(), key, above, self.size, deadline)
                 found |= others
                 if missing:
-                    absent = f"{self.ledger.names(missing)} did not connect within {self.timeout:g} s"
-                    waits = f"tcp: {me} waited for the ranks above it"
-                    raise self.ledger.overdue(missing, waits, None, absent, RendezvousError)
+                    raise self.absent(missing, f"tcp: {me} waited for the ranks above it", "did not connect")
             except (OSError, RendezvousError) as error:
                 for connection in found.values():
                     connection.close()
                 if isinstance(error, RendezvousError) and error.ranks:
                     raise
                 if isinstance(error, TimeoutError):
-                    silent = f"{self.ledger.names([peer], False)} did not answer within {self.timeout:g} s"
-                    raise self.ledger.overdue([peer], "tcp", None, silent, RendezvousError) from error
+                    raise self.absent([peer], "tcp", "did not answer", several=False) from error
                 raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
 
@@ -121,7 +118,7 @@ class TCPRendezvous(Rendezvous):
             connection = self.network.call(*self._addresses[leader], purpose, self.rank, self.size, deadline)
             answer = json.loads(drive(connection.receive(), connection.sock, deadline))
         except TimeoutError as error:
-            raise RendezvousError(f"shrink: ranks [{leader}] did not arrive within {self.timeout:g} s") from error
+            raise self.absent([leader], "shrink") from error
         if isinstance(answer, str):
             raise RendezvousError(answer)
         ranks, hub_address = answer
@@ -254,8 +251,7 @@ class TCPRendezvous(Rendezvous):
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
             except TimeoutError as error:
-                silent = f"{self.ledger.names([0], False)} gave no answer within {self.timeout:g} s"
-                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError) from error
+                raise self.absent([0], "rendezvous", "gave no answer", several=False) from error
             except OSError as error:
                 raise self.ledger.lost(0, "its connection was closed", "rendezvous") from error
             kind, answer = answer[:1], answer[1:]

@@ -126,9 +126,7 @@ class MPIRendezvous(Rendezvous):
                     why = "its process exited with an error code, which Open MPI does not report to the others"
                     raise self.ledger.lost(unreported[0], why, "shrink", None, 0.0)
                 if now - began > self.timeout:
-                    missing = sorted(awaited)
-                    absent = f"{self.ledger.names(missing)} did not arrive within {self.timeout:g} s"
-                    raise self.ledger.overdue(missing, "shrink", None, absent, RendezvousError)
+                    raise self.absent(sorted(awaited), "shrink")
                 backoff.pause()
 
     def _ledger_of(self, part: Any) -> Ledger:

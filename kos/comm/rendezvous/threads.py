@@ -143,7 +143,7 @@ class ThreadRendezvous(Rendezvous):
                 for rank in missing:
                     group.raise_end(rank, self.ledger, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
-                    group.fail(self._overdue("rendezvous", missing))  # late ranks must not join another exchange
+                    group.fail(self.absent(missing))  # late ranks must not join another exchange
             # All ranks have completed the previous exchange, since they are in this one.
             self._slots.pop(number - 1, None)
             return [slots[rank] for rank in range(self.size)]
@@ -168,16 +168,12 @@ class ThreadRendezvous(Rendezvous):
                 r for r, member in enumerate(group.members) if r not in callers and member not in world.ends
             ]:
                 if not group.wait(self.rank, deadline, "shrink", missing):
-                    raise self._overdue("shrink", missing)
+                    raise self.absent(missing, "shrink")
                 if world.failure is not None:
                     raise again(world.failure)
             # The first rank that finds all others here determines the members for all.
             members = [group.members[rank] for rank in sorted(callers)]
             return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))
-
-    def _overdue(self, what: str, missing: list[int]) -> KosError:
-        absent = f"{self.ledger.names(missing)} did not arrive within {self.timeout:g} s"
-        return self.ledger.overdue(missing, what, None, absent, RendezvousError)
 
     def _child(self, group: ThreadGroup) -> Rendezvous:
         members = self.threads.members
