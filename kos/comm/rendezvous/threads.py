@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from kos.comm.failures import Board, Ledger, Tables, again
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import KosError, RendezvousError
+from kos.errors import KosError
 
 T = TypeVar("T")
 Waits = list[tuple[str, list[int]]]
