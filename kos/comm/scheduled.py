@@ -27,19 +27,12 @@ Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-# The schedule of each collective, and the one that adds in rank order.
+# The schedule of each collective, and where another one adds in rank order, that one.
 _DEFAULTS = {
-    "all_reduce": ("ring", "two_shot"),
-    "reduce": ("tree", "one_shot"),
-    "reduce_scatter": ("ring", "one_shot"),
-    "scan": ("chain", "chain"),
-    "exscan": ("chain", "chain"),
-    "broadcast": ("tree", "tree"),
-    "all_gather": ("ring", "ring"),
-    "all_to_all": ("pairwise", "pairwise"),
-    "gather": ("direct", "direct"),
-    "scatter": ("direct", "direct"),
-}
+    "all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "scan": "chain", "exscan": "chain",
+    "broadcast": "tree", "all_gather": "ring", "all_to_all": "pairwise", "gather": "direct", "scatter": "direct",
+}  # fmt: skip
+_ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce_scatter": "one_shot"}
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
@@ -89,7 +82,7 @@ class ScheduledBackend(Backend):
             return o.options.algorithm
         if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
             return "halving_doubling"
-        return _DEFAULTS[collective][o.options.deterministic]
+        return (_ORDERED if o.options.deterministic else _DEFAULTS)[collective]
 
     # The operations.
 

@@ -105,10 +105,8 @@ class Array:
         except BufferError as error:
             raise InvalidArgument(f"from_dlpack: refused by {type(source).__name__}: {error}") from error
         tensor = import_capsule(capsule)
-        return cls(
-            tensor.pointer, tensor.shape, tensor.dtype, tensor.device,
-            owner=tensor, stream=stream, readonly=tensor.readonly,
-        )  # fmt: skip
+        place = tensor.pointer, tensor.shape, tensor.dtype, tensor.device
+        return cls(*place, owner=tensor, stream=stream, readonly=tensor.readonly)
 
     @classmethod
     def _from_cuda_array_interface(cls, source: Any, stream: Any) -> Array:
@@ -245,14 +243,9 @@ class Array:
         """Version 3.  Not available for bfloat16 and float8, which it cannot name; use DLPack."""
         if self.dtype.numpy.kind == "V" or self.dtype.numpy.char not in np.typecodes["All"]:
             raise AttributeError(f"__cuda_array_interface__ has no name for {self.dtype}; use DLPack")
-        return {
-            "shape": self.shape,
-            "typestr": self.dtype.numpy.str,
-            "data": (self.pointer, self.readonly),
-            "strides": None,
-            "stream": streams.handle(self.stream),
-            "version": 3,
-        }
+        data, kind = (self.pointer, self.readonly), self.dtype.numpy.str
+        stream = streams.handle(self.stream)
+        return {"version": 3, "shape": self.shape, "typestr": kind, "data": data, "strides": None, "stream": stream}
 
     def __repr__(self) -> str:
         return f"Array({self.dtype}{list(self.shape)}, cuda:{self.device}, 0x{self.pointer:x})"

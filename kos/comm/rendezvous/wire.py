@@ -175,8 +175,7 @@ def answer(sock: socket.socket, key: bytes) -> Waiting[tuple[int, int, Connectio
         raise HandshakeError("handshake: expected a proof of the secret, got a wrong one")
     sock.send(_mac(key, b"listener", greeting, hello))
     _, rank, size, _ = _HELLO.unpack(hello)
-    to_caller, to_listener = _session_keys(key, greeting, hello)
-    return rank, size, Connection(sock, to_caller, to_listener)
+    return rank, size, Connection(sock, *_session_keys(key, greeting, hello))
 
 
 def receive_greeting(sock: socket.socket) -> Waiting[bytes]:
@@ -194,8 +193,7 @@ def authenticate(sock: socket.socket, greeting: bytes, key: bytes, rank: int, si
     proof = yield from _read(sock, _PROOF)
     if not hmac.compare_digest(proof, _mac(key, b"listener", greeting, hello)):
         raise HandshakeError("expected the same secret (KOS_SECRET) on all ranks, got different ones")
-    to_caller, to_listener = _session_keys(key, greeting, hello)
-    return Connection(sock, to_listener, to_caller)
+    return Connection(sock, *reversed(_session_keys(key, greeting, hello)))
 
 
 class Acceptor:
