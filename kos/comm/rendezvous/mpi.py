@@ -141,7 +141,7 @@ class MPIRendezvous(Rendezvous):
                 if comm is not None:
                     comm.Free()  # collective: only if no rank is lost
         if self._is_job and code is not None:
-            mpi_job.record_abort(code)
+            mpi_job.abort_code = code or 1
 
     def _wait(self, request: Any, what: str, comm: Any) -> None:
         wait_for_all(self, what, comm, lambda: mpi_job.wait_request(request, self.timeout))
