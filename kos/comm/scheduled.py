@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -178,7 +179,7 @@ class ScheduledBackend(Backend):
         if x is None:
             return [None] * self.size
         if counts is not None:
-            return list(_split(x.flat, counts))
+            return [*_split(x.flat, counts)]
         return [x.flat if root in (None, rank) else None for rank in range(self.size)]
 
     def _reduce_scatter_v(self, call: Call) -> Steps:
@@ -258,7 +259,7 @@ def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:
 
 
 def _split(x: Array, counts: Sequence[int]) -> list[Array]:
-    return np.split(x, np.cumsum(counts)[:-1])
+    return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 # Queues of messages by key, for transports.
