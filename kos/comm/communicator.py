@@ -166,7 +166,8 @@ class Communicator(Operations):
             operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
         )
         self._submit(call, 4)
-        return [part.tobytes() for part in np.split(out, np.cumsum(counts)[:-1])] if gets else None
+        ends = itertools.accumulate(counts)
+        return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
 
     def _all_gather_numbers(
         self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
