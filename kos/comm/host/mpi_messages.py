@@ -93,7 +93,7 @@ class Messages:
 
     def send_notice(self, kind: str, sequence: int, *what: Any) -> None:
         """Send all ranks a notice; they read it while they wait."""
-        if self._notices is not None:
+        if self._notices is not None and not self._MPI.Is_finalized():
             self._notices.send([self._comm.rank, kind, sequence, *what])
 
     def send_failure(self, sequence: int, failure: KosError) -> None:
