@@ -54,8 +54,7 @@ class MPIBackend(HostBackend):
         self._comms, notices = [self._comm], None
         if not self.one_host:
             self._comms.append(self._dup(rendezvous))  # for the comparison of calls
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            notices = rendezvous.open_notices(others, any_thread=False)
+            notices = rendezvous.open_notices([r for r in range(self.size) if r != self.rank], any_thread=False)
         rendezvous.barrier()  # Open MPI 5.0.11 crashes by MPI_Comm_revoke of a communicator that a rank still creates
         self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, self.ledger)
         self._fingerprints = self._calls or Fingerprints()

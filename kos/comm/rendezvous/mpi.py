@@ -87,7 +87,9 @@ class MPIRendezvous(Rendezvous):
             self._notice_comm = comm, WeakValueDictionary()
         comm, readers = self._notice_comm
         others = self._MPI.Group.Translate_ranks(self.mpi_comm.Get_group(), list(ranks), comm.Get_group())
-        return MPINotices(self._MPI, comm, readers, names[0].hex(), others)
+        notices = MPINotices(self._MPI, comm, readers, names[0].hex(), others)
+        self.barrier()  # another group's reader drops a notice for a group without one
+        return notices
 
     def check_shrink(self) -> None:
         if not mpi_job.fault_tolerant():
