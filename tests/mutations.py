@@ -41,6 +41,7 @@ SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/",
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 TENSOR = "tests/train/test_tensor_parallel.py -k tied-none-None"
 DETERMINISTIC = "tests/train/test_deterministic.py -k "
+FIXED_ON_HOST = "tests/train/test_layouts_on_host.py -k "
 TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
 
 MUTATIONS = [
@@ -117,6 +118,15 @@ MUTATIONS = [
              DETERMINISTIC + "test_layout[tp2]"),
     Mutation(PARALLEL + "fixed.py", "self.axis.comm.all_gather(kv, of_all)", "of_all[:] = kv",
              DETERMINISTIC + "test_layout[cp2]"),
+    Mutation(TRAIN + "model/llama.py", "name = LOOKUPS if LOOKUPS in into.of else self", "name = self",
+             FIXED_ON_HOST + "test_deterministic[pp2-1f1b-True]"),
+    Mutation(TRAIN + "engine/cuda.py", "exact=sum(sizes.values()) if config.deterministic else 0", "exact=0",
+             FIXED_ON_HOST + "test_deterministic[pp2-1f1b-True]"),
+    Mutation(TRAIN + "engine/cuda.py", "places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), "
+             "strict=False))", "places=None", FIXED_ON_HOST + "test_deterministic[dp2-pp2-zero-bubble-v-none-False-1]"),
+    Mutation(TRAIN + "train.py", "finish(whole=self.tied_apart)", "finish()", DETERMINISTIC + "shards_cut"),
+    Mutation(TRAIN_KERNELS + "adamw.cu", "high = exact ? rint(square * per_unit) * unit : square", "high = square",
+             KERNELS + " -k cuts"),
     Mutation(PARALLEL + "data.py", "stack[-2][1] == stack[-1][1] and ", "",
              "tests/train/test_data_parallel.py -k tree"),
     # What one kind of host memory, or one backend, sees for the others.

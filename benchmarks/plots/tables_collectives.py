@@ -7,6 +7,7 @@ from benchmarks.plots.measured import Series
 from benchmarks.plots.results import Row, load, one, ratio, select, size, table, us
 
 AUTO_WITHIN = 1.03
+MODES_ON_HOSTS = ("eager", "single_shot")
 
 
 def cell(series: Series, nbytes: int) -> str:
@@ -167,21 +168,26 @@ def hosts(machine: str, ranks: int) -> str:
 
 
 def hosts_others() -> str:
-    """Single calls of the operations other than all_reduce, beside Open MPI."""
-    file = "collectives-others-xeon-2"
-    ops = dict.fromkeys(row["op"] for row in select(file))
-    sizes = sorted({row["bytes"] for row in select(file)})
+    """Operations other than all_reduce, beside Open MPI."""
+    file = "collectives-others-epyc-2"
     rows = []
-    for op in ops:
-        line = [op + ", in place" * (op == "broadcast")]
-        for nbytes in sizes:
-            place = {"op": op, "bytes": nbytes, "mode": "single_shot", "in_place": op == "broadcast"}
-            kos = one(file, **place, backend="mpi", call="function")["time_us"]
-            mpi = one(file, **place, backend="mpi-native")["time_us"]
-            line += [us(kos), us(mpi), ratio(mpi / kos)]
-        rows.append(line)
-    head = [what for nbytes in sizes for what in (f"{size(nbytes)}: kos", "Open MPI", "Open MPI / kos")]
-    return table(["µs", *head], rows)
+    for op in dict.fromkeys(row["op"] for row in select(file)):
+        for nbytes in sorted({row["bytes"] for row in select(file, op=op)}):
+            place = {"op": op, "bytes": nbytes, "in_place": op == "broadcast"}
+            kos, single = (one(file, **place, backend="mpi", call="function", mode=mode) for mode in MODES_ON_HOSTS)
+            persistent = one(file, **place, backend="mpi", call="persistent", mode="eager")["time_us"]
+            mpi, mpi_single = (one(file, **place, backend="mpi-native", mode=mode) for mode in MODES_ON_HOSTS)
+            theirs = mpi["time_us"]
+            rows.append([
+                op + ", in place" * (op == "broadcast"), size(nbytes), us(kos["time_us"]), us(persistent), us(theirs),
+                ratio(theirs / kos["time_us"]), ratio(theirs / persistent),
+                ratio(mpi_single["time_us"] / single["time_us"]),
+            ])  # fmt: skip
+    return table(
+        ["µs", "size", "kos", "kos, persistent", "Open MPI", "Open MPI / kos", "Open MPI / persistent",
+         "the same, single calls"],
+        rows,
+    )  # fmt: skip
 
 
 def one_rank() -> str:

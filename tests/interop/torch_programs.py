@@ -195,7 +195,8 @@ def _batches(rank: int, steps: int, device: str) -> Iterator[tuple[torch.Tensor,
 
 
 def _train(model: torch.nn.Module, device: str, rank: int | None = None, steps: int = 4) -> list[float]:
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    # Without foreach, torch's default on GPUs, which takes no plain tensors beside DTensors.
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
     for x, y in _batches(dist.get_rank() if rank is None else rank, steps, device):
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
@@ -360,6 +361,15 @@ def gpu_streams() -> dict[str, Any]:
         found[name] = [total.min().item() == total.max().item() == expected, queued < 0.1]
         torch.cuda.synchronize()
         dist.barrier()
+    first = dist.all_reduce(x.fill_(rank + 1), async_op=True)
+    torch.cuda._sleep(1_600_000_000)  # 0.8 s, which the second one follows and the first does not
+    second = dist.all_reduce(torch.zeros_like(x), async_op=True)
+    with torch.cuda.stream(side):
+        first.wait()
+        total = x.clone()
+    side.synchronize()
+    found["an earlier one"] = [not second.is_completed(), total.max().item() == expected]
+    second.wait()
     del x, total
     future = dist.all_reduce(torch.full((1 << 20,), rank + 1.0, device=device), async_op=True).get_future()
     torch.full((1 << 20,), -1.0, device=device)  # might reuse the memory of the operand

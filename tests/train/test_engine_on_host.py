@@ -239,7 +239,7 @@ def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, 
     monkeypatch.setattr(cublaslt, "stored_algorithms", lambda device: cublaslt.Stored("matmul", "host"))
     searched, given = [], []
 
-    def make(device, stream=None, algorithms=None, search=False):
+    def make(device, stream=None, algorithms=None, search=False, **others):
         if search:
             searched.append(algorithms)
             algorithms["a shape"] = f"by search {len(searched)}"

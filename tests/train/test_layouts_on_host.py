@@ -22,7 +22,7 @@ from kos.train.engine import memory_plan
 from kos.train.engine.cuda import CudaEngine
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
-from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda import adamw, cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
@@ -78,8 +78,8 @@ def train(layout: Layout, layers: int, **changes: Any) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def serial(layers: int, tied: bool) -> dict[str, Any]:
-    (alone,) = train(Layout(), layers, tied=tied)
+def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
+    (alone,) = train(Layout(), layers, tied=tied, **changes)
     assert alone["rows"][0, 0] > alone["rows"][-1, 0], "it learns"
     return alone
 
@@ -130,6 +130,43 @@ def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
             np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=tolerance, err_msg=f"{name} of rank {rank}")
             held.add(name)
     assert held == set(expected["weights"]) and ranks[0]["text"] == expected["text"]
+
+
+FIXED = [
+    *((Layout(pp=2), {"pp_schedule": name, "tied": True}) for name in SCHEDULES),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms", "tied": False, "graph": False}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "master_weights": "none", "tied": False, "zero": 1}),
+]
+FIXED_SLOW = [
+    (Layout(pp=4), {"pp_schedule": "zero-bubble", "recompute": "block", "tied": True}),
+    (Layout(pp=2, dp=4), {"pp_schedule": "1f1b", "tied": True}),
+    *((Layout(pp=2), {"pp_schedule": name, "tied": False, "micro_batch_size": 2}) for name in SCHEDULES),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [*FIXED, *(pytest.param(*case, marks=pytest.mark.slow) for case in FIXED_SLOW)],
+    ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in FIXED + FIXED_SLOW],
+)
+def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkeypatch) -> None:
+    """In a pipeline every bit of one rank; its chunks of the norm and its places in the layout are others."""
+    monkeypatch.setattr(adamw, "CHUNK", 256)
+    monkeypatch.setattr(memory_plan, "CHUNK", 256)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
+    changes = {"deterministic": True, "grad_clip": 0.1, **changes}
+    if "master_weights" in changes:
+        changes["dtype"] = "bfloat16"
+    alone = {key: value for key, value in changes.items() if key not in ("pp_schedule", "zero", "recompute", "graph")}
+    expected, held = serial(layers_of(layout), **alone), set()
+    for rank, got in enumerate(train(layout, layers_of(layout), **changes)):
+        assert got["rows"].tobytes() == expected["rows"].tobytes(), f"rank {rank}"
+        assert got["loss"] == expected["loss"] and got["text"] in (None, expected["text"])
+        for name, value in got["weights"].items():
+            assert value.tobytes() == expected["weights"][name].tobytes(), f"{name} of rank {rank}"
+            held.add(name)
+    assert held == set(expected["weights"])
 
 
 PLANNED = [

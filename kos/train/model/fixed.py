@@ -13,9 +13,6 @@ from kos.train.ops import Array
 from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor, Split
 from kos.train.parallel.mesh import Axis
 
-LOOKUPS = "lookups"
-"""In ``Gradients.of``: a tied embedding's gradient by its lookups, apart from that of the head."""
-
 
 def split_of(config: LlamaConfig, seq_len: int) -> Split:
     """How the sums of a model are split, in every layout."""
@@ -38,11 +35,6 @@ class FixedLlama(Llama):
         A, kv = local.heads * config.head_dim, local.kv_heads * config.head_dim
         self._stacked: dict[str, tuple[int, ...]] = {names.qkv: (A, kv, kv) for names in self._layers}
         self._stacked |= {names.gate_up: (local.intermediate,) * 2 for names in self._layers}
-
-    def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
-        name = LOOKUPS if self.config.tie_word_embeddings else self.config.embedding
-        self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], False, self.arena)
-        into.final(name)
 
     def head_loss_and_gradients(
         self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,

@@ -38,17 +38,18 @@ class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products take their ``algorithms``, which may be added to before a shape's first use; ``search`` times those
-    that are missing then, and adds them.
+    that are missing then, and adds them.  ``multiple`` is that of ``Matmul``.
     """
 
     def __init__(
-        self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False
-    ) -> None:
+        self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False,
+        multiple: int | None = None,
+    ) -> None:  # fmt: skip
         driver.set_device(device)
         self.device = device
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
         self.algorithms = {} if algorithms is None else algorithms
-        self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search)
+        self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
