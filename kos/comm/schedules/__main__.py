@@ -11,6 +11,7 @@ from kos.comm.schedules.draw import draw, text
 from kos.comm.schedules.schedule import IN_PLACE, Schedule, plural
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
+from kos.commands import program
 from kos.errors import InvalidArgument, KosError
 from kos.files import check_picture, printing
 
@@ -48,7 +49,7 @@ def _numbers(given: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m kos.comm.schedules", description=__doc__, epilog=EXAMPLES,
+    p = argparse.ArgumentParser(prog=program("kos.comm.schedules"), description=__doc__, epilog=EXAMPLES,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("algorithm", nargs="?", help="the name of an algorithm; default: list or predict all")
     p.add_argument("--collective", help="default: all_reduce; for a list of algorithms: all")

@@ -70,7 +70,8 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
         add(call)
     for what in failures.MISMATCHES:
         add(failures.mismatch, what, ranks=2)
-    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.lost, failures.messages):
+    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.lost, failures.messages,
+                 failures.cancelled):
         add(call, ranks=2)
     return found
 

@@ -54,8 +54,8 @@ def layout_of(config: TrainConfig, ranks: int) -> Layout:
         raise ConfigError(f"--cp {layout.cp}: expected 1 with a GPT-2, which is data parallel only, got {layout.cp}")
     parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     if config.seq_len % parts:
-        of = f"--tp {layout.tp} x 2 x --cp {layout.cp}" if layout.cp > 1 else f"--tp {layout.tp}"
-        raise ConfigError(f"--seq-len: expected a multiple of {of} = {parts}, got {config.seq_len}")
+        of = " × ".join(["--tp"] * (layout.tp > 1) + ["2", "--cp"] * (layout.cp > 1))
+        raise ConfigError(f"--seq-len: expected a multiple of {parts} ({of}), got {config.seq_len}")
     return layout
 
 
