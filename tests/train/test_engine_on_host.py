@@ -302,6 +302,13 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
         assert tensors_of_run(out) == tensors_of_run(tmp_path / "one")
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_deterministic_within_a_layer_is_refused(emulated, text, tmp_path, axis):
+    expected = f"--deterministic: expected ranks along --dp and --pp alone on GPUs, .*, got --{axis} 2$"
+    with pytest.raises(ConfigError, match=expected):
+        train(text, tmp_path, ranks=2, deterministic=True, **{axis: 2})
+
+
 def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
     """From its checkpoints: a pipeline's, a part in fp32 each, on tensor-parallel ranks and on one."""
     settings = {"model": {**SMALL["model"], "intermediate_size": 30}, "sample_tokens": 2}

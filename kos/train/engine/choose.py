@@ -32,7 +32,8 @@ def make_engine(
         of_model = {axis: getattr(mesh.layout, axis) for axis in ("tp", "cp")}
         if config.deterministic and max(of_model.values()) > 1:
             got = " ".join(f"--{axis} {size}" for axis, size in of_model.items() if size > 1)
-            raise ConfigError(f"--deterministic: expected ranks along --dp and --pp alone on GPUs, got {got}")
+            why = "whose layers have no fixed parts that several ranks could hold"
+            raise ConfigError(f"--deterministic: expected ranks along --dp and --pp alone on GPUs, {why}, got {got}")
         from kos.train.engine.cuda import CudaEngine
 
         return CudaEngine(config, model, data, mesh, show)
