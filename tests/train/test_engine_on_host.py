@@ -304,7 +304,7 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
 
 @pytest.mark.parametrize("axis", ["tp", "cp"])
 def test_deterministic_within_a_layer_is_refused(emulated, text, tmp_path, axis):
-    expected = f"--deterministic: expected ranks along --dp and --pp alone on GPUs, .*, got --{axis} 2$"
+    expected = f"--deterministic: expected ranks along --dp and --pp alone on GPUs, .*, got --{axis} 2\n"
     with pytest.raises(ConfigError, match=expected):
         train(text, tmp_path, ranks=2, deterministic=True, **{axis: 2})
 
