@@ -531,20 +531,15 @@ class Communicator(Operations):
             return self._batch.add(call)
         if self._closed:
             self._check_open()
-        # ``Persistent.start`` and ``CallCache.launch`` repeat these lines: a function call would take 6% of their time.
+        # ``Persistent.start`` and ``CallCache.repeat`` repeat these lines: a function call would take 6% of their time.
         call.sequence = next(self._collectives if call.collective else self._messages)
         self._group.note(call, depth)  # frames up to the caller of the operation
         work = self.backend.start(call)
         options, recv = o.options, o.recv
-        if work is not None:
-            if options.overlap:
-                return work
-            result = work.wait()
-            if options is self._defaults:
-                self._cache.add_host(call)
-            return result
-        result = recv.result if recv is not None else None
-        if options is self._defaults:
+        if work is not None and options.overlap:
+            return work
+        result = work.wait() if work is not None else recv.result if recv is not None else None
+        if options is self._defaults and (work is None or self.device is None):
             self._cache.add(call)
         return result
 

@@ -95,9 +95,10 @@ class ScheduledBackend(Backend):
     def _steps(self, call: Call) -> Steps | None:
         return self._by_messages(call)
 
-    def _by_messages(self, call: Call) -> Steps:
+    def _by_messages(self, call: Call, all_arrived: Callable[[], bool] | None = None) -> Steps:
+        """``all_arrived``: the poll of ``agree``, where the ranks compare this call already."""
         carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
-        all_arrived = self.agree(call) if call.collective else None
+        all_arrived = all_arrived or (self.agree(call) if call.collective else None)
         if all_arrived is None:
             yield from carry(call)
             return

@@ -1,8 +1,8 @@
 """PyTorch's own tests of torch.distributed, from its wheel, as a TestCase; BACKEND and WORLD_SIZE choose what runs.
 
 The ranks are forked from a process that has imported torch: PyTorch's runner starts each rank of each test anew.  On
-CPUs that is this process.  On GPUs it is a server of ``multiprocessing``: importing these tests asks CUDA for its
-devices, after which a process cannot fork ranks.
+CPUs that is this process.  On GPUs, which a process that has asked CUDA for anything cannot share with those that it
+forks, it is a server of ``multiprocessing`` that only imports this file.
 Many tests run for some backends only, which the suite names.  With TORCH_SUITE_ON_KOS every group is one of kos, so
 that the tests of gloo, MPI or NCCL run on kos: BACKEND=gloo, BACKEND=mpi or BACKEND=nccl.
 """
@@ -22,6 +22,7 @@ from typing import Any
 os.environ.setdefault("BACKEND", "kos")
 os.environ.setdefault("WORLD_SIZE", "2")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # imports then count devices without CUDA
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
 if importlib.util.find_spec("expecttest") is None:  # of which PyTorch's TestCase is a subclass
     sys.modules["expecttest"] = types.ModuleType("expecttest")
@@ -69,7 +70,7 @@ class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):
     def setUp(self) -> None:
         super().setUp()
         if torch.cuda.is_available():
-            multiprocessing.set_forkserver_preload(["torch", "torch.distributed"])
+            multiprocessing.set_forkserver_preload([__name__])
             self._start_processes(ServedProcess)
         else:
             self._start_processes(torch.multiprocessing.get_context("fork").Process)

@@ -158,8 +158,11 @@ class Messages:
             if sequence == o.sequence and theirs[1] != mine[1]:
                 raise self.ledger.mismatch(o.group, (self._comm.rank, *mine), (peer, *theirs))
 
-    def end_of(self, peer: int) -> KosError | None:
-        """The error of a message that cannot complete: the group has failed, or that rank is lost; else None."""
+    def end_of(self, peer: int, processes: bool = True) -> KosError | None:
+        """The error of a message that cannot complete: the group has failed, or that rank is lost; else None.
+
+        Without ``processes``, not whether a process has ended, which takes as long as a message.
+        """
         ledger, calls = self.ledger, self._calls
         if ledger.failure is not None:
             return again(ledger.failure[1])
@@ -169,7 +172,7 @@ class Messages:
                 calls.raise_failure(sys.maxsize)
             except KosError as error:
                 return error
-            end = calls.end_of(calls.segment.ranks.index(peer))
+            end = calls.end_of(calls.segment.ranks.index(peer)) if processes else None
             if why is None and end is not None:
                 return end
         return None if why is None else ledger.lost(peer, why, None, cause)
@@ -177,7 +180,7 @@ class Messages:
     def check_sender(self, peer: int) -> None:
         """Raise if the sender may have changed the message in flight: it aborted while MPI still read its memory."""
         self.receive_notices()
-        error = self.end_of(peer)
+        error = self.end_of(peer, processes=False)
         if error is not None and (not isinstance(error, RankLost) or UNSENT in str(error)):
             raise error
 
