@@ -125,7 +125,7 @@ MUTATIONS = [
     Mutation(TRAIN + "engine/cuda.py", "places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), "
              "strict=False))", "places=None", FIXED_ON_HOST + "test_deterministic[dp2-pp2-zero-bubble-v-none-False-1]"),
     Mutation(PARALLEL + "fixed_rows.py", "for rows in self.order.each(len(d_out)):", "for rows in [slice(None)]:",
-             FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),
+             FIXED_ON_HOST + "shapes_of_one_rank"),
     Mutation(PARALLEL + "fixed_rows.py", "self.tree(of_piece, d_weight, arena)\n        self.over_ranks",
              "self.ops.linear_weight_gradient(d_out, x, d_weight, False, arena)\n        self.over_ranks",
              FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),

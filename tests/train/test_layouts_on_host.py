@@ -27,6 +27,7 @@ from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.parallel import fixed_rows
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
+from tests.train.host_kernels import engine as host_kernels
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
 from tests.train.test_layouts import SHAPE, make_data, named, run_to_its_end
 from tests.train.test_tensor_parallel import part_of
@@ -179,6 +180,26 @@ def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkey
             assert value.tobytes() == expected["weights"][name].tobytes(), f"{name} of rank {rank}"
             held.add(name)
     assert held == set(expected["weights"])
+
+
+def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch) -> None:
+    """For on a GPU their bits depend on these."""
+    monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
+    real, found = host_kernels._numpy, set()
+
+    def note(name: str, arguments: Any) -> None:
+        if name.startswith(("linear", "attention")) or name == "rms_norm_backward":
+            found.add((name, *(x.shape for x in arguments if hasattr(x, "pointer"))))
+        real(name, arguments)
+
+    def shapes(layout: Layout) -> set[Any]:
+        found.clear()
+        train(layout, 2, deterministic=True, seq_len=16)
+        return set(found)
+
+    monkeypatch.setattr(host_kernels, "_numpy", note)
+    alone = shapes(Layout())
+    assert len(alone) > 20 and shapes(Layout(cp=2, pp=2)) == alone
 
 
 PLANNED = [
