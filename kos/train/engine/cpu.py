@@ -17,8 +17,7 @@ from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
-from kos.train.engine.stage import fixes_order
-from kos.train.model.fixed import split_of
+from kos.train.engine.stage import split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
@@ -101,9 +100,8 @@ class CpuEngine(Engine):
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
         silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
-        dp, steps, fixed = mesh.dp, self.accumulation_steps, fixes_order(config, model)
-        if fixed:
-            split_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
+        dp, steps = mesh.dp, self.accumulation_steps
+        split_of(config, model, mesh)  # raises where it does not fit the ranks
         waiting = waiting_subtrees(dp.rank, steps) if config.deterministic else 0
         saved = Shards(model, mesh.layout, schedule.stages_of_ranks).host_bytes(mesh.world.rank, config.save_async)
         plan = plan_memory(config, model, parts, silent, schedule, of_host, shards, saved, waiting)

@@ -41,6 +41,7 @@ from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, plan_memory
+from kos.train.engine.stage import split_of
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
@@ -87,6 +88,7 @@ class CudaEngine(Engine):
             sharing = uuids.count(uuids[comm.rank])
             return plan_memory(config, model, parts, ops, silent, schedule, buckets, sharing).check()
 
+        split_of(config, model, mesh)  # raises where it does not fit the ranks
         self.plan = together(comm, plan)
         self.ops = ops
         if not config.deterministic:

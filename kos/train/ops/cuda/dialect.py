@@ -121,6 +121,16 @@ class CudaOps:
         width = _width(out.size, a, b, out)
         self._elementwise("add", out.size // width, a, b, out, DTYPE=out.dtype.name, WIDTH=width)
 
+    def add_tree(self, terms: Array, out: Array) -> None:
+        """out = ((t0 + t1) + (t2 + t3)) + …, of as many ``terms`` as a power of two, which are overwritten."""
+        count = len(terms)
+        while count > 1:
+            count //= 2
+            for i in range(count):
+                self.add(terms[2 * i], terms[2 * i + 1], terms[i] if count > 1 else out)
+        if len(terms) == 1:
+            self.copy(terms[0], out)
+
     def cast(self, source: Array, out: Array) -> None:
         """out = source, of another dtype."""
         width = _width(out.size, out, source)
