@@ -45,7 +45,7 @@ class Array:
     Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream", "used")
+    __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream")
 
     def __init__(
         self, pointer: int, shape: tuple[int, ...], dtype: Any, device: int, *, owner: Any = None, stream: Any = None,
@@ -54,7 +54,6 @@ class Array:
         """Describe existing memory; the array and its views keep ``owner`` alive."""
         self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
         self.owner, self.stream, self.readonly = owner, stream, readonly
-        self.used = False  # by a communicator: later calls on the array are cached
 
     @classmethod
     def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str = "") -> Array:
