@@ -143,7 +143,7 @@ def layouts_of_four() -> str:
         batch = f"{row['batch_size']} x {row['seq_len']:,}"
         rows.append([row["preset"], row["layout"], batch, tokens(row), f"{row['step_ms']:,.0f}",
                      f"{row['mfu_causal']:.1%}", gib(row), f"{row['predicted_ms']:,.0f}", row["commit"]])  # fmt: skip
-    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms", "commit"]
+    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "GiB", "predicted, ms", "commit"]
     return table(head, rows)
 
 

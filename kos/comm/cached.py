@@ -13,6 +13,7 @@ dtypes and flags.
 from __future__ import annotations
 
 import weakref
+from types import NoneType
 from typing import Any
 
 from numpy import ndarray
@@ -24,8 +25,6 @@ from kos.memory.array import Array
 
 SMALL_BYTES, MOST_HELD = 1 << 20, 64
 """The largest ndarray whose calls are cached, and the most of them."""
-_MOST_SEEN = 4096
-"""Arrays that are remembered as used once."""
 ON_GPU = frozenset({
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv"
 })  # fmt: skip
@@ -112,7 +111,7 @@ class CallCache:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        self._seen: set[int] = set()  # the ids of arrays that were used
+        self._seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # arrays that were used
 
     def repeat(self, comm: Any, name: str, x: Any, out: Any = None, op: Any = None, ranks: Any = None) -> bool:
         """Run the cached call with these arguments, or queue it on its stream; False on a cache miss.
@@ -141,26 +140,27 @@ class CallCache:
         if o.name not in CACHED or (o.reduction is not None and o.reduction.op is ReduceOp.PREMUL_SUM):
             return  # the factor may change
         ends = [end for end in (o.send, o.recv) if end is not None]
-        x, out = (ends[0].array, ends[-1].array) if ends else (None, None)
+        x: Any = ends[0].array if ends else None
+        out: Any = ends[-1].array if ends else None
         key, entries = id(x), self._entries
         new: _Entry | None = None
-        if x is not None and key not in self._seen:
-            if len(self._seen) == _MOST_SEEN:
-                self._seen.clear()
-            self._seen.add(key)
+        if type(x) is not type(out) or type(x) not in (Array, ndarray, NoneType):
+            return
+        if x is not None and self._seen.get(key) is not x:
+            self._seen[key] = x
         elif entries.pop(key, None) is not None:
             return  # two different calls that alternate on one array are not cached
-        elif type(x) is type(out) is Array:
+        elif type(x) is Array:
             if o.name in ON_GPU:
                 array = weakref.ref(x, lambda _: entries.pop(key, None))
                 new = _DeviceEntry(call, array, None if out is x else weakref.ref(out))
                 ends[0].array = ends[-1].array = None
-        elif type(x) is type(out) is ndarray and max(x.nbytes, out.nbytes) <= SMALL_BYTES:
+        elif x is None:
+            new = _Entry(call)
+        elif max(x.nbytes, out.nbytes) <= SMALL_BYTES:
             if len(entries) >= MOST_HELD:
                 entries.clear()
             new = _HostEntry(call, x, None if out is x else out)
-        elif x is None:
-            new = _Entry(call)
         if new is not None:
             entries[key] = new
 

@@ -31,7 +31,7 @@ from kos.comm.arguments import (
 from kos.comm.cached import CallCache
 from kos.comm.operation import AUTO, Message, Operation, Options
 from kos.comm.persistent import Persistent
-from kos.comm.reduction import PremulSum, ReduceOp, Reduction, resolve
+from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import InvalidArgument
@@ -187,13 +187,8 @@ class Operations:
             if self._cache.repeat(self, "reduce", x, own, op, root):
                 return None if self.rank != root else x if out is None else out
         options = self._options("reduce", stream, async_op, timeout, algorithm, deterministic)
-        recv: Buffer | None = None
-        if self.rank == (root := check_rank("root", root, self.size)):
-            send, recv = in_and_out(x, out, stream)
-        else:
-            send = _input(x, stream)
-        reduction = resolve(op, send.dtype, self.size)
-        return self._submit(Operation("reduce", self.rank, options, send, recv, reduction, root))
+        root = check_rank("root", root, self.size)
+        return self._submit(self._reduction("reduce", x, out, op, options, self.rank == root, root))
 
     @overload
     def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_Reducing]) -> T: ...
@@ -272,8 +267,7 @@ class Operations:
         if plain and self._cache.repeat(self, "scan", x, out, op):
             return x if out is None else out
         options = self._options("scan", stream, async_op, timeout, algorithm)
-        send, recv = in_and_out(x, out, stream)
-        return self._submit(Operation("scan", self.rank, options, send, recv, self._prefix(op, send)))
+        return self._submit(self._reduction("scan", x, out, op, options))
 
     @overload
     def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
@@ -291,18 +285,16 @@ class Operations:
         if plain and self._cache.repeat(self, "exscan", x, out if self.rank else None, op):
             return None if self.rank == 0 else x if out is None else out
         options = self._options("exscan", stream, async_op, timeout, algorithm)
-        recv: Buffer | None = None
-        if self.rank:
-            send, recv = in_and_out(x, out, stream)
-        else:
-            send = _input(x, stream)
-        return self._submit(Operation("exscan", self.rank, options, send, recv, self._prefix(op, send)))
+        return self._submit(self._reduction("exscan", x, out, op, options, self.rank > 0))
 
-    def _prefix(self, op: Op, send: Buffer) -> Reduction:
-        """The reduction of a scan."""
-        if op is ReduceOp.AVG:
+    def _reduction(
+        self, name: str, x: Any, out: Any, op: Op, options: Options, gets: bool = True, root: int | None = None
+    ) -> Operation:
+        """A reduction whose result is written on the ranks that get one (``gets``)."""
+        send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
+        if name != "reduce" and op is ReduceOp.AVG:
             raise InvalidArgument("op: expected another one than AVG for a scan, got AVG")
-        return resolve(op, send.dtype, self.size)
+        return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
     # Data movement.
 
@@ -463,10 +455,8 @@ class Operations:
             return out
         options = self._options("gather", stream, async_op, timeout, algorithm)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-        if self.rank == root:
+        if self._is_root("out", out, root):
             recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        elif out is not None:
-            raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
         return self._submit(Operation("gather", self.rank, options, send, recv, root=root))
 
     @overload
@@ -490,10 +480,9 @@ class Operations:
             return out
         options = self._options("gather_v", stream, async_op, timeout)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-        if self.rank != root and out is not None:
-            raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
+        gets = self._is_root("out", out, root)
         counts = self._gather_counts("gather_v", counts, send, out, options)
-        if self.rank == root:
+        if gets:
             recv = output(out, send, (sum(counts),), stream)
         return self._submit(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
 
@@ -516,14 +505,12 @@ class Operations:
             return out
         options = self._options("scatter", stream, async_op, timeout, algorithm)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-        if self.rank == (root := check_rank("root", root, self.size)):
+        if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
             expect_alike("out", recv, send)
             if send.count != self.size * recv.count:
                 raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
             refuse_overlap(send, recv, self.rank)
-        elif x is not None:
-            raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
         return self._submit(Operation("scatter", self.rank, options, send, recv, root=root))
 
     @overload
@@ -548,12 +535,10 @@ class Operations:
             return out
         options = self._options("scatter_v", stream, async_op, timeout)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-        if self.rank == (root := check_rank("root", root, self.size)):
+        if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
             expect_alike("out", recv, send)
             refuse_overlap(send, recv)
-        elif x is not None:
-            raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
         if counts is None:
             mine = recv.count, -1 if send is None else send.count
             rows = self._counts_of_all("scatter_v", "counts", options, recv, mine)
@@ -564,6 +549,12 @@ class Operations:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
         return self._submit(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
+
+    def _is_root(self, what: str, given: Any, root: int) -> bool:
+        """Whether this rank is ``root``.  Raises InvalidArgument where another rank passes the argument ``what``."""
+        if self.rank != root and given is not None:
+            raise InvalidArgument(f"{what}: expected None on rank {self.rank}, which is not root {root}")
+        return self.rank == root
 
     def _gather_counts(
         self, name: str, counts: Sequence[int] | None, send: Buffer, out: Any, options: Options

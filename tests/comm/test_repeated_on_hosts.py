@@ -158,6 +158,12 @@ def test_only_small_arrays_are_held_and_not_many(alone: kos.Communicator) -> Non
 
     assert alive(SMALL_BYTES + 1, 4) == 0
     assert 0 < alive(SMALL_BYTES, 2 * MOST_HELD) <= MOST_HELD
+    used_once = []
+    for _ in range(2 * MOST_HELD):  # most have the address and the id of one before
+        alone.all_reduce(x := np.ones(3))
+        used_once.append(weakref.ref(x))
+    del x
+    assert [each() for each in used_once] == [None] * 2 * MOST_HELD
     held = weakref.ref(x := np.ones(3))
     for _ in range(3):
         alone.all_reduce(x)

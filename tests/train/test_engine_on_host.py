@@ -302,6 +302,18 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
         assert tensors_of_run(out) == tensors_of_run(tmp_path / "one")
 
 
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ("tp", "--deterministic: expected --tp 1 on GPUs, where products are not added in fixed parts, got 2"),
+        ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 2048"),
+    ],
+)
+def test_deterministic_that_cannot_be_cut_is_refused(emulated, text, tmp_path, axis, expected):
+    with pytest.raises(ConfigError, match=expected):
+        train(text, tmp_path, ranks=2, deterministic=True, **{axis: 2})
+
+
 def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
     """From its checkpoints: a pipeline's, a part in fp32 each, on tensor-parallel ranks and on one."""
     settings = {"model": {**SMALL["model"], "intermediate_size": 30}, "sample_tokens": 2}

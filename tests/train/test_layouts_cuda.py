@@ -112,12 +112,17 @@ FIXED = [f"--pp 2 --pp-schedule {name}" for name in SCHEDULES]
 FIXED_MORE = [
     "--pp 2 --pp-schedule zero-bubble --no-graph --recompute norms", "--pp 2 --pp-schedule 1f1b --recompute block",
     "--pp 2 --no-tie-word-embeddings", "--pp 2 --pp-schedule zero-bubble-v --master-weights none",
-    "--pp 2 --hidden-size 520 --micro-batch-size 2",
+    "--pp 2 --hidden-size 528 --micro-batch-size 2",
 ]  # fmt: skip
 FIXED_FOUR = [
     "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule interleaved", "--pp 4 --pp-schedule zero-bubble",
     "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
+FIXED_ROWS = [
+    "--cp 2 --seq-len 2048", "--cp 2 --seq-len 4096 --batch-size 4 --zero 1 --recompute block --no-graph",
+    "--pp 2 --seq-len 2048 --pp-schedule zero-bubble",
+]  # fmt: skip
+FIXED_FOUR += ["--dp 2 --cp 2 --seq-len 2048 --zero 1", "--cp 4 --seq-len 4096 --batch-size 4"]
 OF_LAYOUTS = {"--dp", "--tp", "--pp", "--cp", "--pp-schedule", "--zero", "--recompute"}
 
 
@@ -136,14 +141,20 @@ def same_bits(train, ranks: int, backend: str, *flags: str, dtype: str = "bfloat
 
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
-@pytest.mark.parametrize("flags", DP + FIXED + FIXED_MORE)
+@pytest.mark.parametrize("flags", DP + FIXED + FIXED_MORE + FIXED_ROWS)
 def test_deterministic_on_two_ranks(train, flags: str, backend: str) -> None:
     same_bits(train, 2, backend, *flags.split())
 
 
-@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble"])
+@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble", "--cp 2 --seq-len 2048"])
 def test_deterministic_float32(train, flags: str) -> None:
     same_bits(train, 2, "peer", *flags.split(), dtype="float32")
+
+
+def test_deterministic_is_the_same_up_to_rounding(train) -> None:
+    """A sequence in pieces, beside the one that is not split."""
+    flags = ("--dtype", "float32", "--seq-len", "4096", "--batch-size", "4")
+    np.testing.assert_allclose(train(1, *flags, "--deterministic")[0], train(1, *flags)[0], rtol=2e-5)
 
 
 @pytest.mark.parametrize("flags", FIXED_FOUR)

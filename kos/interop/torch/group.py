@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import kos
-from kos.comm.rendezvous.store import StoreRendezvous
+from kos.comm.rendezvous.foreign import StoreRendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
 from kos.interop.torch.launch import Cache, Launch, add, cache_key, run, start

@@ -14,16 +14,14 @@ import numpy as np
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.model.fixed import FixedLlama
-from kos.train.model.gpt2 import GPT2Config, make_model
+from kos.train.engine.stage import make_stage
+from kos.train.model.gpt2 import make_model
 from kos.train.model.initial import InitialWeights
-from kos.train.model.llama import LOOKUPS, Llama, Slot, Weights
+from kos.train.model.llama import LOOKUPS, Slot, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local
 from kos.train.ops import Array, Ops
 from kos.train.parallel import schedules
-from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.data import DataParallel, TreeSum, make_buckets, shard_batch
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
@@ -34,19 +32,6 @@ from kos.train.train import Step, StepResult
 
 Show = Callable[[str, float], None]
 """Called between the parts of what takes long, with what it is and the share that is done."""
-
-
-def fixes_order(config: TrainConfig, model: LlamaConfig) -> bool:
-    """Whether the sums within a layer have a fixed order: on CPUs. Elsewhere, and in a GPT-2, only dp has ranks."""
-    return config.deterministic and config.device == "cpu" and not isinstance(model, GPT2Config)
-
-
-def make_stage(config: TrainConfig, model: LlamaConfig, ops: Any, local: Local, mesh: Mesh, **options: Any) -> Llama:
-    """The model of a rank's stage: in the order of sums that is the same in every layout, or the fastest."""
-    if fixes_order(config, model):
-        return FixedLlama(model, ops, seq_len=config.seq_len, local=local, tp=mesh.tp, cp=mesh.cp, **options)
-    tensor, context = TensorParallel(ops, mesh.tp, local.vocabulary.start), ContextParallel(ops, mesh.cp)
-    return make_model(model, ops, local=local, tensor=tensor, context=context, **options)
 
 
 class Buckets(NamedTuple):

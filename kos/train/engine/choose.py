@@ -29,10 +29,9 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
-        of_model = {axis: getattr(mesh.layout, axis) for axis in ("tp", "cp")}
-        if config.deterministic and max(of_model.values()) > 1:
-            got = " ".join(f"--{axis} {size}" for axis, size in of_model.items() if size > 1)
-            raise ConfigError(f"--deterministic: expected ranks along --dp and --pp alone on GPUs, got {got}")
+        if config.deterministic and mesh.tp.size > 1:
+            why = "where products are not added in fixed parts"
+            raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {mesh.tp.size}")
         from kos.train.engine.cuda import CudaEngine
 
         return CudaEngine(config, model, data, mesh, show)

@@ -41,6 +41,7 @@ from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
+from kos.train.engine.stage import split_of
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
@@ -84,6 +85,7 @@ class CudaEngine(Engine):
             sharing = uuids.count(uuids[comm.rank])
             return plan_memory(config, model, ops, silent, schedule, self._reaches, sharing).check()
 
+        split_of(config, model, mesh)  # raises where it does not fit the ranks
         self.plan = together(comm, plan)
         self.ops = ops
         if not config.deterministic:

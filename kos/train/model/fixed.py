@@ -12,26 +12,26 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
 from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor, Split
+from kos.train.parallel.fixed_rows import RowContext, RowOrder, RowTensor
 from kos.train.parallel.mesh import Axis
 
 
-def split_of(config: LlamaConfig, seq_len: int) -> Split:
-    """How the sums of a model are split, in every layout."""
-    sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size, config.vocab_size)
-    return Split.of(sizes, seq_len)
-
-
 class FixedLlama(Llama):
-    """A rank's part of ``Llama``, with the bits of every other layout; gradients are written, never added to."""
+    """A rank's part of ``Llama``, with the bits of every other layout; gradients are written, never added to.
+
+    ``by_rows``: with the products and the attention of ``fixed_rows``.
+    """
 
     tensor: FixedTensor
     context: FixedContext
 
     def __init__(
-        self, config: LlamaConfig, ops: Any, *, seq_len: int, local: Local, tp: Axis, cp: Axis, **options: Any
-    ) -> None:
-        self.order = FixedOrder(ops, split_of(config, seq_len), tp, cp)
-        tensor, context = FixedTensor(self.order, local.vocabulary.start), FixedContext(self.order)
+        self, config: LlamaConfig, ops: Any, *, split: Split, local: Local, tp: Axis, cp: Axis, by_rows: bool,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        kinds = (RowOrder, RowTensor, RowContext) if by_rows else (FixedOrder, FixedTensor, FixedContext)
+        self.order = kinds[0](ops, split, tp, cp)
+        tensor, context = kinds[1](self.order, local.vocabulary.start), kinds[2](self.order)
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
         self._stacked: dict[str, list[slice]] = {}  # of a group, the rows of its members
         shapes = config.parameter_shapes(local)

@@ -116,7 +116,7 @@ class SharedCollectives:
                 while words[at] <= stage:
                     if not spins:
                         self._issued += 1
-                        return self._until_read(call, stage)
+                        return self._until_read(call, stage, readers)
                     spins -= 1
                     if crowded:
                         sched_yield()
@@ -169,16 +169,11 @@ class SharedCollectives:
         if not stages:
             while not all_arrived():
                 yield
-        if readers:
-            yield from self._until_read(o, first)
-            return
-        if words[self._failure]:
-            self._calls.raise_failure(o.sequence)
-        self._served += 1
+        yield from self._until_read(o, first, readers)
 
-    def _until_read(self, o: Call, stage: int) -> Steps:
-        """The end of an operation whose data the other ranks read where they lie."""
-        if not self._reached(self._gots, stage + 1):
+    def _until_read(self, o: Call, stage: int, readers: Sequence[int]) -> Steps:
+        """The end of an operation whose data the ``readers``, if any, read where they lie."""
+        if not self._reached(readers, stage + 1):
             yield from self._wait_for(o, GOT, stage + 1, self._peers)
         if self._words[self._failure]:
             self._calls.raise_failure(o.sequence)

@@ -123,6 +123,16 @@ class CudaOps:
     def add(self, a: Array, b: Array, out: Array) -> None:
         self._elementwise("add", out, a, b, out)
 
+    def add_tree(self, terms: Array, out: Array) -> None:
+        """out = ((t0 + t1) + (t2 + t3)) + …, of as many ``terms`` as a power of two, which are overwritten."""
+        count = len(terms)
+        while count > 1:
+            count //= 2
+            for i in range(count):
+                self.add(terms[2 * i], terms[2 * i + 1], terms[i] if count > 1 else out)
+        if len(terms) == 1:
+            self.copy(terms[0], out)
+
     def cast(self, source: Array, out: Array) -> None:
         """out = source, of another dtype."""
         self._elementwise("cast", out, source, out, SOURCE=source.dtype.name)
