@@ -143,11 +143,19 @@ def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) ->
         ranks.run(lambda comm, d=deterministic: results.reduces(comm, seed, "reduce_scatter", dtype, op, 0, d))
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.int64)], ids=str)
+OPERATIONS = (
+    "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
+    "gather_v_and_scatter_v", "scan",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
-     "gather_v_and_scatter_v", "scan"],
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=pytest.mark.slow if (i + j) % 2 else (), id=f"{name}-{dtype}")
+        for i, name in enumerate(OPERATIONS)
+        for j, dtype in enumerate((BF16, np.dtype(np.int64)))
+    ],
 )
 def test_operation(ranks: Any, seed: int, name: str, dtype: np.dtype) -> None:
     getattr(conformance, f"test_{name}")(ranks, seed, dtype)
@@ -317,7 +325,11 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
     ranks.run(lambda gpu: body(gpu, True))
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large"])
+@pytest.mark.parametrize(
+    "kind",
+    ["all_reduce", "send_recv", "large",
+     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("broadcast", "reduce_scatter", "barrier"))],
+)  # fmt: skip
 def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels end, the error names the rank, and a new communicator of the others works."""
     monkeypatch.setattr(watchdog, "TICK", 0.03)

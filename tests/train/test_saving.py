@@ -176,7 +176,7 @@ FLAGS = [
 
 
 @needs_mpirun
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_whole_checkpoints(
     text: Path, tmp_path: Path, killed: int, rng: np.random.Generator
 ) -> None:
