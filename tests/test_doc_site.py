@@ -69,6 +69,7 @@ def test_examples_in_docstrings_are_python() -> None:
 
 
 def test_a_folder_shows_what_is_not_hidden(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
     for name in (".secret", "a.py", "b.py"):
         (tmp_path / name).touch()
     assert [path.name for path in hook("links").tracked(tmp_path)] == ["a.py", "b.py"]
