@@ -257,7 +257,7 @@ def test_learns_the_text(text: Path, tmp_path: Path) -> None:
     assert len(rows) == checkpoint.find(tmp_path).step == 60
     assert rows[-1]["val_loss"] < 0.25 * np.log(256)
     sampled = subprocess.run(
-        [sys.executable, "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],
+        [*python(), "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],
         capture_output=True,
         text=True,
         timeout=SECONDS,
