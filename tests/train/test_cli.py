@@ -162,7 +162,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == found.step + 2
 
 
-@pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
+@pytest.mark.parametrize("where", ["head", "full", pytest.param("closed", marks=pytest.mark.slow), "ascii"])
 def test_output_that_nobody_takes_does_not_end_a_run(text: Path, tmp_path: Path, where: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--steps", "8", "--sample-tokens", "5", "--prompt", "Ä"]
     command = " ".join(_command(*flags, ranks=1, fresh=where in ("closed", "ascii")))
@@ -178,7 +178,8 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(child) for child in children if b"kos.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("victim", ["rank", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "mpirun"])
 def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0"]
     process = _start(*flags)

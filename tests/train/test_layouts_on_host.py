@@ -134,7 +134,7 @@ def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
 
 
 PLANNED = [
-    (Layout(tp=2), {}),
+    pytest.param(Layout(tp=2), {}, marks=pytest.mark.slow),
     (Layout(cp=2), {}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     pytest.param(Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms"}, marks=pytest.mark.slow),

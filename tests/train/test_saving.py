@@ -91,8 +91,10 @@ def test_no_more_tensors_wait_than_may(tmp_path: Path) -> None:
     assert sum(tensor.size for tensor in load_file(tmp_path / "optimizer").values()) == 16
 
 
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("failing", [4, 6])
+@pytest.mark.parametrize(
+    ("beside", "failing"),
+    [(False, 4), (True, 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 6), (True, 4)))],
+)
 def test_a_file_that_cannot_be_written_is_an_error_on_all(
     text: Path, tmp_path: Path, failing: int, beside: bool, monkeypatch: Any
 ) -> None:
