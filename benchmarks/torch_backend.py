@@ -2,9 +2,9 @@
 
     python -m benchmarks.torch_backend --ranks 4 --json results.json
 
-For each size: the CPU's time of a call (the loop that queues them), the time of a call end to end, eager and in a CUDA
-graph, and then the steps per second of DDP on a small model with many buckets.  The two groups take turns, and each
-figure is the median of the turns.
+For each operation and size: the CPU's time of a call (the loop that queues them), and the time of a call end to end,
+eager, with ``async_op`` and in a CUDA graph.  Then a step of DDP on a small model with many buckets, and of FSDP2
+on the preset 1b.  The two groups take turns, and each figure is the median of the turns.
 """
 
 from __future__ import annotations
@@ -20,11 +20,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.spawn import spawn
 
 import kos.interop.torch
+from benchmarks.torch_llama import TorchLlama
+from kos.train.config.options import TrainConfig
+from kos.train.config.presets import PRESETS
 
-SIZES = (8 << 10, 64 << 10, 128 << 10, 1 << 20, 16 << 20, 128 << 20)  # bytes
+FEW = (8 << 10, 128 << 10, 1 << 20, 16 << 20)  # bytes
+SIZES = {
+    "all_reduce": (8 << 10, 64 << 10, 128 << 10, 1 << 20, 16 << 20, 128 << 20),
+    "all_gather_into_tensor": FEW, "reduce_scatter_tensor": FEW, "all_to_all_single": FEW, "broadcast": FEW,
+}  # fmt: skip
 TURNS, CALLS = 7, 200
 
 
@@ -39,41 +48,47 @@ def timed(run: Callable[[], Any], calls: int) -> tuple[float, float]:
     return queued / calls * 1e6, (time.perf_counter() - began) / calls * 1e6
 
 
-def all_reduce(groups: dict[str, Any], nbytes: int) -> dict[str, Any]:
-    """Times of one size on each group."""
-    x = torch.zeros(nbytes // 4, device="cuda")
+def measure(groups: dict[str, Any], name: str, nbytes: int) -> dict[str, Any]:
+    """Times of one operation on each group; ``nbytes`` of its larger array."""
+    x, ranks = torch.zeros(nbytes // 4, device="cuda"), dist.get_world_size()
+    part = x[: x.numel() // ranks].clone()
+    arguments = {
+        "all_reduce": (x,), "broadcast": (x, 0), "all_gather_into_tensor": (x, part),
+        "reduce_scatter_tensor": (part, x), "all_to_all_single": (x.clone(), x),
+    }[name]  # fmt: skip
+    call = getattr(dist, name)
     calls = CALLS if nbytes <= 1 << 20 else 20
     runs: dict[str, Callable[[], Any]] = {}
-    for name, group in groups.items():
+    for of, group in groups.items():
         for asynchronous in (False, True):
 
             def eager(group: Any = group, asynchronous: bool = asynchronous) -> None:
                 for _ in range(calls):
-                    work = dist.all_reduce(x, group=group, async_op=asynchronous)
+                    work = call(*arguments, group=group, async_op=asynchronous)
                     if work is not None:
                         work.wait()
 
-            runs[f"{name} {'async' if asynchronous else 'eager'}"] = eager
+            runs[f"{of} {'async' if asynchronous else 'eager'}"] = eager
             eager()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            runs[f"{name} eager"]()
-        runs[f"{name} graph"] = graph.replay
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+            runs[f"{of} eager"]()
+        runs[f"{of} graph"] = graph.replay
+    times: dict[str, list[tuple[float, float]]] = {of: [] for of in runs}
     for _ in range(TURNS):
-        for name, run in runs.items():
-            times[name].append(timed(run, calls))
+        for of, run in runs.items():
+            times[of].append(timed(run, calls))
     row: dict[str, Any] = {"bytes": nbytes}
-    for name, each in times.items():
+    for of, each in times.items():
         cpu, whole = (statistics.median(column) for column in zip(*each, strict=True))
-        row[name] = {"cpu_us": round(cpu, 2), "us": round(whole, 2)}
+        row[of] = {"cpu_us": round(cpu, 2), "us": round(whole, 2)}
     return row
 
 
 def ddp(groups: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of a step of DDP: 24 layers of 256 features, 4 sequences of 128, buckets of 0.1 MB."""
-    steps, times = {}, dict[str, list[float]]()
+    steps = dict[str, Callable[[], None]]()
     for name, group in groups.items():
         torch.manual_seed(0)
         layers = [torch.nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True) for _ in range(24)]
@@ -90,10 +105,43 @@ def ddp(groups: dict[str, Any]) -> dict[str, float]:
                 optimizer.zero_grad()
 
         run()
-        steps[name], times[name] = run, []
-    for _ in range(TURNS):
+        steps[name] = run
+    return by_turns(steps, 5, TURNS)
+
+
+def fsdp(groups: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of a step of FSDP2: the preset 1b, two sequences of 4,096 a rank, bf16 with fp32 masters."""
+    shape = TrainConfig(**PRESETS["1b"].values).model_config_for(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    steps = dict[str, Callable[[], None]]()
+    for name, group in groups.items():
+        mesh = DeviceMesh.from_group(group, "cuda")
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = TorchLlama(shape)
+        for layer in [*model.blocks, model]:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        model.make_tables(4096, torch.device("cuda"))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.randint(0, shape.vocab_size, (2, 4096), device="cuda")
+
+        def run(model: Any = model, optimizer: Any = optimizer, tokens: Any = tokens) -> None:
+            for _ in range(3):
+                model(tokens, tokens).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        run()
+        steps[name] = run
+    return by_turns(steps, 3, 5)
+
+
+def by_turns(steps: dict[str, Callable[[], None]], each: int, turns: int) -> dict[str, float]:
+    """Milliseconds of a step, of which a run makes ``each``."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(turns):
         for name, run in steps.items():
-            times[name].append(timed(run, 5)[1] / 1e3)
+            times[name].append(timed(run, each)[1] / 1e3)
     return {name: round(statistics.median(each), 3) for name, each in times.items()}
 
 
@@ -106,17 +154,20 @@ def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
     everyone = list(range(ranks))
     ours = dist.new_group(everyone, backend="kos", timeout=timedelta(seconds=60))
     groups = {"nccl": dist.group.WORLD, "kos": ours}
-    rows = []
-    for nbytes in SIZES:
-        rows.append(all_reduce(groups, nbytes))
-        if rank == 0:
-            print(json.dumps(rows[-1]), flush=True)
-    step = ddp(groups)
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name, sizes in SIZES.items():
+        rows[name] = []
+        for nbytes in sizes:
+            rows[name].append(measure(groups, name, nbytes))
+            if rank == 0:
+                print(name, json.dumps(rows[name][-1]), flush=True)
+    small, large = ddp(groups), fsdp(groups)
     if rank == 0:
-        print("DDP, ms a step:", json.dumps(step), flush=True)
+        print("ms a step: DDP", json.dumps(small), "FSDP2", json.dumps(large), flush=True)
         host = {"gpu": torch.cuda.get_device_name(), "ranks": ranks, "torch": torch.__version__}
         host |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "date": time.strftime("%Y-%m-%d")}
-        Path(output).write_text(json.dumps({**host, "all_reduce": rows, "ddp_ms": step}, indent=1) + "\n")
+        found = {**host, **rows, "ddp_ms": small, "fsdp_ms": large}
+        Path(output).write_text(json.dumps(found, indent=1) + "\n")
     dist.destroy_process_group()
 
 
@@ -128,12 +179,12 @@ def main() -> None:
     store = Path(arguments.json).resolve().with_suffix(".store")
     store.unlink(missing_ok=True)
     try:
-        multiprocessing.spawn(rank_main, (arguments.ranks, str(store), arguments.json), arguments.ranks)
+        spawn(rank_main, (arguments.ranks, str(store), arguments.json), arguments.ranks)
     finally:
         store.unlink(missing_ok=True)
 
 
-assert kos.interop.torch.Options  # imported for its registration
+assert kos.interop.torch.Options is not None  # imported for its registration
 
 if __name__ == "__main__":
     main()

@@ -14,7 +14,7 @@ from kos.comm.schedules import algorithms, collectives
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
 from kos.memory.array import Array
-from kos.memory.libraries import converter, empty_like
+from kos.memory.libraries import converter, empty_like, kept_stream
 
 _LONGEST_TIMEOUT = 1e6
 """Seconds: poll(2) takes a C int of milliseconds, 25 days at most."""
@@ -149,7 +149,7 @@ def output(out: Any, send: Buffer, shape: tuple[int, ...] | None, stream: Any, o
         elif out is None:
             assert send.device is not None
             if stream is None:
-                stream = send.array.stream if isinstance(send.array, Array) else send.queue
+                stream = send.array.stream if isinstance(send.array, Array) else kept_stream(send.array)
             out = Array.empty(shape, send.dtype, send.device, stream=stream)
         recv = as_buffer(out, "out", writable=True, stream=stream)
         recv.convert = convert

@@ -38,7 +38,8 @@ def as_dtype(dtype: Any) -> DType:
 class Array:
     """Shape, dtype and address of device memory, and the object that keeps it alive.
 
-    The memory is used in the order of ``stream`` (None: the legacy default stream); other libraries wait for it.
+    The memory is used and freed in the order of ``stream`` (None: the legacy default stream); other libraries wait for
+    it.  A stream that is given as a handle must outlive the array; a stream object is kept alive.
     Copies are asynchronous, and the caller orders them against work on other streams.  The driver waits for copies
     with pageable host memory, not for those with ``pinned_empty``.  An array does not change: a view is another array.
     Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.

@@ -92,6 +92,31 @@ def current_stream(x: Any) -> Any:
         return None
 
 
+class _Exported:
+    """A stream that another library names by its handle, with what keeps it alive."""
+
+    __slots__ = ("_handle", "_owner")
+
+    def __init__(self, handle: int, owner: Any) -> None:
+        self._handle, self._owner = handle, owner
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+def kept_stream(x: Any) -> Any:
+    """The stream that ``x`` exports, for memory of kos that is freed in its order, perhaps after ``x``.
+
+    ``__cuda_array_interface__`` gives a handle, which is valid while ``x`` lives.  So the stream object of ``x``, as
+    Numba's arrays have, is kept with the handle, or else ``x``.
+    """
+    stream = current_stream(x)
+    if type(stream) is not int:
+        return stream
+    owner = getattr(x, "stream", None)
+    return _Exported(stream, x if owner is None or isinstance(owner, int) else owner)
+
+
 @functools.cache
 def _torch_dtype(dtype: Any) -> DType | None:
     found = DTYPES.get(str(dtype).removeprefix("torch."))

@@ -6,7 +6,9 @@ fails the test where that stream is used, or an event made, on another device th
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -147,3 +149,35 @@ def test_many_streams(comm: kos.Communicator) -> None:
         comm.all_reduce(array(stream))
         comm.all_reduce(array())
     comm.synchronize()
+
+
+def test_a_new_array_keeps_the_stream_of_an_array_that_is_gone(comm: kos.Communicator) -> None:
+    """Its memory is freed in the order of that stream, whose handle ``__cuda_array_interface__`` gives."""
+
+    class Stream:
+        pass
+
+    class OnStream(Other):
+        def __init__(self, memory: Memory) -> None:
+            super().__init__(memory)
+            self.stream = Stream()
+
+        @property
+        def __cuda_array_interface__(self) -> dict[str, Any]:
+            return super().__cuda_array_interface__ | {"stream": 77}
+
+    class WithoutObject(OnStream):
+        stream = property(lambda self: 77, lambda self, stream: None)
+
+    x, y = OnStream(Memory(16)), WithoutObject(Memory(16))
+    stream, exporter = weakref.ref(x.stream), weakref.ref(y)
+    of_x, of_y = comm.all_gather(x), comm.all_gather(y)
+    comm.synchronize()
+    del x, y
+    gc.collect()
+    assert streams.handle(of_x.stream) == streams.handle(of_y.stream) == 77
+    assert stream() is not None and exporter() is not None
+    del of_x, of_y
+    comm.all_reduce(array())  # on another stream: the last one is cached
+    gc.collect()
+    assert stream() is None and exporter() is None

@@ -1,6 +1,8 @@
 """PyTorch's own tests of torch.distributed, from its wheel, as a TestCase; BACKEND and WORLD_SIZE choose what runs.
 
-The ranks are forked from this process, which has imported torch: PyTorch's runner starts each rank of each test anew.
+The ranks are forked from a process that has imported torch: PyTorch's runner starts each rank of each test anew.  On
+CPUs that is this process.  On GPUs, which a process that has asked CUDA for anything cannot share with those that it
+forks, it is a server of ``multiprocessing`` that only imports this file.
 Many tests run for some backends only, which the suite names.  With TORCH_SUITE_ON_KOS every group is one of kos, so
 that the tests of gloo, MPI or NCCL run on kos: BACKEND=gloo, BACKEND=mpi or BACKEND=nccl.
 """
@@ -8,17 +10,19 @@ that the tests of gloo, MPI or NCCL run on kos: BACKEND=gloo, BACKEND=mpi or BAC
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import sys
 import tempfile
 import types
 import unittest
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 os.environ.setdefault("BACKEND", "kos")
 os.environ.setdefault("WORLD_SIZE", "2")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="torch-suite-"))
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that has asked CUDA itself cannot fork ranks
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # imports then count devices without CUDA
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "60")
 if importlib.util.find_spec("expecttest") is None:  # of which PyTorch's TestCase is a subclass
     sys.modules["expecttest"] = types.ModuleType("expecttest")
@@ -48,9 +52,25 @@ if os.environ.get("TORCH_SUITE_ON_KOS"):
 from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend  # noqa: E402
 
 
+class ServedProcess(ForkServerProcess):
+    """A process with the environment of the one that makes it, not that of the server, which is older."""
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.update(self._environment)
+        super().run()
+
+
 class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):
     """Every test of ``distributed_test``."""
 
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+        if torch.cuda.is_available():
+            multiprocessing.set_forkserver_preload([__name__])
+            self._start_processes(ServedProcess)
+        else:
+            self._start_processes(torch.multiprocessing.get_context("fork").Process)

@@ -195,7 +195,8 @@ def _batches(rank: int, steps: int, device: str) -> Iterator[tuple[torch.Tensor,
 
 
 def _train(model: torch.nn.Module, device: str, rank: int | None = None, steps: int = 4) -> list[float]:
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    # Without foreach, torch's default on GPUs, which takes no plain tensors beside DTensors.
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
     for x, y in _batches(dist.get_rank() if rank is None else rank, steps, device):
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()

@@ -3,7 +3,7 @@
 Writes tests/interop/torch_suite.json: of each test, for each number of ranks, what it did on each backend.  "kos as
 gloo" and "kos as mpi" are the tests of these backends with groups of kos: the suite runs many tests only for backends
 that it names, those of all_to_all on CPUs only for MPI, which PyTorch's wheel does not have.  On GPUs:
-``--ranks 2 4 --backends nccl kos "kos as nccl"``.
+``--ranks 2 4 --backends nccl kos "kos as nccl" --jobs 8``, where each test imports torch's tests anew.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +70,28 @@ def missed(tests: dict[str, dict[str, str]], other: str = "gloo") -> list[str]:
     return sorted(passed - ours - EXCEPT.keys())
 
 
-def run_here(pattern: str) -> dict[str, str]:
-    """Run the tests whose names contain one of the words of ``pattern`` in this process."""
+def run_here(pattern: str, part: int = 0, parts: int = 1) -> dict[str, str]:
+    """Run one of ``parts`` parts of the tests whose names contain one of the words of ``pattern`` in this process."""
     from tests.interop.torch_cases import TorchSuite
 
     names = unittest.TestLoader().getTestCaseNames(TorchSuite)
     words = pattern.split()
-    suite = unittest.TestSuite(TorchSuite(name) for name in names if not words or any(w in name for w in words))
+    chosen = [name for name in names if not words or any(word in name for word in words)]
+    suite = unittest.TestSuite(TorchSuite(name) for name in chosen[part::parts])
     result = Outcomes()
     suite.run(result)
     return result.outcomes
 
 
-def run(backend: str, ranks: int, pattern: str = "") -> dict[str, str]:
-    """The outcomes of the suite on ``backend``, in a process of its own."""
+def run(backend: str, ranks: int, pattern: str = "", jobs: int = 1) -> dict[str, str]:
+    """The outcomes of the suite on ``backend``, in as many processes as ``jobs``."""
+    with ThreadPoolExecutor(jobs) as pool:
+        parts = pool.map(lambda part: run_part(backend, ranks, pattern, part, jobs), range(jobs))
+        return {name: outcome for outcomes in parts for name, outcome in outcomes.items()}
+
+
+def run_part(backend: str, ranks: int, pattern: str, part: int, parts: int) -> dict[str, str]:
+    """The outcomes of one part of the suite, in a process of its own."""
     with tempfile.NamedTemporaryFile() as file:
         env = os.environ | {
             "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT),
@@ -92,7 +101,8 @@ def run(backend: str, ranks: int, pattern: str = "") -> dict[str, str]:
             env["TORCH_SUITE_ON_KOS"] = "1"
         for name in ("RANK", "LOCAL_RANK", "MASTER_PORT", "TEMP_DIR"):
             env.pop(name, None)
-        command = [sys.executable, "-m", "tests.interop.torch_suite", "--here", file.name, "--only", pattern]
+        command = [sys.executable, "-m", "tests.interop.torch_suite", "--only", pattern]
+        command += ["--here", file.name, "--part", str(part), str(parts)]
         subprocess.run(command, env=env, cwd=ROOT, check=True)
         outcomes: dict[str, str] = json.loads(Path(file.name).read_text())
     return outcomes
@@ -104,16 +114,18 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["gloo", "kos", "kos as gloo", "kos as mpi"])
     parser.add_argument("--only", default="", help="words of which a test's name contains one")
     parser.add_argument("--here", help="run in this process and write the outcomes to this file")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, each with its part of the tests")
+    parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=RESULT)
     arguments = parser.parse_args()
     if arguments.here:
-        Path(arguments.here).write_text(json.dumps(run_here(arguments.only)))
+        Path(arguments.here).write_text(json.dumps(run_here(arguments.only, *arguments.part)))
         return
     import torch
 
     table: dict[str, Any] = {"torch": torch.__version__, "ranks": {}}
     for ranks in arguments.ranks:
-        outcomes = {backend: run(backend, ranks, arguments.only) for backend in arguments.backends}
+        outcomes = {backend: run(backend, ranks, arguments.only, arguments.jobs) for backend in arguments.backends}
         names = sorted({name for each in outcomes.values() for name in each})
         rows = {name: {backend: each.get(name, "absent") for backend, each in outcomes.items()} for name in names}
         counts = {
