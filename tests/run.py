@@ -3,7 +3,7 @@
 usage: python tests/run.py [--all] [pytest arguments]
 
 First the tests of one process and then the emulated kernels, each spread over the cores by pytest-xdist.  Then those
-marked `mpi`, under mpirun.  Tests marked `slow` run with --all only.
+marked `mpi`, under mpirun on several numbers of ranks.  Tests marked `slow`, and 3 ranks, run with --all only.
 
 Each stage has a deadline, so a hang fails instead of lasting.  Rank 0's output is shown; the other ranks'
 lies in build/test/ and its end is shown when they fail.
