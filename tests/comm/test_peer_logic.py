@@ -325,11 +325,7 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
     ranks.run(lambda gpu: body(gpu, True))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["all_reduce", "send_recv", "large",
-     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("broadcast", "reduce_scatter", "barrier"))],
-)  # fmt: skip
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large"])
 def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels end, the error names the rank, and a new communicator of the others works."""
     monkeypatch.setattr(watchdog, "TICK", 0.03)

@@ -33,7 +33,7 @@ def test_it_is_short() -> None:
     assert len([line for block in BLOCKS for line in block.splitlines() if line.strip()]) < LINES
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [1, 2])
 def test_on_ranks_that_meet_as_processes_do(size: int) -> None:
     def body(rendezvous: EnvRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:

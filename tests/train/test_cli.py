@@ -162,7 +162,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == found.step + 2
 
 
-@pytest.mark.parametrize("where", ["head", "full", pytest.param("closed", marks=pytest.mark.slow), "ascii"])
+@pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
 def test_output_that_nobody_takes_does_not_end_a_run(text: Path, tmp_path: Path, where: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--steps", "8", "--sample-tokens", "5", "--prompt", "Ä"]
     command = " ".join(_command(*flags, ranks=1, fresh=where in ("closed", "ascii")))

@@ -320,7 +320,6 @@ def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
             np.testing.assert_allclose(column(got, name), expected, rtol=1e-5, err_msg=f"{layout} {name}")
 
 
-@pytest.mark.slow
 def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
     """Weights are bfloat16, in checkpoints too; the same bits eager, resumed, on other ranks and with ZeRO-1."""
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 8 * CHUNK)

@@ -157,7 +157,7 @@ MOMENTS = {
 }
 
 
-LIKE_OTHERS = ("loading", "validation", "sample")  # moments
+LIKE_OTHERS = ("loading", "validation")  # moments
 
 
 @needs_mpirun
