@@ -20,13 +20,14 @@ from tests.comm.ranks import TIMEOUT
 
 __all__ = ["LARGE", "SIZES", "check"]
 
-# Two processes take every dtype with every operation.  Any others, threads too, take each dtype and each operation with
-# a third of the others, and of dtypes that are only moved one of each size.  Four processes take less, for they take
-# turns on two cores: a ninth of the pairs, and one dtype that is moved.
+# Two processes and threads take two different thirds of the pairs of a dtype and an operation, each dtype and each
+# operation among them.  Two processes take every dtype that is only moved, threads one of each size.  Four processes
+# take less, for they take turns on two cores: a ninth of the pairs, and one dtype that is moved.
 PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
 LEFT_OUT = () if PROCESSES == "2" else pytest.mark.slow
+PART, OF = {"2": (1, 3), "4": (2, 9)}.get(PROCESSES or "", (0, 3))
 PAIRS = [
-    pytest.param(dtype, op, marks=LEFT_OUT if (i + ALL_DTYPES.index(dtype)) % (9 if PROCESSES == "4" else 3) else ())
+    pytest.param(dtype, op, marks=() if (i + ALL_DTYPES.index(dtype)) % OF == PART else pytest.mark.slow)
     for i, (dtype, op) in enumerate(REDUCTIONS)
 ]
 MOVED = [np.dtype(name) for name in (np.bool_, ml_dtypes.bfloat16, np.float32, np.int64, np.complex128)]

@@ -123,7 +123,11 @@ def ranks(no_gpu: None) -> ThreadRanks:
     return ThreadRanks(SIZE)
 
 
-@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [pytest.param(*pair, marks=pytest.mark.slow if n in (1, 5) else ()) for n, pair in enumerate(REDUCTIONS)],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
 def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     conformance.test_all_reduce(ranks, seed, dtype, op)
 

@@ -138,9 +138,8 @@ def test_layout(layout: Layout) -> None:
     check(layout, Precise, max(2, layout.pp + layout.pp // 2), layout.dp % 2 == 0 or layout.pp % 3 == 0)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(pp=2, tp=2), pytest.param(Layout(dp=2, tp=4), marks=pytest.mark.slow)], ids=named
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pp=2, tp=2), Layout(dp=2, tp=4)], ids=named)
 def test_float32(layout: Layout) -> None:
     """At a learning rate at which rounding does not grow from step to step."""
     check(layout, CpuEngine, 3, True, 10, lr=2e-3)
