@@ -19,6 +19,7 @@ MPI := wheel-mpi
 EXTRAS_train := train,plot,mpi
 endif
 EXTRAS_test := $(EXTRAS_train),tokenizers,tensorboard,test
+EXTRAS_all := $(EXTRAS_test),wandb,trackio
 EXTRAS_lint := train,tokenizers,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
 
@@ -53,7 +54,7 @@ train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; set
 test: $(VENV)/.kos-test-$(MPI)  ## run the tests, in one process and under mpirun; pytest's arguments go in ARGS
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(ARGS)
 
-test-all: $(VENV)/.kos-test-$(MPI)  ## as test, with those that are exhaustive and take long
+test-all: $(VENV)/.kos-all-$(MPI)  ## as test, with those that are exhaustive and take long
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py --all $(ARGS)
 
 lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types

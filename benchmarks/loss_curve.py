@@ -12,11 +12,14 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.collectives import report
+from kos.commands import program
 from kos.train.tools.metrics import read_metrics
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        program("benchmarks.loss_curve"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--command", required=True, help="how the run was started")
     parser.add_argument("--log", type=Path, help="what the run printed")

@@ -26,6 +26,7 @@ import numpy as np
 
 from benchmarks.collectives import report
 from kos import cuda
+from kos.commands import program
 from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.errors import KosError
@@ -85,7 +86,9 @@ def main() -> int:
     ours, theirs = sys.argv[1:], []
     if "--" in ours:
         ours, theirs = ours[: ours.index("--")], ours[ours.index("--") + 1 :]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        program("benchmarks.power"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--product", type=int, nargs=3, metavar=("M", "N", "K"), help="what to run, in place of COMMAND"
     )

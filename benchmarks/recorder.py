@@ -21,6 +21,7 @@ from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Call, Operation, Options
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
+from kos.commands import program
 from kos.dtypes import dtype_of
 from kos.memory import as_buffer
 from kos.testing import spawn
@@ -51,7 +52,9 @@ def calls_beside_others(ranks: int, call: Call) -> Calls:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        program("benchmarks.recorder"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     call = example()
     group = Group(Recorder(0, 1), "world", [0], 0, "mock")
 

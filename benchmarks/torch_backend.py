@@ -26,6 +26,7 @@ from torch.multiprocessing.spawn import spawn
 
 import kos.interop.torch
 from benchmarks.torch_llama import TorchLlama
+from kos.commands import program
 from kos.train.config.options import TrainConfig
 from kos.train.config.presets import PRESETS
 
@@ -172,7 +173,9 @@ def rank_main(rank: int, ranks: int, store: str, output: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        program("benchmarks.torch_backend"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count())
     parser.add_argument("--json", default="torch_backend.json")
     arguments = parser.parse_args()

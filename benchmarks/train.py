@@ -32,6 +32,7 @@ import numpy as np
 
 from benchmarks.collectives import report
 from kos.comm.rendezvous.choose import launched_rank
+from kos.commands import program
 from kos.cuda import unavailable
 from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
@@ -376,7 +377,7 @@ def write(
 
 def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
     parser = argparse.ArgumentParser(
-        prog="[mpirun -n N] python -m benchmarks.train", description=__doc__,
+        prog=f"[mpirun -n N] {program('benchmarks.train')}", description=__doc__,
         epilog="All other flags are those of python -m kos.train.",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip

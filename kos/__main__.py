@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import kos
+from kos import commands
+from kos.errors import install
 
 COMMANDS = {
     "train": ("kos.train", "train a LLaMA: mpirun -n N kos train"),
@@ -41,9 +43,13 @@ def main(arguments: list[str] | None = None) -> int:
         if problem := _no_benchmark(benchmark):
             print(f"kos: error: bench: {problem}", file=sys.stderr)
             return 2
-        module = f"benchmarks.{benchmark}"
-    sys.argv = [f"kos {name}", *rest]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
+        module, name = f"benchmarks.{benchmark}", f"bench {benchmark}"
+    commands.typed = f"kos {name}"
+    sys.argv = [commands.typed, *rest]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
+    finally:
+        commands.typed = ""
     return 0
 
 
@@ -51,7 +57,7 @@ def _no_benchmark(name: str) -> str:
     """Why there is no benchmark of that name; empty if there is one."""
     clone = Path(kos.__file__).resolve().parent.parent
     if not (clone / "benchmarks" / "__init__.py").exists():
-        remedy = "in a clone: pip install -e ., or python -m benchmarks.NAME"
+        remedy = f"{install('')}, or there: {sys.executable} -m benchmarks.NAME"
         return f"expected a clone of kos with the folder benchmarks, got the package installed in {clone}; {remedy}"
     if str(clone) not in sys.path:
         sys.path.insert(0, str(clone))

@@ -4,12 +4,13 @@
 ``TimeoutError``).
 """
 
-
 from __future__ import annotations
 
 import os
 import traceback
 from pathlib import Path
+
+from kos.commands import near, pip_install
 
 _PACKAGE, _PYTHON = Path(__file__).resolve().parent, Path(os.__file__).parent
 
@@ -124,5 +125,5 @@ def install(extras: str) -> str:
     """The command that installs these extras of kos, which is on no package index."""
     clone, wanted = _PACKAGE.parent, f"[{extras}]" if extras else ""
     if (clone / "pyproject.toml").exists():
-        return f"pip install -e '{clone}{wanted}'"
-    return f"in a clone of kos: pip install -e '.{wanted}'"
+        return pip_install("-e", f"{near(clone)}{wanted}")
+    return f"in a clone of kos: {pip_install('-e', f'.{wanted}', here=False)}"

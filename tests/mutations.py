@@ -41,6 +41,7 @@ SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/",
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 TENSOR = "tests/train/test_tensor_parallel.py -k tied-none-None"
 DETERMINISTIC = "tests/train/test_deterministic.py -k "
+FIXED_ON_HOST = "tests/train/test_layouts_on_host.py -k "
 TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
 
 MUTATIONS = [
@@ -117,6 +118,23 @@ MUTATIONS = [
              DETERMINISTIC + "test_layout[tp2]"),
     Mutation(PARALLEL + "fixed.py", "self.axis.comm.all_gather(kv, of_all)", "of_all[:] = kv",
              DETERMINISTIC + "test_layout[cp2]"),
+    Mutation(TRAIN + "model/llama.py", "name = LOOKUPS if LOOKUPS in into.of else self", "name = self",
+             FIXED_ON_HOST + "test_deterministic[pp2-1f1b-True]"),
+    Mutation(TRAIN + "engine/cuda.py", "exact=sum(sizes.values()) if config.deterministic else 0", "exact=0",
+             FIXED_ON_HOST + "test_deterministic[pp2-1f1b-True]"),
+    Mutation(TRAIN + "engine/cuda.py", "places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), "
+             "strict=False))", "places=None", FIXED_ON_HOST + "test_deterministic[dp2-pp2-zero-bubble-v-none-False-1]"),
+    Mutation(PARALLEL + "fixed_rows.py", "for rows in self.order.each(len(d_out)):", "for rows in [slice(None)]:",
+             FIXED_ON_HOST + "shapes_of_one_rank"),
+    Mutation(PARALLEL + "fixed_rows.py", "self.tree(of_piece, d_weight, arena)\n        self.over_ranks",
+             "self.ops.linear_weight_gradient(d_out, x, d_weight, False, arena)\n        self.over_ranks",
+             FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),
+    Mutation(PARALLEL + "fixed_rows.py", "for owner in range(self.order.split.tokens) if owner != piece]",
+             "for owner in dict.fromkeys([*self.mine, *range(self.order.split.tokens)]) if owner != piece]",
+             FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),
+    Mutation(TRAIN + "train.py", "finish(whole=self.tied_apart)", "finish()", DETERMINISTIC + "shards_cut"),
+    Mutation(TRAIN_KERNELS + "adamw.cu", "high = exact ? rint(square * per_unit) * unit : square", "high = square",
+             KERNELS + " -k cuts"),
     Mutation(PARALLEL + "data.py", "stack[-2][1] == stack[-1][1] and ", "",
              "tests/train/test_data_parallel.py -k tree"),
     # What one kind of host memory, or one backend, sees for the others.

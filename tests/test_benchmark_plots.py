@@ -139,7 +139,7 @@ def test_the_command_checks_and_writes(
 ) -> None:
     page = tmp_path / "docs" / "benchmarks" / "page.md"
     page.parent.mkdir(parents=True)
-    page.write_text("<!-- table torch-ddp -->\n<!-- end -->\n")
+    page.write_text("<!-- table torch-steps -->\n<!-- end -->\n")
     for module in (command, tables):
         monkeypatch.setattr(module, "ROOT", tmp_path)
         monkeypatch.setattr(module, "PAGES", [page], raising=False)

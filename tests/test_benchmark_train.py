@@ -228,7 +228,7 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
         *(([flag, "0"], f"{flag}: expected at least 1, got 0") for flag in COUNTS),
         (["--ranks", "-1"], "--ranks: expected at least 1, got -1"),
         (["--lr", "fast"], "--lr: expected a valid number, got 'fast'"),
-        (["--ranks", "3"], "--batch-size: expected a multiple of the 3 ranks, got 16"),
+        (["--ranks", "3"], r"--batch-size: expected a multiple of 3 \(ranks\), got 16"),
         (["--no-graph"], "--no-graph: expected a GPU, got the CPU"),
         (["--torch", "flash-best"], "--torch: expected words of .*, got best"),
         (["--compare", "torch", "--preset", "gpt2-124m"], "expected a llama, got gpt2"),

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from docs.hooks.fences import CODE
 from kos.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS]
-CODE = re.compile(
-    r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.M | re.S
-)
 LINK = re.compile(r"\]\(\s*([^)\s]+)|^\[[^\]\n]+\]:\s*(\S+)|<(?:a|img)\b[^>]*?\b(?:href|src)=\"([^\"]+)", re.M)
 HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.M)
 

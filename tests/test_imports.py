@@ -18,6 +18,7 @@ WITH_TORCH = "kos.interop.torch"
 
 # The floors of docs/architecture.md: a room may import itself and rooms of lower floors, nothing else of kos.
 FLOORS = {
+    "commands": 0,
     "errors": 0,
     "dtypes": 0,
     "files": 0,
@@ -33,7 +34,8 @@ FLOORS = {
     "__main__": 4,
 }
 SAME_FLOOR = {
-    ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing")
+    ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing"),
+    ("errors", "commands"),
 }  # fmt: skip
 
 ALLOWED_BY_CORE = {"numpy", "ml_dtypes", "kos"}

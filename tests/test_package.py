@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kos
+from kos import commands
 from kos.__main__ import COMMANDS, main
 from tests.comm.tcp_ranks import finish, free_port
 
@@ -73,7 +74,21 @@ def test_what_is_no_command(ran: list[tuple[str, list[str]]], capsys: pytest.Cap
 
 def test_a_command_as_a_process() -> None:
     here, there = (run(sys.executable, "-m", *words, "--help") for words in (("kos", "tune"), ("kos.tune",)))
-    assert (here.returncode, here.stdout) == (there.returncode, there.stdout) and here.stdout.startswith("usage: ")
+    assert there.stdout.startswith("usage: python -m kos.tune [-h]")
+    expected = there.stdout.replace("python -m kos.tune", "kos tune", 1)
+    assert (here.returncode, here.stdout) == (there.returncode, expected) == (0, here.stdout)
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("bench", "train")])
+def test_wrong_arguments_are_refused_by_the_name_that_was_typed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kos"])
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-flag"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith(f"usage: kos {name} ") and f"\nkos {name}: error: " in said
+    assert commands.typed == "", "of that command alone"
 
 
 @pytest.fixture(scope="module")

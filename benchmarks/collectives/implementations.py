@@ -75,33 +75,32 @@ class Ours(Implementation):
         redop: Any = kos.ReduceOp[case.redop.upper()] if case.redop != "none" else None
         named = {"auto": {}, "deterministic": {"deterministic": True}}
         chosen: Any = named.get(self.asked, {"algorithm": self.asked})
-        mine_at_root = comm.rank == ROOT
-        if self.asked not in choices(op) or (self.call == "persistent" and op != "all_reduce"):
+        at_root, left, right = comm.rank == ROOT, (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        persistent = self.call == "persistent"
+        if self.asked not in choices(op) or (persistent and self._on_gpu and op != "all_reduce"):
             return None
-        if op in ("all_reduce", "reduce_scatter", "all_gather"):
-            given: Any = {"all_reduce": (send, redop), "reduce_scatter": (send, recv, redop)}.get(op, (send, recv))
-            chosen |= {"out": out} if op == "all_reduce" else {}
-            if self.call == "persistent" or self.asked != "auto":
-                try:  # refused on all ranks, before anything is sent
-                    operation = getattr(comm, f"{op}_init")(*given, **chosen)
-                except InvalidArgument:
-                    return None
-                if self.call == "persistent":
-                    return operation.start if self._on_gpu else lambda: operation.start().wait()
-            return partial(getattr(comm, op), *given, **chosen)
-        if op == "reduce":
-            return partial(comm.reduce, send, ROOT, redop, out=out if mine_at_root else None)
-        if op == "broadcast":
-            return partial(comm.broadcast, send, ROOT, out=out)
-        if op == "all_to_all":
-            return partial(comm.all_to_all, send, recv)
-        if op == "gather":
-            return partial(comm.gather, send, ROOT, recv if mine_at_root else None)
-        if op == "scatter":
-            return partial(comm.scatter, send if mine_at_root else None, recv, ROOT)
-        if comm.size == 1:
+        if op == "send_recv" and comm.size == 1:
             return None
-        return partial(comm.send_recv, send, recv, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+        given: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (send, redop),
+            "reduce": (send, ROOT, redop),
+            "broadcast": (send, ROOT),
+            "reduce_scatter": (send, recv, redop),
+            "gather": (send, ROOT, recv if at_root else None),
+            "scatter": (send if at_root else None, recv, ROOT),
+            "send_recv": (send, recv, right, left),
+        }
+        if op in ("all_reduce", "reduce", "broadcast"):
+            chosen |= {"out": None if op == "reduce" and not at_root else out}
+        arguments = given.get(op, (send, recv))
+        if persistent or self.asked != "auto":
+            try:  # refused on all ranks, before anything is sent
+                operation = getattr(comm, f"{op}_init")(*arguments, **chosen)
+            except InvalidArgument:
+                return None
+            if persistent:
+                return operation.start if self._on_gpu else lambda: operation.start().wait()
+        return partial(getattr(comm, op), *arguments, **chosen)
 
     def close(self) -> None:
         self.comm.close()

@@ -8,13 +8,14 @@ from pathlib import Path
 from benchmarks.collectives import __doc__ as METHOD
 from benchmarks.collectives.cases import MEASURED, OPERATIONS, REDUCE_OPS, parse_sizes
 from benchmarks.collectives.implementations import GPU_BACKENDS, choices
+from kos.commands import program
 
 HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.collectives",
+        prog=program("benchmarks.collectives"),
         description=METHOD,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -14,6 +14,7 @@ except ImportError:  # told of once the arguments are known to be right
 from benchmarks import kernels
 from benchmarks.collectives import report
 from kos import cuda
+from kos.commands import program
 from kos.files import check_writable
 from kos.train.config.model_section import ModelSection
 from kos.train.config.presets import PRESETS
@@ -23,7 +24,7 @@ from kos.train.engine.machine import peak_flops
 def main() -> None:
     names = [*itertools.chain(*kernels.OPERATIONS.values())]
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels",
+        prog=program("benchmarks.kernels"),
         description=kernels.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -8,13 +8,16 @@ from benchmarks import plots
 from benchmarks.plots.pictures import PICTURES
 from benchmarks.plots.results import ROOT
 from benchmarks.plots.tables import PAGES, renewed
+from kos.commands import program
 from kos.errors import install
 
 IMAGES = ROOT / "docs" / "images"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=plots.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        program("benchmarks.plots"), description=plots.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PICTURES, help="draw only these pictures, write no table")
     parser.add_argument("--check", action="store_true", help="write nothing; name the pages whose tables differ")
     arguments = parser.parse_args()

@@ -107,16 +107,22 @@ def variant(row: Row) -> str:
 
 
 MOVES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+MORE_MOVES = (*MOVES, "reduce")
+MOVED = "collectives-others-h200-4"
 MOVERS = {
-    "kos, any buffers": {"backend": "peer", "algorithm": "auto"},
-    "kos, symmetric buffers": {"backend": "peer", "algorithm": "window"},
+    "kos, any buffers": {"backend": "auto", "algorithm": "auto"},
+    "kos, symmetric buffers": {"backend": "auto", "algorithm": "window"},
     "NCCL": {"backend": "nccl"},
     "NCCL, symmetric windows": {"backend": "nccl-window"},
 }
 
 
-def moved(op: str, name: str) -> Series:
-    return {row["bytes"]: row["time_us"] for row in select("collectives-moving-h200-2", op=op, **MOVERS[name])}
+def moved(op: str, name: str, mode: str = "graph", value: str = "time_us") -> Series:
+    """For operations that NCCL makes of sends and receives, those that kos' backend ``nccl`` groups."""
+    wanted = MOVERS[name]
+    if wanted["backend"] == "nccl" and op in ("gather", "scatter", "send_recv"):
+        wanted = {"backend": "kos-nccl", "algorithm": "auto"}
+    return {row["bytes"]: row[value] for row in select(MOVED, op=op, mode=mode, **wanted)}
 
 
 ATTENTION = [  # preset of the file, label
@@ -145,6 +151,7 @@ LAYOUTS = [  # preset, layout, commit of the row, whether a later one follows, l
 
 
 def layout_rows() -> list[tuple[str, Row]]:
+    """On 2 GPUs: label and row."""
     return [
         (label, one("layouts-h200-2", preset=preset, layout=layout, commit=commit))
         for preset, layout, commit, label in LAYOUTS

@@ -96,16 +96,16 @@ def all_reduce_hosts() -> Any:
 
 
 def collectives() -> Any:
-    """Operations that move data, on 2 GPUs."""
+    """Operations that move data, on 4 GPUs."""
     figure, panels = new(5.6, rows=2, columns=2)
     for axes, op in zip(panels.flat, measured.MOVES, strict=True):
         for name in measured.MOVERS:
             line(axes, name, measured.moved(op, name))
-        bound = measured.limits("collectives-moving-h200-2", "graph", False, op=op)
+        bound = measured.limits(measured.MOVED, "graph", False, op=op)
         limit(axes, bound)
         sizes_along(axes, bound)
         times_up(axes)
-        axes.set_title(f"{op}, 2 H200, bfloat16, CUDA graph")
+        axes.set_title(f"{op}, 4 H200, bfloat16, CUDA graph")
     for axes in panels[:, 0]:
         axes.set_ylabel("microseconds")
     panels[0][0].legend()
@@ -213,14 +213,14 @@ def attention() -> Any:
 def torch_backend() -> Any:
     """All-reduce of torch.distributed: over kos and over NCCL's process group."""
     figure, panels = new(3.1, columns=2, sharey=True)
-    rows = load("torch-backend-h200-2")["all_reduce"]
+    rows = load("torch-backend-h200-4")["all_reduce"]
     for axes, mode in zip(panels[0], ("graph", "eager"), strict=True):
         for name, label, color, marker in (("kos", "kos", KOS, "o"), ("nccl", "ProcessGroupNCCL", PEER, "^")):
             axes.plot([row["bytes"] for row in rows], [row[f"{name} {mode}"]["us"] for row in rows], color=color,
                       marker=marker, label=label)  # fmt: skip
         sizes_along(axes, [row["bytes"] for row in rows])
         times_up(axes)
-        axes.set_title(f"dist.all_reduce on 2 H200, {'CUDA graph' if mode == 'graph' else 'eager'}")
+        axes.set_title(f"dist.all_reduce on 4 H200, {'CUDA graph' if mode == 'graph' else 'eager'}")
     panels[0][0].set_ylabel("microseconds (lower is better)")
     panels[0][0].legend()
     return figure

@@ -96,8 +96,9 @@ TABLES: dict[str, Callable[[], str]] = {
         commands, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
     ),
     "collectives": collectives.moves,
-    "collectives-files": partial(provenance, "collectives-moving-h200-2"),
-    "collectives-commands": partial(commands, "collectives-moving-h200-2"),
+    "collectives-eager": collectives.moves_eager,
+    "collectives-files": partial(provenance, "collectives-others-h200-4"),
+    "collectives-commands": partial(commands, "collectives-others-h200-4"),
     "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),
     "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
     "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),
@@ -106,11 +107,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-one-rank": collectives.one_rank,
     "hosts-files": partial(
         provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
-        "collectives-epyc-4", "collectives-others-xeon-2",
+        "collectives-epyc-4", "collectives-others-epyc-2",
     ),
     "hosts-commands": partial(
         commands, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
-        "collectives-epyc-4", "collectives-others-xeon-2",
+        "collectives-epyc-4", "collectives-others-epyc-2",
     ),
     "training-1": partial(training.training, 1),
     "training-4": partial(training.training, 4),
@@ -129,7 +130,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "power": training.power,
     "baby": training.baby,
     "layouts": training.layouts,
-    "layouts-files": partial(provenance, "layouts-h200-2"),
+    "layouts-of-four": training.layouts_of_four,
+    "layouts-files": partial(provenance, "layouts-h200-2", "layouts-h200-4"),
     "kernels-1b": partial(training.kernels, "kernels-h200-1"),
     "kernels-124m": partial(training.kernels, "kernels-h200-1-124m"),
     "attention": training.attention,
@@ -138,8 +140,8 @@ TABLES: dict[str, Callable[[], str]] = {
         provenance, "kernels-h200-1", "kernels-h200-1-124m", "attention-h200-1", "attention-1xH200"
     ),
     "torch-backend": collectives.torch_backend,
-    "torch-ddp": collectives.torch_ddp,
-    "torch-files": partial(provenance, "torch-backend-h200-2"),
+    "torch-steps": collectives.torch_steps,
+    "torch-files": partial(provenance, "torch-backend-h200-4"),
 }  # fmt: skip
 
 

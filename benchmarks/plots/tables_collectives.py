@@ -7,6 +7,7 @@ from benchmarks.plots.measured import Series
 from benchmarks.plots.results import Row, load, one, ratio, select, size, table, us
 
 AUTO_WITHIN = 1.03
+MODES_ON_HOSTS = ("eager", "single_shot")
 
 
 def cell(series: Series, nbytes: int) -> str:
@@ -135,14 +136,36 @@ def call_cost() -> str:
 def moves() -> str:
     """all_gather, reduce_scatter, all_to_all and broadcast on 2 GPUs."""
     rows = []
-    for op in measured.MOVES:
+    for op in measured.MORE_MOVES:
         lines = {name: measured.moved(op, name) for name in measured.MOVERS}
-        for nbytes, bound in sorted(measured.limits("collectives-moving-h200-2", "graph", False, op=op).items()):
-            best = min(lines["kos, any buffers"][nbytes], lines["kos, symmetric buffers"][nbytes])
-            peer = min(lines["NCCL"][nbytes], lines["NCCL, symmetric windows"][nbytes])
-            rows.append([op, size(nbytes), *(us(line[nbytes]) for line in lines.values()), us(bound),
+        for nbytes, bound in sorted(measured.limits(measured.MOVED, "graph", False, op=op).items()):
+            best, peer = _best_moves(lines, nbytes)
+            rows.append([op, size(nbytes), *(cell(line, nbytes) for line in lines.values()), us(bound),
                          f"{bound / best:.0%}", ratio(peer / best)])  # fmt: skip
     return table(["operation", "size", *measured.MOVERS, "limit", "kos of limit", "best of NCCL / best of kos"], rows)
+
+
+def moves_eager() -> str:
+    """Operations other than all_reduce without a graph, beside NCCL."""
+    rows = []
+    for op in measured.MORE_MOVES:
+        lines = {name: measured.moved(op, name, "eager") for name in measured.MOVERS}
+        cpu = {name: measured.moved(op, name, "eager", "cpu_us") for name in ("kos, any buffers", "NCCL")}
+        for nbytes in sorted(lines["kos, any buffers"]):
+            best, peer = _best_moves(lines, nbytes)
+            rows.append([op, size(nbytes), *(cell(line, nbytes) for line in lines.values()), ratio(peer / best),
+                         *(us(each[nbytes]) for each in cpu.values())])  # fmt: skip
+    head = ["operation", "size", *measured.MOVERS, "best of NCCL / best of kos", "CPU, kos", "CPU, NCCL"]
+    return table(head, rows)
+
+
+def _best_moves(lines: dict[str, Series], nbytes: int) -> tuple[float, float]:
+    """The shortest time of kos, and of NCCL."""
+    kos, nccl = (
+        min(line[nbytes] for name, line in lines.items() if name.startswith(who) and nbytes in line)
+        for who in ("kos", "NCCL")
+    )
+    return kos, nccl
 
 
 def hosts(machine: str, ranks: int) -> str:
@@ -167,21 +190,26 @@ def hosts(machine: str, ranks: int) -> str:
 
 
 def hosts_others() -> str:
-    """Single calls of the operations other than all_reduce, beside Open MPI."""
-    file = "collectives-others-xeon-2"
-    ops = dict.fromkeys(row["op"] for row in select(file))
-    sizes = sorted({row["bytes"] for row in select(file)})
+    """Operations other than all_reduce, beside Open MPI."""
+    file = "collectives-others-epyc-2"
     rows = []
-    for op in ops:
-        line = [op + ", in place" * (op == "broadcast")]
-        for nbytes in sizes:
-            place = {"op": op, "bytes": nbytes, "mode": "single_shot", "in_place": op == "broadcast"}
-            kos = one(file, **place, backend="mpi", call="function")["time_us"]
-            mpi = one(file, **place, backend="mpi-native")["time_us"]
-            line += [us(kos), us(mpi), ratio(mpi / kos)]
-        rows.append(line)
-    head = [what for nbytes in sizes for what in (f"{size(nbytes)}: kos", "Open MPI", "Open MPI / kos")]
-    return table(["µs", *head], rows)
+    for op in dict.fromkeys(row["op"] for row in select(file)):
+        for nbytes in sorted({row["bytes"] for row in select(file, op=op)}):
+            place = {"op": op, "bytes": nbytes, "in_place": op == "broadcast"}
+            kos, single = (one(file, **place, backend="mpi", call="function", mode=mode) for mode in MODES_ON_HOSTS)
+            persistent = one(file, **place, backend="mpi", call="persistent", mode="eager")["time_us"]
+            mpi, mpi_single = (one(file, **place, backend="mpi-native", mode=mode) for mode in MODES_ON_HOSTS)
+            theirs = mpi["time_us"]
+            rows.append([
+                op + ", in place" * (op == "broadcast"), size(nbytes), us(kos["time_us"]), us(persistent), us(theirs),
+                ratio(theirs / kos["time_us"]), ratio(theirs / persistent),
+                ratio(mpi_single["time_us"] / single["time_us"]),
+            ])  # fmt: skip
+    return table(
+        ["µs", "size", "kos", "kos, persistent", "Open MPI", "Open MPI / kos", "Open MPI / persistent",
+         "the same, single calls"],
+        rows,
+    )  # fmt: skip
 
 
 def one_rank() -> str:
@@ -202,18 +230,28 @@ def one_rank() -> str:
     return table(["µs a call of one rank", *lines], rows)
 
 
+TORCH = "torch-backend-h200-4"
+TORCH_MODES = ("graph", "eager", "async")
+TORCH_CALLS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+
+
 def torch_backend() -> str:
     """torch.distributed over kos and over ProcessGroupNCCL."""
     rows = []
-    for row in load("torch-backend-h200-2")["all_reduce"]:
-        line = [size(row["bytes"])]
-        for mode in ("graph", "eager", "async"):
-            line += [us(row[f"kos {mode}"]["us"]), us(row[f"nccl {mode}"]["us"])]
-        rows.append([*line, us(row["kos eager"]["cpu_us"]), us(row["nccl eager"]["cpu_us"])])
-    head = [f"{name} {mode}" for mode in ("graph", "eager", "async") for name in ("kos", "NCCL")]
-    return table(["size", *head, "CPU, kos eager", "CPU, NCCL eager"], rows)
+    for call in TORCH_CALLS:
+        for row in load(TORCH)[call]:
+            line = [call, size(row["bytes"])]
+            for mode in TORCH_MODES:
+                line += [us(row[f"kos {mode}"]["us"]), us(row[f"nccl {mode}"]["us"])]
+            rows.append([*line, us(row["kos eager"]["cpu_us"]), us(row["nccl eager"]["cpu_us"])])
+    head = [f"{name} {mode}" for mode in TORCH_MODES for name in ("kos", "NCCL")]
+    return table(["call", "size", *head, "CPU, kos eager", "CPU, NCCL eager"], rows)
 
 
-def torch_ddp() -> str:
-    steps: Row = load("torch-backend-h200-2")["ddp_ms"]
-    return table(["", "over kos", "over NCCL"], [["ms a step", f"{steps['kos']:.1f}", f"{steps['nccl']:.1f}"]])
+def torch_steps() -> str:
+    """A step of what is built on torch.distributed."""
+    rows = []
+    for key, label in (("ddp_ms", "DDP, small model"), ("fsdp_ms", "FSDP2, 1b")):
+        steps: Row = load(TORCH)[key]
+        rows.append([label, f"{steps['kos']:.1f}", f"{steps['nccl']:.1f}"])
+    return table(["ms a step", "over kos", "over NCCL"], rows)

@@ -136,6 +136,17 @@ def layouts() -> str:
     return table(["model", "layout", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms", "commit"], rows)
 
 
+def layouts_of_four() -> str:
+    """Layouts on 4 GPUs, whose batches differ."""
+    rows = []
+    for row in load("layouts-h200-4")["rows"]:
+        batch = f"{row['batch_size']} x {row['seq_len']:,}"
+        rows.append([row["preset"], row["layout"], batch, tokens(row), f"{row['step_ms']:,.0f}",
+                     f"{row['mfu_causal']:.1%}", gib(row), f"{row['predicted_ms']:,.0f}", row["commit"]])  # fmt: skip
+    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "GiB", "predicted, ms", "commit"]
+    return table(head, rows)
+
+
 def kernels(name: str) -> str:
     rows = []
     for row in select(name):

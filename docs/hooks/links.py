@@ -19,12 +19,11 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from docs.hooks.fences import CODE  # python -m mkdocs puts the repository on the path
+
 log = logging.getLogger("mkdocs.hooks.links")
 
 ROOT = Path(__file__).resolve().parents[2]
-FENCE = re.compile(
-    r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.M | re.S
-)
 LINK = re.compile(r"(\]\(\s*)([^)\s]+)|^(\[[^\]\n]+\]:\s*)(\S+)|(<(?:a|img)\b[^>]*?\b(?:href|src)=\")([^\"]+)", re.M)
 PICTURES = (".svg", ".png", ".jpg", ".jpeg", ".gif", ".webp")
 COPIES = "repository"
@@ -51,7 +50,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return before + os.path.relpath(copy(there, config, files), Path(page.file.src_uri).parent)
 
     pieces, end = [], 0
-    for code in FENCE.finditer(markdown):
+    for code in CODE.finditer(markdown):
         pieces += [LINK.sub(replaced, markdown[end : code.start()]), code[0]]
         end = code.end()
     return "".join([*pieces, LINK.sub(replaced, markdown[end:])])

@@ -142,7 +142,7 @@ class Backend(ABC):
 
     def owns(self, work: Work[Any]) -> bool:
         """Whether it started ``work``; splits share an engine."""
-        return work.backend is self
+        return work.backend in self.parts
 
     def raise_failure(self, what: object) -> None:
         """Raise the first failure of this communicator, if any, for the call ``what``."""

@@ -12,8 +12,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
-from numpy import ndarray
-
 from kos.comm.arguments import (
     check_algorithm,
     check_bool,
@@ -33,12 +31,11 @@ from kos.comm.arguments import (
 from kos.comm.cached import CallCache
 from kos.comm.operation import AUTO, Message, Operation, Options
 from kos.comm.persistent import Persistent
-from kos.comm.reduction import PremulSum, ReduceOp, Reduction, resolve
+from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
-from kos.memory.array import Array
 
 Op = ReduceOp | PremulSum
 T = TypeVar("T")
@@ -160,9 +157,7 @@ class Operations:
             comm.all_reduce(gradients, ReduceOp.AVG)
         """
         plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and type(x) is Array and self._cache.launch(self, "all_reduce", x, out, op):
-            return x if out is None else out
-        if plain and type(x) is ndarray and self._cache.repeat(self, "all_reduce", x, out, op):
+        if plain and self._cache.repeat(self, "all_reduce", x, out, op):
             return x if out is None else out
         options = self._defaults
         if not plain:
@@ -187,18 +182,13 @@ class Operations:
             total = comm.reduce(losses, root=0)          # on rank 0: losses itself
         """
         plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and type(x) is Array and type(root) is int:
+        if plain and type(root) is int:
             own = out if self.rank == root else None
-            if self._cache.launch(self, "reduce", x, own, op, root):
+            if self._cache.repeat(self, "reduce", x, own, op, root):
                 return None if self.rank != root else x if out is None else out
         options = self._options("reduce", stream, async_op, timeout, algorithm, deterministic)
-        recv: Buffer | None = None
-        if self.rank == (root := check_rank("root", root, self.size)):
-            send, recv = in_and_out(x, out, stream)
-        else:
-            send = _input(x, stream)
-        reduction = resolve(op, send.dtype, self.size)
-        return self._submit(Operation("reduce", self.rank, options, send, recv, reduction, root))
+        root = check_rank("root", root, self.size)
+        return self._submit(self._reduction("reduce", x, out, op, options, self.rank == root, root))
 
     @overload
     def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_Reducing]) -> T: ...
@@ -216,9 +206,7 @@ class Operations:
             shard = comm.reduce_scatter(gradients)
         """
         plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and out is not None and type(x) is Array and self._cache.launch(self, "reduce_scatter", x, out, op):
-            return out
-        if plain and out is not None and type(x) is ndarray and self._cache.repeat(self, "reduce_scatter", x, out, op):
+        if plain and out is not None and self._cache.repeat(self, "reduce_scatter", x, out, op):
             return out
         options = self._defaults
         if not plain:
@@ -244,6 +232,9 @@ class Operations:
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and out is not None
+        if plain and self._cache.repeat(self, "reduce_scatter_v", x, out, op, (None, counts, None)):
+            return out
         options = self._options("reduce_scatter_v", stream, async_op, timeout)
         send = _input(x, stream)
         reduction = resolve(op, send.dtype, self.size)
@@ -272,9 +263,11 @@ class Operations:
 
             ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
         """
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        if plain and self._cache.repeat(self, "scan", x, out, op):
+            return x if out is None else out
         options = self._options("scan", stream, async_op, timeout, algorithm)
-        send, recv = in_and_out(x, out, stream)
-        return self._submit(Operation("scan", self.rank, options, send, recv, self._prefix(op, send)))
+        return self._submit(self._reduction("scan", x, out, op, options))
 
     @overload
     def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
@@ -288,19 +281,20 @@ class Operations:
 
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        if plain and self._cache.repeat(self, "exscan", x, out if self.rank else None, op):
+            return None if self.rank == 0 else x if out is None else out
         options = self._options("exscan", stream, async_op, timeout, algorithm)
-        recv: Buffer | None = None
-        if self.rank:
-            send, recv = in_and_out(x, out, stream)
-        else:
-            send = _input(x, stream)
-        return self._submit(Operation("exscan", self.rank, options, send, recv, self._prefix(op, send)))
+        return self._submit(self._reduction("exscan", x, out, op, options, self.rank > 0))
 
-    def _prefix(self, op: Op, send: Buffer) -> Reduction:
-        """The reduction of a scan."""
-        if op is ReduceOp.AVG:
+    def _reduction(
+        self, name: str, x: Any, out: Any, op: Op, options: Options, gets: bool = True, root: int | None = None
+    ) -> Operation:
+        """A reduction whose result is written on the ranks that get one (``gets``)."""
+        send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
+        if name != "reduce" and op is ReduceOp.AVG:
             raise InvalidArgument("op: expected another one than AVG for a scan, got AVG")
-        return resolve(op, send.dtype, self.size)
+        return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
     # Data movement.
 
@@ -318,10 +312,7 @@ class Operations:
             comm.broadcast(weights, root=0)
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        known = plain and type(x) is Array and type(root) is int
-        if known and self._cache.launch(self, "broadcast", x, out, None, root):
-            return x if out is None else out
-        if plain and type(x) is ndarray and self._cache.repeat(self, "broadcast", x, out, root):
+        if plain and type(root) is int and self._cache.repeat(self, "broadcast", x, out, None, root):
             return x if out is None else out
         options = self._defaults if plain else self._options("broadcast", stream, async_op, timeout, algorithm)
         root = check_rank("root", root, self.size)
@@ -346,9 +337,7 @@ class Operations:
             rows = comm.all_gather(mine)                 # rows[r] is the x of rank r
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and out is not None and type(x) is Array and self._cache.launch(self, "all_gather", x, out):
-            return out
-        if plain and out is not None and type(x) is ndarray and self._cache.repeat(self, "all_gather", x, out, None):
+        if plain and out is not None and self._cache.repeat(self, "all_gather", x, out):
             return out
         options = self._defaults if plain else self._options("all_gather", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
@@ -374,6 +363,9 @@ class Operations:
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and out is not None
+        if plain and self._cache.repeat(self, "all_gather_v", x, out, None, (None, None, counts)):
+            return out
         options = self._options("all_gather_v", stream, async_op, timeout)
         send = _input(x, stream)
         counts = self._gather_counts("all_gather_v", counts, send, out, options)
@@ -394,9 +386,7 @@ class Operations:
             columns = comm.all_to_all(rows)
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and out is not None and type(x) is Array and self._cache.launch(self, "all_to_all", x, out):
-            return out
-        if plain and out is not None and type(x) is ndarray and self._cache.repeat(self, "all_to_all", x, out, None):
+        if plain and out is not None and self._cache.repeat(self, "all_to_all", x, out):
             return out
         options = self._defaults if plain else self._options("all_to_all", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
@@ -422,6 +412,12 @@ class Operations:
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
+        plain = stream is timeout is None and async_op is False and out is not None
+        counts = None, send_counts, recv_counts
+        if plain and type(send_counts) is type(recv_counts) is list and (
+            self._cache.repeat(self, "all_to_all_v", x, out, None, counts)
+        ):
+            return out
         options = self._options("all_to_all_v", stream, async_op, timeout)
         send = _input(x, stream)
         send_counts = check_counts("send_counts", send_counts, self.size, send)
@@ -454,15 +450,13 @@ class Operations:
             rows = comm.gather(mine, root=0)
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
-        known = plain and type(x) is Array and (out is not None or self.rank != root)
-        if known and self._cache.launch(self, "gather", x, out, None, root):
+        known = plain and (out is not None or self.rank != root)
+        if known and self._cache.repeat(self, "gather", x, out, None, root):
             return out
         options = self._options("gather", stream, async_op, timeout, algorithm)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-        if self.rank == root:
+        if self._is_root("out", out, root):
             recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        elif out is not None:
-            raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
         return self._submit(Operation("gather", self.rank, options, send, recv, root=root))
 
     @overload
@@ -480,12 +474,15 @@ class Operations:
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and type(root) is int
+        known = plain and (out is not None or self.rank != root)
+        if known and self._cache.repeat(self, "gather_v", x, out, None, (root, None, counts)):
+            return out
         options = self._options("gather_v", stream, async_op, timeout)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-        if self.rank != root and out is not None:
-            raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
+        gets = self._is_root("out", out, root)
         counts = self._gather_counts("gather_v", counts, send, out, options)
-        if self.rank == root:
+        if gets:
             recv = output(out, send, (sum(counts),), stream)
         return self._submit(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
 
@@ -503,20 +500,17 @@ class Operations:
             comm.scatter(rows if comm.rank == 0 else None, row)
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
-        known = plain and type(out) is Array and (type(x) is Array if self.rank == root else x is None)
         key, other = (out, None) if x is None else (x, out)
-        if known and self._cache.launch(self, "scatter", key, other, None, root):
+        if plain and self._cache.repeat(self, "scatter", key, other, None, root):
             return out
         options = self._options("scatter", stream, async_op, timeout, algorithm)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-        if self.rank == (root := check_rank("root", root, self.size)):
+        if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
             expect_alike("out", recv, send)
             if send.count != self.size * recv.count:
                 raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
             refuse_overlap(send, recv, self.rank)
-        elif x is not None:
-            raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
         return self._submit(Operation("scatter", self.rank, options, send, recv, root=root))
 
     @overload
@@ -535,14 +529,16 @@ class Operations:
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
         """
+        plain = stream is timeout is None and async_op is False and type(counts) is list and type(root) is int
+        key, other = (out, None) if x is None else (x, out)
+        if plain and self._cache.repeat(self, "scatter_v", key, other, None, (root, counts, None)):
+            return out
         options = self._options("scatter_v", stream, async_op, timeout)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-        if self.rank == (root := check_rank("root", root, self.size)):
+        if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
             expect_alike("out", recv, send)
             refuse_overlap(send, recv)
-        elif x is not None:
-            raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
         if counts is None:
             mine = recv.count, -1 if send is None else send.count
             rows = self._counts_of_all("scatter_v", "counts", options, recv, mine)
@@ -553,6 +549,12 @@ class Operations:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
         return self._submit(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
+
+    def _is_root(self, what: str, given: Any, root: int) -> bool:
+        """Whether this rank is ``root``.  Raises InvalidArgument where another rank passes the argument ``what``."""
+        if self.rank != root and given is not None:
+            raise InvalidArgument(f"{what}: expected None on rank {self.rank}, which is not root {root}")
+        return self.rank == root
 
     def _gather_counts(
         self, name: str, counts: Sequence[int] | None, send: Buffer, out: Any, options: Options
@@ -592,6 +594,8 @@ class Operations:
             comm.barrier()
         """
         if stream is None and self.device is None and timeout is None and async_op is False:
+            if self._cache.repeat(self, "barrier", None):
+                return None
             return self._submit(Operation("barrier", self.rank, self._defaults))
         if stream is not None:
             self._handle(stream)
@@ -622,6 +626,9 @@ class Operations:
 
             comm.send(activations, dst=comm.rank + 1)
         """
+        plain = stream is timeout is None and async_op is False and type(dst) is type(tag) is int
+        if plain and self._cache.repeat(self, "send", x, None, None, (dst, None, tag, 0)):
+            return None
         options = self._options("send", stream, async_op, timeout)
         message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
         return self._submit(Operation("send", self.rank, options, _input(x, stream), message=message))
@@ -638,6 +645,9 @@ class Operations:
 
             comm.recv(activations, src=comm.rank - 1)
         """
+        plain = stream is timeout is None and async_op is False and type(src) is type(tag) is int
+        if plain and self._cache.repeat(self, "recv", x, None, None, (None, src, 0, tag)):
+            return x
         options = self._options("recv", stream, async_op, timeout)
         message = Message(src=check_peer("src", src, self.rank, self.size), recv_tag=check_tag(tag))
         recv = as_buffer(x, "x", writable=True, stream=stream)
@@ -657,7 +667,7 @@ class Operations:
             comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
         """
         plain = stream is timeout is None and async_op is False and type(dst) is type(src) is type(tag) is int
-        if plain and type(x) is Array and self._cache.launch(self, "send_recv", x, out, None, (dst, src, tag)):
+        if plain and self._cache.repeat(self, "send_recv", x, out, None, (dst, src, tag, tag)):
             return out
         options = self._options("send_recv", stream, async_op, timeout)
         dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))

@@ -135,10 +135,8 @@ class Communicator(Operations):
 
             settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
         """
-        root = check_rank("root", root, self.size)
-        if self.rank != root and data is not None:
-            raise InvalidArgument(f"data: expected None on rank {self.rank}, which is not root {root}")
-        parts = self._bytes("broadcast_bytes", "broadcast", data if self.rank == root else b"", root, timeout)
+        sends = self._is_root("data", data, root := check_rank("root", root, self.size))
+        parts = self._bytes("broadcast_bytes", "broadcast", data if sends else b"", root, timeout)
         assert parts is not None
         return parts[root]
 
@@ -168,7 +166,8 @@ class Communicator(Operations):
             operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
         )
         self._submit(call, 4)
-        return [part.tobytes() for part in np.split(out, np.cumsum(counts)[:-1])] if gets else None
+        ends = itertools.accumulate(counts)
+        return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
 
     def _all_gather_numbers(
         self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
@@ -367,10 +366,8 @@ class Communicator(Operations):
             if self.device is None or not callable(until):
                 raise InvalidArgument(f"until: expected None, or a function where GPUs are used, got {until!r}")
             return self.backend.synchronize(limit, handle, until)
-        engine = self.backend.engine
-        for work in [*engine.unreported, *engine.outstanding()]:
-            if self.backend.owns(work):
-                work.wait(timeout)
+        for work in self.backend.engine.works_of(self.backend):
+            work.wait(timeout)
         self.backend.synchronize(limit, handle)
         for persistent in self._persistents:
             persistent._work = None
@@ -490,9 +487,8 @@ class Communicator(Operations):
         engine = self.backend.engine
         with engine.paused():
             (end or self.backend.abort)(reason)  # first: this notifies the other ranks of the reason
-            for work in [*engine.unreported, *engine.outstanding()]:
-                if self.backend.owns(work):
-                    work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
+            for work in engine.works_of(self.backend):
+                work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"aborted: {reason}")
 
     def _abort_groups(self, reason: str) -> None:
@@ -531,20 +527,15 @@ class Communicator(Operations):
             return self._batch.add(call)
         if self._closed:
             self._check_open()
-        # ``Persistent.start`` and ``CallCache.launch`` repeat these lines: a function call would take 6% of their time.
+        # ``Persistent.start`` and ``CallCache.repeat`` repeat these lines: a function call would take 6% of their time.
         call.sequence = next(self._collectives if call.collective else self._messages)
         self._group.note(call, depth)  # frames up to the caller of the operation
         work = self.backend.start(call)
         options, recv = o.options, o.recv
-        if work is not None:
-            if options.overlap:
-                return work
-            result = work.wait()
-            if options is self._defaults:
-                self._cache.add_host(call)
-            return result
-        result = recv.result if recv is not None else None
-        if options is self._defaults:
+        if work is not None and options.overlap:
+            return work
+        result = work.wait() if work is not None else recv.result if recv is not None else None
+        if options is self._defaults and (work is None or self.device is None):
             self._cache.add(call)
         return result
 

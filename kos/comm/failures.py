@@ -69,10 +69,23 @@ def from_record(record: Sequence[Any]) -> KosError:
     return blaming(_CLASSES.get(kind, CollectiveError)(text), ranks)
 
 
-class Board:
-    """The ranks that this rank waits for, and its last failure, in world ranks.  Subclasses share both with others."""
+class Tables:
+    """What ranks know of each other, by world rank."""
 
     def __init__(self) -> None:
+        self.failures: dict[int, tuple[KosError, float]] = {}  # the last failure of a rank, and when
+        self.waits: dict[int, tuple[int, ...]] = {}  # the ranks that a rank waits for
+        self.ends: dict[int, str] = {}  # why a rank has ended
+
+
+class Board:
+    """The ranks that this rank waits for, and its last failure, in world ranks, and what is known of other ranks.
+
+    Ranks that are threads have the same ``tables``.  A subclass shares them with other processes.
+    """
+
+    def __init__(self, rank: int = -1, tables: Tables | None = None) -> None:
+        self._rank, self._tables = rank, tables or Tables()
         self.last: KosError | None = None
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
@@ -110,13 +123,19 @@ class Board:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
             self.last = error
+            self._tables.failures[self._rank] = error, now()
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
         self.last = None
+        self._tables.failures.pop(self._rank, None)
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
+        if ranks is None:
+            self._tables.waits.pop(self._rank, None)
+        else:
+            self._tables.waits[self._rank] = tuple(ranks)
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
@@ -128,15 +147,16 @@ class Board:
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
-        return None
+        known = self._tables.failures.get(rank)
+        return None if known is None else (known[0], now() - known[1])
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
-        return None
+        return None if self.ended(rank) else self._tables.waits.get(rank)
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""
-        return False
+        return rank in self._tables.ends
 
     def runs(self, rank: int) -> bool:
         """Whether that rank is known to run: neither ended nor stopped."""
@@ -152,7 +172,7 @@ class Ledger:
 
     def __init__(self, world: Sequence[int], rank: int, board: Board | None = None, timeout: float = 120.0) -> None:
         self.world, self.rank, self.timeout = list(world), rank, timeout
-        self.board = board or Board()
+        self.board = board or Board(self.world[rank])
         self.failure: tuple[int, KosError] | None = None  # sequence number and error of the earliest failed collective
         self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
 
@@ -192,7 +212,7 @@ class Ledger:
         world = self.world[rank]
         cause = cause or self._failure_of(world, window)
         if cause is not None:
-            return _consequence(cause, f"{cause}; {self._names([world])} aborted because of it", what)
+            return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
         return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
 
     def overdue(
@@ -207,7 +227,7 @@ class Ledger:
         world = [*(self.world[rank] for rank in late), *elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
-                return _consequence(cause, f"{cause}; {self._names([rank])} failed because of it", what)
+                return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
         culprits = self._blocking(world, [self.world[rank] for rank in arrived])
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and words is not None:
@@ -305,10 +325,6 @@ class Ledger:
 
 def _prefixed(what: object, text: str) -> str:
     return text if what is None else f"{what}: {text}"
-
-
-def _consequence(cause: KosError, text: str, what: object) -> KosError:
-    return again(cause, _prefixed(what, text))
 
 
 def now() -> float:

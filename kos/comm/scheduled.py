@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,24 +22,18 @@ from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import Request, Transport, execute
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveMismatch, InvalidArgument
+from kos.memory import Buffer
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-# The schedule of each collective, and the one that adds in rank order.
+# The schedule of each collective, and where another one adds in rank order, that one.
 _DEFAULTS = {
-    "all_reduce": ("ring", "two_shot"),
-    "reduce": ("tree", "one_shot"),
-    "reduce_scatter": ("ring", "one_shot"),
-    "scan": ("chain", "chain"),
-    "exscan": ("chain", "chain"),
-    "broadcast": ("tree", "tree"),
-    "all_gather": ("ring", "ring"),
-    "all_to_all": ("pairwise", "pairwise"),
-    "gather": ("direct", "direct"),
-    "scatter": ("direct", "direct"),
-}
+    "all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "scan": "chain", "exscan": "chain",
+    "broadcast": "tree", "all_gather": "ring", "all_to_all": "pairwise", "gather": "direct", "scatter": "direct",
+}  # fmt: skip
+_ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce_scatter": "one_shot"}
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
@@ -88,16 +83,17 @@ class ScheduledBackend(Backend):
             return o.options.algorithm
         if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
             return "halving_doubling"
-        return _DEFAULTS[collective][o.options.deterministic]
+        return (_ORDERED if o.options.deterministic else _DEFAULTS)[collective]
 
     # The operations.
 
     def _steps(self, call: Call) -> Steps | None:
         return self._by_messages(call)
 
-    def _by_messages(self, call: Call) -> Steps:
+    def _by_messages(self, call: Call, all_arrived: Callable[[], bool] | None = None) -> Steps:
+        """``all_arrived``: the poll of ``agree``, where the ranks compare this call already."""
         carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
-        all_arrived = self.agree(call) if call.collective else None
+        all_arrived = all_arrived or (self.agree(call) if call.collective else None)
         if all_arrived is None:
             yield from carry(call)
             return
@@ -155,10 +151,10 @@ class ScheduledBackend(Backend):
 
     def _broadcast(self, call: Call) -> Steps:
         o = call.operation
-        send, recv = _moving(o)
+        assert o.send is not None and o.recv is not None
         if self.rank == o.root and o.send is not o.recv:
-            np.copyto(recv, send)
-        yield from self._carry(call, "broadcast", data=recv)
+            np.copyto(o.recv.flat, o.send.flat)
+        yield from self._carry(call, "broadcast", data=o.recv.flat)
 
     def _all_gather(self, call: Call) -> Steps:
         """Also gather, scatter and all_to_all."""
@@ -171,36 +167,27 @@ class ScheduledBackend(Backend):
 
     _gather = _scatter = _all_to_all = _all_gather
 
-    def _all_gather_v(self, call: Call) -> Steps:
-        o = call.operation
-        send, recv = _moving(o)
-        yield from self._exchange(call, [send] * self.size, _pieces(recv, o.recv_counts))
-
-    def _gather_v(self, call: Call) -> Steps:
-        o = call.operation
-        assert o.send is not None
-        recv = _pieces(o.recv.flat, o.recv_counts) if o.recv is not None else [None] * self.size
-        yield from self._exchange(call, self._only(o.root, o.send.flat), recv)
-
-    def _scatter_v(self, call: Call) -> Steps:
-        o = call.operation
-        assert o.recv is not None
-        send = _pieces(o.send.flat, o.send_counts) if o.send is not None else [None] * self.size
-        yield from self._exchange(call, send, self._only(o.root, o.recv.flat))
-
-    def _only(self, rank: int | None, piece: Array) -> list[Array | None]:
-        return [piece if r == rank else None for r in range(self.size)]
-
     def _all_to_all_v(self, call: Call) -> Steps:
+        """Also all_gather_v, gather_v and scatter_v."""
         o = call.operation
-        send, recv = _moving(o)
-        yield from self._exchange(call, _pieces(send, o.send_counts), _pieces(recv, o.recv_counts))
+        send, recv = self._pieces(o.send, o.send_counts, o.root), self._pieces(o.recv, o.recv_counts, o.root)
+        yield from self._exchange(call, send, recv)
+
+    _all_gather_v = _gather_v = _scatter_v = _all_to_all_v
+
+    def _pieces(self, x: Buffer | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
+        """The piece of ``x`` for each rank, or from each; without counts all of it, for the root or for every rank."""
+        if x is None:
+            return [None] * self.size
+        if counts is not None:
+            return [*_split(x.flat, counts)]
+        return [x.flat if root in (None, rank) else None for rank in range(self.size)]
 
     def _reduce_scatter_v(self, call: Call) -> Steps:
         x, out, reduction = _reducing(call.operation)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._exchange(call, _pieces(staged, call.operation.send_counts), list(parts))
+        yield from self._exchange(call, _split(staged, call.operation.send_counts or ()), list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
@@ -272,14 +259,8 @@ def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:
     return o.send.flat, (o.recv or o.send).flat, o.reduction
 
 
-def _moving(o: Operation) -> tuple[Array, Array]:
-    assert o.send is not None and o.recv is not None
-    return o.send.flat, o.recv.flat
-
-
-def _pieces(x: Array, counts: Sequence[int] | None) -> list[Array]:
-    assert counts is not None
-    return np.split(x, np.cumsum(counts)[:-1])
+def _split(x: Array, counts: Sequence[int]) -> list[Array]:
+    return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 # Queues of messages by key, for transports.

@@ -9,10 +9,10 @@ Both replace methods of a backend when its communicator is made.  Without them n
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any
 
 from kos.comm.backend import Backend
 from kos.comm.operation import Call
@@ -21,8 +21,6 @@ from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.streams import Event, capture_of
 from kos.errors import BackendUnavailable, KosError, install
-
-T = TypeVar("T")
 
 
 def trace(backend: Backend, recorder: Recorder) -> None:
@@ -50,18 +48,13 @@ def _mark(backend: Any) -> None:
         raise BackendUnavailable(f"KOS_NVTX: expected the package nvtx ({install('nvtx')}), got: {error}") from error
     start, start_all = backend.start, backend.start_all
 
-    def within(text: str, launch: Callable[[], T]) -> T:
-        nvtx.push_range(message=text, domain="kos")
-        try:
-            return launch()
-        finally:
-            nvtx.pop_range(domain="kos")
-
     def start_marked(call: Call) -> Work[Any] | None:
-        return within(f"{call.group}: {call.name}{call.operation}", lambda: start(call))
+        with nvtx.annotate(f"{call.group}: {call.name}{call.operation}", domain="kos"):
+            return start(call)
 
     def start_all_marked(calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        return within(f"{calls[0].group}: batch of {len(calls)}", lambda: start_all(calls, overlap))
+        with nvtx.annotate(f"{calls[0].group}: batch of {len(calls)}", domain="kos"):
+            return start_all(calls, overlap)
 
     backend.start, backend.start_all = start_marked, start_all_marked
 
@@ -71,13 +64,15 @@ def _time(part: Any, recorder: Recorder) -> None:
     start, start_all, queue = part.start, part.start_all, part.queue
     overlaps = False
 
-    def measured(calls: Sequence[Call], stream: int, launch: Callable[[], T]) -> T:
+    @contextmanager
+    def measured(calls: Sequence[Call], stream: int) -> Iterator[None]:
         if capture_of(stream):  # it runs when the graph is replayed
-            return launch()
+            yield
+            return
         with driver.on_device(part.device):
             begin, end = Event(part.device, timed=True), Event(part.device, timed=True)
             begin.record(stream)
-            result = launch()
+            yield
             end.record(stream)
 
         def milliseconds() -> float | None:
@@ -88,29 +83,28 @@ def _time(part: Any, recorder: Recorder) -> None:
         for each in calls:
             if each.record is not None and each.stream == calls[0].stream:
                 recorder.durations[id(each.record)] = each.record[1], milliseconds
-        return result
 
-    def beside(launch: Callable[[], T]) -> T:
-        """``launch``, which calls ``queue`` on the communicator's own stream, behind what it waits for."""
+    @contextmanager
+    def beside() -> Iterator[None]:
+        """The block calls ``queue`` on the communicator's own stream, behind what it waits for."""
         nonlocal overlaps
         overlaps = True
         try:
-            return launch()
+            yield
         finally:
             overlaps = False
 
     def start_timed(call: Call) -> Work[Any] | None:
-        launch: Callable[[], Work[Any] | None] = lambda: start(call)  # noqa: E731
-        return beside(launch) if call.route.overlap else measured((call,), call.stream, launch)  # type: ignore[union-attr]
+        assert call.route is not None
+        with beside() if call.route.overlap else measured((call,), call.stream):
+            return start(call)
 
     def start_all_timed(calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        launch: Callable[[], list[Work[Any]]] = lambda: start_all(calls, overlap)  # noqa: E731
-        return beside(launch) if overlap else measured(calls, calls[0].stream, launch)
+        with beside() if overlap else measured(calls, calls[0].stream):
+            return start_all(calls, overlap)
 
     def queue_timed(calls: Sequence[Call], stream: int | None) -> None:
-        if overlaps and stream is not None:
-            measured(calls, stream, lambda: queue(calls, stream))
-        else:
+        with measured(calls, stream) if overlaps and stream is not None else nullcontext():
             queue(calls, stream)
 
     part.start, part.start_all, part.queue = start_timed, start_all_timed, queue_timed

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from kos.comm.backend import Backend
 from kos.errors import KosError
 
 log = logging.getLogger(__name__)
@@ -25,12 +26,6 @@ TICK = 0.25
 """Seconds between two checks."""
 
 Callback = Callable[[KosError], None]
-
-
-class Failing(Protocol):
-    """Any backend."""
-
-    broken: KosError | None
 
 
 class Watched(Protocol):
@@ -42,7 +37,7 @@ class Watched(Protocol):
 
 _lock = threading.RLock()  # reentrant: the garbage collector may remove a backend while this thread adds one
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-_callbacks: weakref.WeakKeyDictionary[Failing, list[Callback]] = weakref.WeakKeyDictionary()
+_callbacks: weakref.WeakKeyDictionary[Backend, list[Callback]] = weakref.WeakKeyDictionary()
 _thread: threading.Thread | None = None
 _stop = threading.Event()
 
@@ -60,7 +55,7 @@ def remove(backend: Watched) -> None:
         _watched.discard(backend)
 
 
-def on_failure(backend: Failing, callback: Callback) -> None:
+def on_failure(backend: Backend, callback: Callback) -> None:
     """Call ``callback(error)`` once, on the watchdog's thread, when ``backend`` has failed."""
     with _lock:
         _callbacks.setdefault(backend, []).append(callback)

@@ -53,13 +53,6 @@ class Carrier(Protocol):
     def report_wait(self, call: Call | None) -> None: ...
 
 
-class Stepping(Carrier, Protocol):
-    """A backend whose operations an engine advances."""
-
-    def _steps(self, call: Call) -> Steps | None:
-        """Begin ``call``; None if it is complete."""
-
-
 class Engine:
     """All operations in flight of one rank, across a communicator and its splits.
 
@@ -72,7 +65,7 @@ class Engine:
         self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
 
-    def launch(self, call: Call, backend: Stepping, steps: Steps = _BEGIN) -> Work[Any]:
+    def launch(self, call: Call, backend: Carrier, steps: Steps = _BEGIN) -> Work[Any]:
         """Start ``call``: messages that need no waiting are posted when this returns.  ``steps``: it has begun."""
         with self.lock:
             work: Work[Any] = Work(call, backend, steps)
@@ -130,6 +123,11 @@ class Engine:
             for work in works:
                 work.expire(seconds)
             return bool(works)
+
+    def works_of(self, backend: Any) -> list[Work[Any]]:
+        """The operations of ``backend`` that the program has not waited for: failed messages, then those in flight."""
+        with self.lock:
+            return [work for work in [*self.unreported, *self._active] if backend.owns(work)]
 
     def outstanding(self) -> list[Work[Any]]:
         """The operations in flight, in the order of their launch."""

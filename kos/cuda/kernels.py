@@ -75,10 +75,7 @@ def _cache(directory: Path) -> KernelCache:
 
 
 def compile_kernels(
-    path: str | Path,
-    arch: str,
-    defines: Mapping[str, Define] | None = None,
-    cache: KernelCache | None = None,
+    path: str | Path, arch: str, defines: Mapping[str, Define] | None = None, cache: KernelCache | None = None
 ) -> bytes:
     """The cubin of ``path`` for ``arch`` ("sm_90a"); needs NVRTC, but no GPU.
 
@@ -226,13 +223,7 @@ class Kernel:
             raise CudaError(f"launch of {self.name} failed: {error}") from error
 
     def bind(
-        self,
-        grid: Any,
-        block: Any,
-        *arguments: Any,
-        shared: int = 0,
-        cooperative: bool = False,
-        overlap: bool = False,
+        self, grid: Any, block: Any, *arguments: Any, shared: int = 0, cooperative: bool = False, overlap: bool = False
     ) -> Callable[[Any], None]:
         """A function that launches the kernel with these arguments on a stream.
 

@@ -21,6 +21,7 @@ from kos.comm.gpu.backend import device_of
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
 from kos.comm.rendezvous.mpi_job import under_mpirun
+from kos.commands import program
 from kos.cuda import visible_devices
 from kos.doctor import ranks
 from kos.doctor.checks import BAD, CHECK_SECONDS, Check, facts, local_checks
@@ -137,7 +138,7 @@ class Doctor:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kos.doctor", description=(__doc__ or "").partition("\n")[2])
+    parser = argparse.ArgumentParser(prog=program("kos.doctor"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of any wait for others (30)")
     options = parser.parse_args(arguments)

@@ -21,9 +21,10 @@ from itertools import groupby
 from pathlib import Path
 
 import kos
-from kos import cuda
+from kos import commands, cuda
 from kos.comm.gpu import nccl_binding
 from kos.comm.rendezvous.base import host_id
+from kos.comm.rendezvous.mpi_job import under_mpirun
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache
@@ -135,16 +136,18 @@ def mpi() -> Iterator[Check]:
         return
     library, paths = json.loads(done.stdout.splitlines()[-1])
     found = f"{library} ({paths[0] if paths else 'linked into mpi4py'}), mpi4py {_version('mpi4py')}"
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher, remedy = str(beside) if beside.exists() else shutil.which("mpirun"), ""
-    said = run([launcher, "--version"]).stdout if launcher else ""
-    flavour = next((name for name in ("Open MPI", "Intel") if name in said), "MPICH" if "HYDRA" in said else "")
+    launcher, remedy = commands.find_mpirun(), ""
+    flavour = commands.mpi_of(launcher) if launcher else ""
     if launcher is None:
         remedy = "install the mpirun of that library, or use torchrun"
     elif flavour and flavour not in library:
-        remedy = "start with the mpirun of the library that mpi4py loads, or pip install --no-binary mpi4py mpi4py"
+        build = commands.pip_install("--no-binary", "mpi4py", "mpi4py")
+        remedy = f"start with the mpirun of the library that mpi4py loads, or build mpi4py here: {build}"
     found += f", {launcher or 'no mpirun'}" + (f", which is of {flavour}" if remedy and launcher else "")
-    yield Check("MPI", NO if remedy else OK, found, remedy)
+    verdict = NO if remedy else OK
+    if launcher and not remedy and not under_mpirun() and commands.refuses_root(launcher):
+        remedy = f"for root: mpirun {commands.AS_ROOT}, or export {' '.join(f'{name}=1' for name in commands.ROOT)}"
+    yield Check("MPI", verdict, found, remedy)
 
 
 def shared_memory() -> Iterator[Check]:

@@ -41,11 +41,9 @@ class Arena:
     """
 
     def __init__(
-        self,
-        nbytes: int = 0,
-        allocate: Callable[[int], Any] = allocate_host,
+        self, nbytes: int = 0, allocate: Callable[[int], Any] = allocate_host,
         view: Callable[[Any, int, tuple[int, ...], Any], Any] = view_host,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._allocate, self._view = allocate, view
         self._fixed = False
         self.in_use = 0

@@ -45,23 +45,15 @@ class Array:
     Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream", "used")
+    __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream")
 
     def __init__(
-        self,
-        pointer: int,
-        shape: tuple[int, ...],
-        dtype: Any,
-        device: int,
-        *,
-        owner: Any = None,
-        stream: Any = None,
+        self, pointer: int, shape: tuple[int, ...], dtype: Any, device: int, *, owner: Any = None, stream: Any = None,
         readonly: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Describe existing memory; the array and its views keep ``owner`` alive."""
         self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
         self.owner, self.stream, self.readonly = owner, stream, readonly
-        self.used = False  # by a communicator: later calls on the array are cached
 
     @classmethod
     def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str = "") -> Array:
@@ -113,10 +105,8 @@ class Array:
         except BufferError as error:
             raise InvalidArgument(f"from_dlpack: refused by {type(source).__name__}: {error}") from error
         tensor = import_capsule(capsule)
-        return cls(
-            tensor.pointer, tensor.shape, tensor.dtype, tensor.device,
-            owner=tensor, stream=stream, readonly=tensor.readonly,
-        )  # fmt: skip
+        place = tensor.pointer, tensor.shape, tensor.dtype, tensor.device
+        return cls(*place, owner=tensor, stream=stream, readonly=tensor.readonly)
 
     @classmethod
     def _from_cuda_array_interface(cls, source: Any, stream: Any) -> Array:
@@ -253,14 +243,9 @@ class Array:
         """Version 3.  Not available for bfloat16 and float8, which it cannot name; use DLPack."""
         if self.dtype.numpy.kind == "V" or self.dtype.numpy.char not in np.typecodes["All"]:
             raise AttributeError(f"__cuda_array_interface__ has no name for {self.dtype}; use DLPack")
-        return {
-            "shape": self.shape,
-            "typestr": self.dtype.numpy.str,
-            "data": (self.pointer, self.readonly),
-            "strides": None,
-            "stream": streams.handle(self.stream),
-            "version": 3,
-        }
+        data, kind = (self.pointer, self.readonly), self.dtype.numpy.str
+        stream = streams.handle(self.stream)
+        return {"version": 3, "shape": self.shape, "typestr": kind, "data": data, "strides": None, "stream": stream}
 
     def __repr__(self) -> str:
         return f"Array({self.dtype}{list(self.shape)}, cuda:{self.device}, 0x{self.pointer:x})"

@@ -24,17 +24,18 @@ _TOKEN_BYTES = 16
 
 
 class Exchange(Protocol):
-    """The part of a rendezvous that is used here: exchanging a few bytes."""
+    """The ranks of a group, and one exchange of bytes between them.  A rendezvous is one."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank, from 0."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
 
-    def allgather(self, data: bytes, /) -> list[bytes]: ...
-
-    def barrier(self) -> None: ...
+    def allgather(self, data: bytes, /) -> list[bytes]:
+        """Every rank's bytes, in rank order; returns once all ranks have called it."""
 
 
 class SymmetricMemory:
@@ -100,7 +101,7 @@ class SymmetricMemory:
                 self._on_all("read what its peers wrote", check)
                 call(cu.cuMemsetD8, self.pointer, 0, len(slot))
                 call(cu.cuCtxSynchronize)
-        self.exchange.barrier()
+        self.exchange.allgather(b"")
         table = np.array(self.pointers, np.uint64)
         self.peer_pointers = Array.from_numpy(table, self.device, label="peer pointers")
         driver.synchronize(self.device)
@@ -152,9 +153,9 @@ class SymmetricMemory:
     def unmap(self) -> None:
         """Unmap the slabs of the other ranks, but keep this rank's own.  Collective."""
         driver.synchronize(self.device)
-        self.exchange.barrier()
+        self.exchange.allgather(b"")
         self._unmap()
-        self.exchange.barrier()  # the exporting rank frees last
+        self.exchange.allgather(b"")  # the exporting rank frees last
 
     def abort(self) -> None:
         """Unmap and free without the other ranks, if one of them is lost."""

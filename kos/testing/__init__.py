@@ -113,7 +113,7 @@ def spawn(
         threads[rank].join(ERROR_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
     message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
-    message += "".join(f"; rank {rank} is {_place(threads[rank])}" for rank in running[:_SHOWN])
+    message += "".join(f"; rank {rank} {_place(threads[rank])}" for rank in running[:_SHOWN])
     for rank in running:
         group.world.end(rank, message)  # ends every wait for it, in groups split from this one too
     if running and not errors:
@@ -133,11 +133,11 @@ def spawn(
 
 
 def _place(thread: threading.Thread) -> str:
-    """``at file:line``: the innermost line of a running thread outside kos and Python's library."""
+    """``is at file:line``: the innermost line of a running thread outside kos and Python's library."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and _in_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "ending" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno}"
+    return "is ending" if frame is None else f"is at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _in_library(file: str) -> bool:

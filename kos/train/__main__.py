@@ -63,12 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except (KosError, OSError, MemoryError) as error:
-        _fail(error, rank, debug="--debug" in arguments or debugging())
+        note = ""
+        with contextlib.suppress(ImportError, KosError):
+            from kos.train.config.flags import set_by_file
+
+            note = set_by_file(arguments, str(error)) if isinstance(error, ConfigError) else ""
+        _fail(error, rank, note, debug="--debug" in arguments or debugging())
     return 0
 
 
-def _fail(error: Exception, rank: int, debug: bool) -> None:
-    """Say the error on one line, once for all ranks if all have it, and end the job: 2 bad settings, 1 the rest.
+def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
+    """Say the error and its note on one line, once for all ranks if all have it; end the job: 2 bad settings, else 1.
 
     Not by ``sys.exit``: MPI_Finalize would wait for ranks that are not coming. mpirun ends the others as soon
     as one process exits with an error; a rank that only saw another fail leaves that one the word, and what
@@ -88,7 +93,7 @@ def _fail(error: Exception, rank: int, debug: bool) -> None:
             traceback.print_exception(error)
         where = "" if shared or (likely and rank == 0) else f"rank {rank}: "
         with contextlib.suppress(OSError, ValueError):
-            print(f"kos: error: {where}{in_words(error)}", file=sys.stderr)
+            print(f"kos: error: {where}{in_words(error)}{note}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

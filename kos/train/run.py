@@ -44,7 +44,7 @@ from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
 from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
-from kos.train.tools.folders import run_folder
+from kos.train.tools.folders import check_folder, run_folder
 from kos.train.tools.metrics import MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import StepResult, train
@@ -79,6 +79,7 @@ class Trainer:
         self.console = Console(comm.rank, config.steps)
         self.stop.announce(self.console.warn)
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
+        together(comm, lambda: check_folder(self.out, comm.rank))
         self.checkpoints = self.out / "checkpoints"
         self.skipped = 0  # steps left out, of those of this run
         self._not_finite_in_a_row = 0  # the last of them whose gradients were not finite

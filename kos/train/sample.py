@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from kos.commands import program
 from kos.errors import KosError
 from kos.train.trained import load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kos.train.sample",
+        prog=program("kos.train.sample"),
         description=__doc__.splitlines()[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

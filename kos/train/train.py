@@ -21,8 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kos.comm.work import Work
 from kos.train.config.options import TrainConfig
-from kos.train.model.fixed import LOOKUPS
-from kos.train.model.llama import Gradients, Llama, Slot, Weights
+from kos.train.model.llama import LOOKUPS, Gradients, Llama, Slot, Weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.parallel.data import DataParallel, TreeSum
@@ -296,7 +295,7 @@ class Step:
         if self.tied_apart and embedding in self.gradients and not in_order:
             self.pipeline.sum_tied(self.gradients[embedding])
             self.parallel.gradient_ready(embedding)
-        self.parallel.finish()
+        self.parallel.finish(whole=self.tied_apart)  # of it, the other end may update other parts
         if in_order and embedding in self.gradients:
             self._finish_embedding(self.gradients[embedding])
 

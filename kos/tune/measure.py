@@ -27,6 +27,7 @@ from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import Launch, Launches, pick
 from kos.comm.rendezvous.choose import launched_rank
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
+from kos.commands import program
 from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
@@ -264,7 +265,7 @@ def _bytes(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kos.tune", description=(__doc__ or "").partition("\n")[2])
+    parser = argparse.ArgumentParser(prog=program("kos.tune"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="measure up to this size (1G)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the user's cache)")
     options = parser.parse_args(arguments)

@@ -47,26 +47,26 @@ def test_promise(ranks: Any, case: Any) -> None:
 
 @reductions
 def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    ranks.run(lambda comm: results.reduces(comm, seed, "all_reduce", dtype, op))
+    ranks.run(lambda comm: results.correct(comm, seed, "all_reduce", dtype, op))
 
 
 @reductions
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     """Every dtype and every operation, as is fastest and in rank order; each pair of them in one of the ways."""
     deterministic = REDUCTIONS.index((dtype, op)) % 2 == 1
-    ranks.run(lambda comm: results.reduces(comm, seed, "reduce_scatter", dtype, op, 0, deterministic))
+    ranks.run(lambda comm: results.correct(comm, seed, "reduce_scatter", dtype, op, 0, deterministic))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @every_dtype
 def test_reduce(ranks: Any, seed: int, dtype: np.dtype, deterministic: bool) -> None:
     op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
-    ranks.run(lambda comm: results.reduces(comm, seed, "reduce", dtype, op, 0, deterministic))
+    ranks.run(lambda comm: results.correct(comm, seed, "reduce", dtype, op, 0, deterministic))
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.values[0] != np.bool_], ids=str)
 def test_reduce_scatter_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.reduces(comm, seed, "reduce_scatter_v", dtype))
+    ranks.run(lambda comm: results.correct(comm, seed, "reduce_scatter_v", dtype))
 
 
 @every_dtype
@@ -74,7 +74,7 @@ def test_scan(ranks: Any, seed: int, dtype: np.dtype) -> None:
     """Each dtype with the operations that it is alone in, or that scale."""
     op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM if dtype.kind in "iu" else ReduceOp.PREMUL_SUM
     for name in ("scan", "exscan"):
-        ranks.run(lambda comm, name=name: results.reduces(comm, seed, name, dtype, op))
+        ranks.run(lambda comm, name=name: results.correct(comm, seed, name, dtype, op))
 
 
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)], ids=str)
@@ -103,14 +103,14 @@ def by_algorithm(ranks: Any, seed: int, name: str, algorithm: str, dtype: Any) -
     known = algorithms(name)
     number = known.index(algorithm) + len(known)  # 0 is auto
     sizes = (*SIZES, LARGE)
-    ranks.run(lambda comm: results.reduces(comm, seed, name, np.dtype(dtype), algorithm=number, sizes=sizes))
+    ranks.run(lambda comm: results.correct(comm, seed, name, np.dtype(dtype), algorithm=number, sizes=sizes))
 
 
 def moving(*names: str) -> Callable[..., None]:
     @every_dtype
     def test(ranks: Any, seed: int, dtype: np.dtype) -> None:
         for name in names:
-            ranks.run(lambda comm, name=name: results.moves(comm, seed, name, dtype))
+            ranks.run(lambda comm, name=name: results.correct(comm, seed, name, dtype))
 
     return test
 

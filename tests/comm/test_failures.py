@@ -97,7 +97,7 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
         """Rank 1 hears of it in a message, and goes before rank 0 has told the rest."""
         left = comm.duplicate()
         if comm.rank == 0 and memory == "none":
-            left.backend._messages._others = [comm.rendezvous.rank + 1]  # type: ignore[attr-defined]
+            left.backend._messages._notices._ranks = [comm.rendezvous.rank + 1]  # type: ignore[attr-defined]
         comm.rendezvous.barrier()
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout, match="all_reduce #0"):

@@ -144,7 +144,7 @@ def test_blocks_of_one_role_each(ranks: Any, seed: int, dtype: np.dtype, op: Red
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS[::2], ids=lambda x: getattr(x, "name", str(x)))
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     for deterministic in (False, True):
-        ranks.run(lambda comm, d=deterministic: results.reduces(comm, seed, "reduce_scatter", dtype, op, 0, d))
+        ranks.run(lambda comm, d=deterministic: results.correct(comm, seed, "reduce_scatter", dtype, op, 0, d))
 
 
 OPERATIONS = (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous.store import StoreRendezvous
+from kos.comm.rendezvous.foreign import StoreRendezvous
 from kos.errors import CollectiveTimeout, RendezvousError
 from tests.comm.tcp_ranks import TIMEOUT, run_threads
 

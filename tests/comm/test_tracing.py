@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +26,16 @@ SIDE = 99  # the communicator's own stream, in ``fake_nccl``
 def ranges(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What NVTX is told; a range's end is an empty string."""
     told: list[str] = []
-    nvtx = SimpleNamespace(
-        push_range=lambda message, domain: told.append(f"{domain} {message}"), pop_range=lambda domain: told.append("")
-    )
-    monkeypatch.setitem(sys.modules, "nvtx", nvtx)
+
+    @contextmanager
+    def annotate(message: str, domain: str) -> Iterator[None]:
+        told.append(f"{domain} {message}")
+        try:
+            yield
+        finally:
+            told.append("")
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     monkeypatch.setenv("KOS_NVTX", "1")
     return told
 

@@ -226,13 +226,54 @@ def test_a_call_aside_follows_the_current_stream_and_a_wait_follows_the_call(ran
         log.clear()
         with rank.cuda.stream(stream):
             work = rank.all_reduce(x, overlap=True)
-        before, follow, ran, used, after = log
+        before, follow, ran, used = log
         assert before[:2] == ("record", stream.cuda_stream) and follow == ("wait", SIDE, before[2]), turn
-        assert ran == ("run", SIDE) and used == ("use", SIDE) and after[:2] == ("record", SIDE)
-        assert before[2] != after[2]
+        assert ran == ("run", SIDE) and used == ("use", SIDE)
         log.clear()
         work.wait()
-        assert log == [("wait", 0, after[2])]
+        after, waits = log
+        assert after[:2] == ("record", SIDE) and waits == ("wait", 0, after[2])
+        del work
+
+
+def test_a_wait_does_not_follow_later_calls(rank: OneRank) -> None:
+    x, log = ones(), rank.cuda.log
+    for _ in range(4):
+        first, polled = (rank.all_reduce(x, overlap=True) for _ in range(2))
+        assert polled.is_completed()
+        log.clear()
+        second = rank.all_reduce(x, overlap=True)
+        assert ("record", SIDE) not in [entry[:2] for entry in log], "polled has its event"
+        log.clear()
+        third = rank.all_reduce(x, overlap=True)
+        (recorded, stream, event), *_, ran, _ = log
+        assert (recorded, stream) == ("record", SIDE) and ran == ("run", SIDE), "an event of the second first"
+        log.clear()
+        for work in (first, polled, second, second):
+            work.wait()
+        events = [entry[2] for entry in log]
+        assert [entry[:2] for entry in log] == [("wait", 0)] * 4 and events[2:] == [event] * 2
+        assert len(set(events)) == 3
+        log.clear()
+        third.wait()
+        assert [entry[:2] for entry in log] == [("record", SIDE), ("wait", 0)] and log[0][2] not in events
+
+
+def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
+    x, log = ones(), rank.cuda.log
+    for overlap, handle in ((False, 0), (True, SIDE), (True, SIDE), (True, SIDE)):
+        work = rank.all_reduce(x, overlap=overlap)
+        for device in (0, 1):
+            rank.cuda.device, before = device, rank.cuda.current
+            log.clear()
+            assert work.get_future().value()[0] is x
+            assert log == [("future", handle)]
+            assert rank.cuda.current is before and rank.cuda.device == device
+        rank.cuda.device = 0
+        del work
+        log.clear()
+        rank.all_reduce(x, overlap=True)
+        assert ("record", SIDE) not in [entry[:2] for entry in log], "nobody can wait for it"
 
 
 def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
@@ -246,13 +287,17 @@ def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
 def test_events_are_used_again_when_no_work_holds_them(rank: OneRank) -> None:
     x, log = ones(), rank.cuda.log
     rank.cache(x, overlap=True)
-    held = [rank.all_reduce(x, overlap=True) for _ in range(3)]
-    numbers = {event.number for event in (work.event._event for work in held)}
-    assert len(numbers) == 3
+    held = [rank.all_reduce(x, overlap=True) for _ in range(4)]
+    numbers = {work.event._event.number for work in held[:3]}
+    assert len(numbers) == 3 and held[3].event is None
+    del held[3]
     made = rank.cuda.events
     log.clear()
     for _ in range(20):
+        work = rank.all_reduce(x, overlap=True)
         rank.all_reduce(x, overlap=True).wait()
+        work.wait()
+        del work
     assert rank.cuda.events <= made + 1
     assert not numbers & {entry[2] for entry in log if entry[:2] == ("record", SIDE)}
     del held

@@ -5,8 +5,9 @@
     python -m tests.interop.torch_call_cost gpu --profile NAME     # where the time of one call goes
 
 Two ranks.  With ``gpu``, tensors, streams, events and NCCL are stand-ins that take less time than the real ones, so the
-figures are the cost of Python: microseconds of the calling thread.  With ``host``, kos and gloo reduce tensors of the
-host by turns: microseconds of the process on rank 0, and elapsed ones.
+figures are the cost of Python: microseconds of the calling thread, and elapsed ones of a call with cold caches, as DDP
+makes them.  With ``host``, kos and gloo reduce tensors of the host by turns: microseconds of the process on rank 0,
+elapsed ones, and elapsed ones with cold caches.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from kos.memory.array import Array
 from tests.comm.fake_nccl import Group, no_gpu
 from tests.interop.torch_on_host import connect_gpu, tensors_of_a_gpu
 
-TURNS, CALLS, ROUNDS = 9, 200, 3
+TURNS, CALLS, COLD_CALLS, ROUNDS = 9, 200, 20, 3
 LIMIT = timedelta(seconds=60)
 Calls = dict[str, Callable[[], Any]]
 Clock = Callable[[], int]
@@ -56,12 +57,25 @@ def cost(run: Callable[[], Any], *clocks: Clock) -> list[float]:
     return took
 
 
+def cold_cost(run: Callable[[], Any], memory: bytearray, objects: list[str]) -> float:
+    """Elapsed microseconds of one call after 8 MB of other data: the median."""
+    took = []
+    for _ in range(COLD_CALLS):
+        memory.count(1)
+        sum(map(len, objects))
+        began = time.perf_counter_ns()
+        run()
+        took.append((time.perf_counter_ns() - began) / 1e3)
+    return statistics.median(took)
+
+
 def by_turns(calls: Calls, *clocks: Clock) -> dict[str, list[float]]:
-    """The median of each clock for each call."""
+    """The median of each clock for each call, and that with cold caches."""
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    others = bytearray(6 << 20), [str(number) for number in range(1 << 15)]  # 2 MB
     for turn in range(-1, TURNS):
         for name, call in calls.items():
-            took = cost(call, *clocks)
+            took = [*cost(call, *clocks), cold_cost(call, *others)]
             if turn >= 0:
                 times[name].append(took)
     medians = {name: map(statistics.median, zip(*each, strict=True)) for name, each in times.items()}
@@ -70,7 +84,8 @@ def by_turns(calls: Calls, *clocks: Clock) -> dict[str, list[float]]:
 
 def gpu_calls(group: Any, comm: kos.Communicator) -> Calls:
     x, parts, sizes = torch.zeros(2048), torch.zeros(4096), itertools.cycle(range(1, 2048))
-    array = Array(x.data_ptr(), (2048,), "float32", 0)
+    array, options = Array(x.data_ptr(), (2048,), "float32", 0), dist.AllreduceOptions()
+    options.asyncOp = True
 
     def waited(call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         return lambda: call(*args, group=group, async_op=True).wait()
@@ -78,6 +93,7 @@ def gpu_calls(group: Any, comm: kos.Communicator) -> Calls:
     return {
         "all_reduce": partial(dist.all_reduce, x, group=group),
         "all_reduce async": waited(dist.all_reduce, x),
+        "all_reduce async + get_future": lambda: group.allreduce([x], options).get_future(),
         "all_gather_into_tensor async": waited(dist.all_gather_into_tensor, parts, x),
         "reduce_scatter_tensor async": waited(dist.reduce_scatter_tensor, x, parts),
         "broadcast": partial(dist.broadcast, x, 0, group=group),

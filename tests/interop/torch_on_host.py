@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import kos
-from kos.comm.rendezvous.store import StoreRendezvous
+from kos.comm.rendezvous.foreign import StoreRendezvous
 from tests.comm.fake_nccl import WAIT, Group, communicator
 
 DEVICE = torch.device("cuda", 0)
@@ -30,7 +30,7 @@ class CUDA:
     """What stands for ``torch.cuda``: the current stream, and all that was done with streams and events, in order.
 
     ``log`` has ("record" or "wait", handle of a stream, number of an event), and ("use", handle) for each
-    ``Tensor.record_stream``.
+    ``Tensor.record_stream``, and ("future", handle of the current stream) for each Future that was completed.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,11 @@ class CUDA:
         cuda = self
 
         class Stream:
-            def __init__(self, device: Any = None, handle: int | None = None, stream_id: int = 1) -> None:
+            def __init__(self, device: Any = None, handle: int | None = None, stream_id: int | None = None) -> None:
                 self.cuda_stream = next(handles) if handle is None else handle
-                self.stream_id, self.device = stream_id, DEVICE
+                self.stream_id = -self.cuda_stream if stream_id is None else stream_id
+                self.device, self.device_index, self.device_type = DEVICE, 0, 1
+                cuda.streams[self.stream_id] = self
 
             def __cuda_stream__(self) -> tuple[int, int]:
                 return 0, self.cuda_stream
@@ -58,10 +60,8 @@ class CUDA:
             def wait_stream(self, other: Any) -> None:
                 self.wait_event(other.record_event())
 
-        class Event:
-            def __init__(self) -> None:
-                self.number = next(numbers)
-                cuda.events += 1
+        class EventBase:
+            number: int
 
             def record(self, stream: Any = None) -> None:
                 cuda.log.append(("record", (stream or cuda.current).cuda_stream, self.number))
@@ -69,10 +69,25 @@ class CUDA:
             def wait(self, stream: Any = None) -> None:
                 cuda.log.append(("wait", (stream or cuda.current).cuda_stream, self.number))
 
+        class Event(EventBase):
+            def __init__(self) -> None:
+                self.number = next(numbers)
+                cuda.events += 1
+
             def query(self) -> bool:
                 return True
 
-        self.Stream, self.Event = Stream, Event
+        class Future(torch._C.Future):
+            def __init__(self, devices: Any = ()) -> None:
+                super().__init__([torch.device("meta", 0)])  # for which torch extracts tensors as it does for CUDA
+
+            def set_result(self, result: Any) -> None:
+                cuda.log.append(("future", cuda.current.cuda_stream))
+                super().set_result(result)
+
+        self.Stream, self.Event, self.Future = Stream, Event, Future
+        self.streams: dict[int, Any] = {}  # by stream_id
+        self.device = 0  # the current one
         self.current: Any = Stream(handle=0, stream_id=0)
 
     @contextlib.contextmanager
@@ -83,6 +98,9 @@ class CUDA:
         finally:
             self.current = former
 
+    def set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        self.current, self.device = self.streams[stream_id], device_index
+
 
 @contextlib.contextmanager
 def tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CUDA]:
@@ -92,9 +110,16 @@ def tensors_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[CUDA]:
         monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: cuda.current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    raw = lambda device: cuda.current.cuda_stream  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: cuda.device)
+    monkeypatch.setattr(torch.futures, "Future", cuda.Future)
+    for name, function in (
+        ("_cuda_getCurrentRawStream", lambda device: cuda.current.cuda_stream),
+        ("_cuda_getCurrentStream", lambda device: (cuda.current.stream_id, device, 1)),
+        ("_cuda_setStream", cuda.set_stream),
+        ("_cuda_getDevice", lambda: cuda.device),
+        ("Future", cuda.Future),
+    ):
+        monkeypatch.setattr(torch._C, name, function, raising=False)
     tensor: Any = torch.Tensor
     monkeypatch.setattr(tensor, "is_cuda", True)
     monkeypatch.setattr(tensor, "device", DEVICE)

@@ -361,6 +361,15 @@ def gpu_streams() -> dict[str, Any]:
         found[name] = [total.min().item() == total.max().item() == expected, queued < 0.1]
         torch.cuda.synchronize()
         dist.barrier()
+    first = dist.all_reduce(x.fill_(rank + 1), async_op=True)
+    torch.cuda._sleep(1_600_000_000)  # 0.8 s, which the second one follows and the first does not
+    second = dist.all_reduce(torch.zeros_like(x), async_op=True)
+    with torch.cuda.stream(side):
+        first.wait()
+        total = x.clone()
+    side.synchronize()
+    found["an earlier one"] = [not second.is_completed(), total.max().item() == expected]
+    second.wait()
     del x, total
     future = dist.all_reduce(torch.full((1 << 20,), rank + 1.0, device=device), async_op=True).get_future()
     torch.full((1 << 20,), -1.0, device=device)  # might reuse the memory of the operand

@@ -17,6 +17,7 @@ import pytest
 
 from kos.errors import install
 from kos.train.checkpoint import checkpoint
+from kos.train.config.flags import set_by_file
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program
@@ -58,7 +59,7 @@ def _bad_input(text: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], 
     return {
         "flag": (["--stepz", "3"], "--steps"),
         "missing": (["--data", tmp_path / "nowhere.txt"], "nowhere.txt"),
-        "batch": ([*data, "--batch-size", "7"], "expected a multiple of the 2 ranks, got 7"),
+        "batch": ([*data, "--batch-size", "7"], "expected a multiple of 2 (ranks), got 7"),
         "out": ([*data, "--out", tmp_path / "file" / "run"], "expected a folder that can be written"),
         "init": ([*data, "--init-from", tmp_path], f"{tmp_path}/config.json: expected model_type"),
         "resume": ([*data, "--resume", tmp_path], "expected a checkpoint or a run"),
@@ -73,6 +74,26 @@ def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case
     assert len(_errors(done)) == 1, f"exit status {done.returncode}: {done.stderr}"
     (error,) = _errors(done)
     assert "expected" in error and expected in error
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "--tp 2: expected a divisor of 1 (ranks), got 2; {file} sets --tp: type --tp 1 to override it\n"),
+        (["--pp", "2"], "--tp 2 --pp 2: expected a divisor of 1 (ranks), got 2 × 2 = 4; {file} sets --tp: type"),
+        (["--tp", "3"], "--tp 3: expected a divisor of 1 (ranks), got 3\n"),
+    ],
+)  # fmt: skip
+def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: list[str], said: str) -> None:
+    """As of a run that named its layout, resumed on other ranks."""
+    file = tmp_path / "config.json"
+    file.write_text('{"config": {"tp": 2, "batch_size": 8, "micro_batch_size": 4, "dp": null}, "derived": {}}')
+    done = _run("--config", file, *flags, ranks=1)
+    assert done.returncode == 2 and done.stderr.startswith(f"kos: error: {said.format(file=file)}"), done.stderr
+    batch = "--batch-size: expected a multiple of 15 (--micro-batch-size 5 × 3 ranks), got 10"
+    both = f"; {file} sets --batch-size and --micro-batch-size: type --batch-size … --micro-batch-size … to override it"
+    assert set_by_file(["--config", str(file)], batch) == both
+    assert set_by_file(["--batch-size", "10", "--micro-batch-size", "5"], batch) == ""
 
 
 def test_a_package_that_is_missing_is_named_with_what_brings_it() -> None:

@@ -194,8 +194,8 @@ def test_a_config_is_frozen() -> None:
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
-        (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of --num-key-value-heads = 3"]),
-        (["--hidden-size", "130"], ["--hidden-size: expected a multiple of --num-attention-heads = 4", "got 130"]),
+        (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of 3 (--num-key-value-heads), got 4"]),
+        (["--hidden-size", "130"], ["--hidden-size: expected a multiple of 4 (--num-attention-heads), got 130"]),
         (["--model-type=gpt2", "--num-key-value-heads=2"], ["--num-key-value-heads: expected 4 in a GPT-2, got 2"]),
         (["--preset=gpt2-124m", "--rope-theta=5"], ["--rope-theta: expected 10000 in a GPT-2, got 5.0"]),
         (["--head-dim", "33"], ["--head-dim:", "even number", "got 33"]),
@@ -269,7 +269,7 @@ def test_a_pipeline_has_two_micro_batches_a_stage_and_an_interleaved_one_whole_g
         interleaved = parse([*flags, "--pp-schedule", "interleaved"])
         if batch % pp == 0:
             assert interleaved.for_world(1).micro_batch_size == (3 if batch == 36 else micro)
-    with pytest.raises(ConfigError, match="expected a multiple of --pp 4 micro-batches .*, got 6"):
+    with pytest.raises(ConfigError, match=r"to be a multiple of 4 \(--pp\), got 6"):
         interleaved.for_world(1)
 
 
@@ -284,11 +284,11 @@ def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("argv", "size", "parts"),
     [
-        (["--batch-size", "32"], 3, ["--batch-size", "3 ranks", "got 32"]),
-        (["--batch-size", "32", "--micro-batch-size", "8"], 3, ["8 × 3 = 24", "got 32"]),
-        (["--batch-size", "4"], 8, ["8 ranks", "got 4"]),
-        (["--batch-size", "4", "--deterministic"], 8, ["8 ranks", "got 4"]),
-        (["--batch-size", "7", "--tp", "2"], 2, ["multiple of the 2 data-parallel ranks", "got 7"]),
+        (["--batch-size", "32"], 3, ["--batch-size: expected a multiple of 3 (ranks), got 32"]),
+        (["--batch-size", "32", "--micro-batch-size", "8"], 3, ["of 24 (--micro-batch-size 8 × 3 ranks), got 32"]),
+        (["--batch-size", "4"], 8, ["8 (ranks), got 4"]),
+        (["--batch-size", "4", "--deterministic"], 8, ["8 (ranks), got 4"]),
+        (["--batch-size", "7", "--tp", "2"], 2, ["multiple of 2 (data-parallel ranks), got 7"]),
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(argv: list[str], size: int, parts: list[str]) -> None:

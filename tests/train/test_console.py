@@ -160,6 +160,49 @@ def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
         assert expected in said, expected
 
 
+def _screen(said: str, columns: int) -> list[str]:
+    """What a terminal of that width shows after ``said``: of rich's escape sequences, those that move or erase."""
+    rows, row, column = [[" "] * columns], 0, 0
+    for escape, letter, text in re.findall(r"(\x1b\[[0-9;?]*([A-Za-z]))|(.)", said, re.S):
+        if escape == "\x1b[2K":
+            rows[row] = [" "] * columns
+        elif letter == "A":
+            row -= int(escape[2:-1])
+        elif text == "\r":
+            column = 0
+        elif text == "\n":
+            row += 1
+        elif text:
+            if column == columns:  # a character past the last column goes to the next line
+                row, column = row + 1, 0
+            rows += [[" "] * columns] * (row == len(rows))
+            rows[row][column] = text
+            column += 1
+        rows += [[" "] * columns] * (row == len(rows))
+    return [line for line in ("".join(row).rstrip() for row in rows) if line]
+
+
+CTRL_C = """
+import os
+from kos.train.tools.console import Console
+console = Console(0, 9)
+row = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
+console.step({"step": 5, **row}, log=True)
+console._bar._live.refresh()
+os.write(1, b"^C")  # as a terminal echoes the key
+console.warn("kos: stopping after this step")
+console.step({"step": 9, **row}, log=True)
+console.close()
+"""
+
+
+@pytest.mark.parametrize("columns", [100, 80, 59, 58, 57, 30])
+def test_ctrl_c_leaves_one_bar_and_a_line_above_it(columns: int) -> None:
+    lines = _screen(_on_a_terminal(*python(), "-c", CTRL_C, columns=columns), columns)
+    assert lines[0] == "kos: stopping after this step" and lines[1].startswith("training 9/9"), lines
+    assert sum("training" in line for line in lines) == 1 and "^C" not in "".join(lines), lines
+
+
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kos.cuda import driver
 from kos.dtypes import DTYPES
-from kos.errors import CudaError
+from kos.errors import CudaError, InvalidArgument
 from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda import dialect as cuda
 from kos.train.ops.cuda.cublaslt import ALGORITHM_BYTES, Matmul, Stored
@@ -145,6 +145,25 @@ def test_only_a_search_times(library, monkeypatch, caplog):
     assert warning == f"cuBLASLt does not take the stored algorithm of {name}: another run's bits may differ"
 
 
+def test_what_is_chosen_depends_on_no_address(library):
+    """Of a tensor that begins elsewhere in another layout; addresses must be multiples of what is promised."""
+    asked = []
+    library.matmul_preference_set_attribute.side_effect = lambda _, name, value, nbytes: asked.append(
+        ctypes.string_at(value, nbytes)
+    )
+
+    def limits(address, **options):
+        asked.clear()
+        x = SimpleNamespace(size=128 * 128, shape=(128, 128), dtype=DTYPES["bfloat16"], pointer=address)
+        Matmul(0, None, **options)(x, x, x)
+        return list(asked)
+
+    assert limits(1 << 20) != limits((1 << 20) + 64)
+    assert limits(1 << 20, multiple=32) == limits((1 << 20) + 64, multiple=32)
+    with pytest.raises(InvalidArgument, match="matmul: expected an address that is a multiple of 64, got"):
+        limits((1 << 20) + 32, multiple=32)
+
+
 def test_a_table_is_filled_before_it_is_used(library, monkeypatch):
     """As the engine does, of the operations that it has."""
     cu = SimpleNamespace(CUdevice_attribute=MagicMock(), cuDeviceGetAttribute=None)
@@ -227,6 +246,7 @@ def test_what_fails_is_an_error_of_kos(monkeypatch, planned):
 
     matmul = object.__new__(Matmul)
     matmul.lt, matmul._plans, matmul._run = SimpleNamespace(cuBLASLtError=cuBLASLtError), {}, fail
+    matmul.multiple = None
     matmul._plan = (lambda *arguments: SimpleNamespace(algorithm=np.zeros(1))) if planned else fail
     x = SimpleNamespace(size=4, shape=(2, 2), dtype=DTYPES["float32"], pointer=256)
     broken = SimpleNamespace(name="CUDA_ERROR_ILLEGAL_ADDRESS")

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError
+from kos.train.engine import cpu as engine
 from kos.train.engine.cpu import CpuEngine
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.ops import optimizer
 from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.fixed import LEAST_CHUNK, Split
 from kos.train.parallel.mesh import Layout
@@ -111,6 +113,16 @@ def test_schedule(schedule: str, tied: bool) -> None:
 def test_options(layout: Layout, changes: dict[str, Any]) -> None:
     """ZeRO-1, accumulation, micro-batches that are no power of two, recomputing, more pieces than ranks."""
     assert differs(layout, 3, layout.pp > 1, **changes) == []
+
+
+def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ZeRO-1 the two ends of a pipeline hold other parts of it."""
+    for module in (optimizer, engine):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setitem(SHAPE, "vocab_size", 400)
+    (alone,) = train(Layout(), CpuEngine, 3, True, **RUN)
+    for got in train(Layout(dp=2, pp=2), CpuEngine, 3, True, **RUN, zero=1):
+        assert got["rows"].tobytes() == alone["rows"].tobytes()
 
 
 @pytest.mark.parametrize(

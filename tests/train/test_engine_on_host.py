@@ -239,7 +239,7 @@ def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, 
     monkeypatch.setattr(cublaslt, "stored_algorithms", lambda device: cublaslt.Stored("matmul", "host"))
     searched, given = [], []
 
-    def make(device, stream=None, algorithms=None, search=False):
+    def make(device, stream=None, algorithms=None, search=False, **others):
         if search:
             searched.append(algorithms)
             algorithms["a shape"] = f"by search {len(searched)}"
@@ -300,6 +300,18 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
         for name in ("loss", "grad_norm", "val_loss"):
             assert column(rows, name) == column(one, name)
         assert tensors_of_run(out) == tensors_of_run(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ("tp", "--deterministic: expected --tp 1 on GPUs, where products are not added in fixed parts, got 2"),
+        ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 2048"),
+    ],
+)
+def test_deterministic_that_cannot_be_cut_is_refused(emulated, text, tmp_path, axis, expected):
+    with pytest.raises(ConfigError, match=expected):
+        train(text, tmp_path, ranks=2, deterministic=True, **{axis: 2})
 
 
 def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):

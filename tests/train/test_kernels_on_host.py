@@ -6,11 +6,13 @@ By default each shape has one of the two dtypes.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda import attention
@@ -20,6 +22,7 @@ from tests.host_compiler import COMPILER
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
 from tests.train.host_kernels import emulator
+from tests.train.host_kernels.engine import exact_sums
 from tests.train.models import queue
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
@@ -228,6 +231,38 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
             for ours, theirs in ((half.weights, one.weights), (half.exp_avg_sq, one.exp_avg_sq)):
                 assert ours.flat[local].numpy().tobytes() == theirs.flat[part].numpy().tobytes()
             assert half.copy.flat[part].numpy().tobytes() == one.copy.flat[part].numpy().tobytes()
+
+
+@pytest.mark.parametrize("gradient_dtype", on_ops.DTYPES)
+def test_the_exact_norm_does_not_depend_on_cuts(ops, rng, gradient_dtype):
+    """Numbers of very different magnitudes: the CPU's two sums, whole and in three stages, whatever begins where."""
+    sizes = {"a": (7,), "b": (3, 6001), "c": (1, 1), "d": (5, 13), "e": (131, 130)}
+    dtype = DTYPES[gradient_dtype].numpy
+    spread = {name: (rng.normal(size=x) * 10.0 ** rng.integers(-9, 3, x)).astype(dtype) for name, x in sizes.items()}
+    total = sum(x.size for x in spread.values())
+
+    def stage(names, largest):
+        gradients = Parameters({name: sizes[name] for name in names}, gradient_dtype, None, ops.zeros)
+        for name in names:
+            gradients[name].copy_from(spread[name])
+        optimizer = CudaAdamW(ops, gradients.like("float32"), None, Schedule("constant", 1, 0, 9, 0), exact=total)
+        optimizer.queue_norm(gradients, find_largest=largest)
+        state = optimizer.read()
+        return np.array([state["sum_of_squares"], state["rest"]]), optimizer
+
+    magnitude = []
+    sums, _ = stage(sizes, lambda bits: magnitude.append(bits.numpy()))
+    values = np.concatenate([x.ravel() for x in spread.values()]).astype(np.float32)
+    assert magnitude[0].view(np.float32) == abs(values).max()
+    assert sums.tolist() == exact_sums(values, float(abs(values).max()), (1 << total.bit_length()) - 1).tolist()
+    assert sums.sum() == pytest.approx(math.fsum(values.astype(np.float64) ** 2), rel=1e-14)
+    of_all = [stage(x, lambda bits: bits.copy_from(magnitude[0]))[0] for x in (("d", "c", "a"), ("b",), ("e",))]
+    assert sum(of_all).tolist() == sums.tolist()
+    for value in (np.nan, np.inf, 0.0):
+        spread = {name: np.full(x, value if name == "d" or not value else 1, dtype) for name, x in sizes.items()}
+        sums, optimizer = stage(sizes, lambda bits: None)
+        np.testing.assert_equal(sums.sum(), value)
+        assert optimizer.not_finite() == (None if value == 0 else "d")
 
 
 def test_outliers_are_skipped_or_stop_all(ops, rng):

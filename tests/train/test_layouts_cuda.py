@@ -107,6 +107,61 @@ def test_bfloat16(train, flags: str) -> None:
     check(train, 2, "peer", *flags.split(), dtype="bfloat16")
 
 
+DP = ["--dp 2", "--dp 2 --zero 1 --no-graph"]
+FIXED = [f"--pp 2 --pp-schedule {name}" for name in SCHEDULES]
+FIXED_MORE = [
+    "--pp 2 --pp-schedule zero-bubble --no-graph --recompute norms", "--pp 2 --pp-schedule 1f1b --recompute block",
+    "--pp 2 --no-tie-word-embeddings", "--pp 2 --pp-schedule zero-bubble-v --master-weights none",
+    "--pp 2 --hidden-size 528 --micro-batch-size 2",
+]  # fmt: skip
+FIXED_FOUR = [
+    "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule interleaved", "--pp 4 --pp-schedule zero-bubble",
+    "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v",
+]  # fmt: skip
+FIXED_ROWS = [
+    "--cp 2 --seq-len 2048", "--cp 2 --seq-len 4096 --batch-size 4 --zero 1 --recompute block --no-graph",
+    "--pp 2 --seq-len 2048 --pp-schedule zero-bubble",
+]  # fmt: skip
+FIXED_FOUR += ["--dp 2 --cp 2 --seq-len 2048 --zero 1", "--cp 4 --seq-len 4096 --batch-size 4"]
+OF_LAYOUTS = {"--dp", "--tp", "--pp", "--cp", "--pp-schedule", "--zero", "--recompute"}
+
+
+def same_bits(train, ranks: int, backend: str, *flags: str, dtype: str = "bfloat16") -> None:
+    """With --deterministic: losses, norms, weights and moments of one rank."""
+    if backend != "peer" and ranks > GPUS:
+        pytest.skip(f"{backend} needs {ranks} GPUs, has {GPUS}")
+    alone = [flag for before, flag in zip(("", *flags), flags, strict=False) if not {before, flag} & OF_LAYOUTS]
+    same = ("--deterministic", "--dtype", dtype)
+    rows, tensors = train(ranks, *same, "--backend", backend, *flags)
+    expected, whole = train(1, *same, *(flag for flag in alone if flag != "--no-graph"))
+    np.testing.assert_array_equal(rows, expected)
+    assert tensors.keys() == whole.keys()
+    others = [name for name in whole if tensors[name].tobytes() != whole[name].tobytes()]
+    assert not others, f"{len(others)} of {len(whole)} tensors have other bits: {others[:5]}"
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("flags", DP + FIXED + FIXED_MORE + FIXED_ROWS)
+def test_deterministic_on_two_ranks(train, flags: str, backend: str) -> None:
+    same_bits(train, 2, backend, *flags.split())
+
+
+@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble", "--cp 2 --seq-len 2048"])
+def test_deterministic_float32(train, flags: str) -> None:
+    same_bits(train, 2, "peer", *flags.split(), dtype="float32")
+
+
+def test_deterministic_is_the_same_up_to_rounding(train) -> None:
+    """A sequence in pieces, beside the one that is not split."""
+    flags = ("--dtype", "float32", "--seq-len", "4096", "--batch-size", "4")
+    np.testing.assert_allclose(train(1, *flags, "--deterministic")[0], train(1, *flags)[0], rtol=2e-5)
+
+
+@pytest.mark.parametrize("flags", FIXED_FOUR)
+def test_deterministic_on_four_ranks(train, flags: str) -> None:
+    same_bits(train, 4, "peer", *flags.split())
+
+
 @pytest.mark.parametrize("flags", ["--tp 2 --pp 2", "--dp 2 --cp 2"])
 def test_another_layout_goes_on(train, flags: str, tmp_path: Path) -> None:
     """Half of a run in a layout, the other half on one rank: the curve of one rank."""

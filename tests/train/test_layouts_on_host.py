@@ -22,10 +22,12 @@ from kos.train.engine import memory_plan
 from kos.train.engine.cuda import CudaEngine
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
-from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda import adamw, cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.parallel import fixed_rows
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
+from tests.train.host_kernels import engine as host_kernels
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
 from tests.train.test_layouts import SHAPE, make_data, named, run_to_its_end
 from tests.train.test_tensor_parallel import part_of
@@ -78,8 +80,8 @@ def train(layout: Layout, layers: int, **changes: Any) -> list[dict[str, Any]]:
 
 
 @functools.cache
-def serial(layers: int, tied: bool) -> dict[str, Any]:
-    (alone,) = train(Layout(), layers, tied=tied)
+def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
+    (alone,) = train(Layout(), layers, tied=tied, **changes)
     assert alone["rows"][0, 0] > alone["rows"][-1, 0], "it learns"
     return alone
 
@@ -133,18 +135,92 @@ def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
     assert held == set(expected["weights"]) and ranks[0]["text"] == expected["text"]
 
 
+FIXED = [
+    (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms", "tied": False, "graph": False}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "master_weights": "none", "tied": False, "zero": 1}),
+]
+FIXED += [
+    (Layout(cp=2), {"tied": True, "seq_len": 16}),
+    (Layout(pp=2, cp=2), {"tied": True, "seq_len": 16, "zero": 1, "pp_schedule": "zero-bubble", "dtype": "bfloat16"}),
+]
+FIXED_SLOW = [
+    (Layout(cp=4, dp=2), {"tied": False, "seq_len": 32, "recompute": "block", "graph": False}),
+    (Layout(cp=8), {"tied": True, "seq_len": 32, "micro_batch_size": 2, "zero": 1}),
+    *((Layout(pp=2), {"pp_schedule": name, "tied": True}) for name in SCHEDULES if name != "1f1b"),
+    (Layout(pp=4), {"pp_schedule": "zero-bubble", "recompute": "block", "tied": True}),
+    (Layout(pp=2, dp=4), {"pp_schedule": "1f1b", "tied": True}),
+    *((Layout(pp=2), {"pp_schedule": name, "tied": False, "micro_batch_size": 2}) for name in SCHEDULES),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [*FIXED, *(pytest.param(*case, marks=pytest.mark.slow) for case in FIXED_SLOW)],
+    ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in FIXED + FIXED_SLOW],
+)
+def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkeypatch) -> None:
+    """Every bit of one rank, though a rank's chunks of the norm and its places in the layout are others."""
+    monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
+    monkeypatch.setattr(adamw, "CHUNK", 256)
+    monkeypatch.setattr(memory_plan, "CHUNK", 256)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
+    changes = {"deterministic": True, "grad_clip": 1.0, **changes}
+    if "master_weights" in changes:
+        changes["dtype"] = "bfloat16"
+    alone = {key: value for key, value in changes.items() if key not in ("pp_schedule", "zero", "recompute", "graph")}
+    expected, held = serial(layers_of(layout), **alone), set()
+    if "seq_len" in changes and "dtype" not in changes:
+        near = serial(layers_of(layout), **{**alone, "deterministic": False})
+        np.testing.assert_allclose(expected["rows"], near["rows"], rtol=2e-5)
+    for rank, got in enumerate(train(layout, layers_of(layout), **changes)):
+        assert got["rows"].tobytes() == expected["rows"].tobytes(), f"rank {rank}"
+        assert got["loss"] == expected["loss"] and got["text"] in (None, expected["text"])
+        for name, value in got["weights"].items():
+            assert value.tobytes() == expected["weights"][name].tobytes(), f"{name} of rank {rank}"
+            held.add(name)
+    assert held == set(expected["weights"])
+
+
+def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch) -> None:
+    """For on a GPU their bits depend on these."""
+    monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
+    real, found = host_kernels._numpy, set()
+
+    def note(name: str, arguments: Any) -> None:
+        if name.startswith(("linear", "attention")) or name == "rms_norm_backward":
+            found.add((name, *(x.shape for x in arguments if hasattr(x, "pointer"))))
+        real(name, arguments)
+
+    def shapes(layout: Layout) -> set[Any]:
+        found.clear()
+        train(layout, 2, deterministic=True, seq_len=16)
+        return set(found)
+
+    monkeypatch.setattr(host_kernels, "_numpy", note)
+    alone = shapes(Layout())
+    assert len(alone) > 20 and shapes(Layout(cp=2, pp=2)) == alone
+
+
 PLANNED = [
     pytest.param(Layout(tp=2), {}, marks=pytest.mark.slow),
     (Layout(cp=2), {}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
+    pytest.param(Layout(pp=2), {"tied": True, "deterministic": True}, marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2), {"deterministic": True}, marks=pytest.mark.slow),
     pytest.param(Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms"}, marks=pytest.mark.slow),
     pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "interleaved", "recompute": "block"}, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=["tp2", "cp2", "pp2-v", "pp2", "tp2-pp2"])
+PLANS = ["tp2", "cp2", "pp2-v", "fixed", "fixed-cp2", "pp2", "tp2-pp2"]
+
+
+@pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)
 def test_what_is_allocated_is_within_the_plan(emulated, layout, changes, monkeypatch) -> None:
     """And not much less than it; a micro-batch in flight takes all that is planned for it, on some rank."""
+    monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 16)
     monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
     monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
     held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory

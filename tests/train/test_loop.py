@@ -22,6 +22,7 @@ from kos.train.engine.cpu import CpuEngine
 from kos.train.ops.optimizer import BLOCK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
+from kos.train.tools import folders
 from kos.train.tools.metrics import MetricsLog, read_metrics
 from tests.train.sharded import tensors_of_run
 
@@ -225,11 +226,27 @@ def test_what_is_refused(text: Path, tmp_path: Path) -> None:
         _train(text, tmp_path / "run", 2, steps=4, resume="auto", model={**SMALL["model"], "intermediate_size": 64})
     with pytest.raises(CheckpointError, match="expected a checkpoint or a run"):
         _train(text, tmp_path / "new", steps=2, resume=str(tmp_path))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="expected a folder that can be written"):
-        _train(text, tmp_path / "file" / "run", 2, steps=2)
-    with pytest.raises(ConfigError, match="expected a multiple of the 3 ranks, got 8"):
+    with pytest.raises(ConfigError, match=r"expected a multiple of 3 \(ranks\), got 8"):
         _train(text, tmp_path / "three", 3, steps=2)
+
+
+@pytest.mark.parametrize("which", ["file", "link", "permission"])
+def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
+    text: Path, tmp_path: Path, which: str, monkeypatch: Any
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    out = tmp_path / "run" if which == "permission" else tmp_path / which / "run"
+    got = f"{tmp_path / which}, which is no folder"
+    if which == "permission":  # which root always has
+        monkeypatch.setattr(folders.os, "access", lambda path, mode: False)
+        got = f"no permission to write into {tmp_path}"
+        with pytest.raises(ConfigError, match=f"{got} on rank 1$"):
+            folders.check_folder(out, 1)
+    monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("data are read first"))
+    with pytest.raises(ConfigError, match=f"(?m)^--out {out}: expected a folder that can be written, got {got}$"):
+        _train(text, out, 2, steps=2)
+    assert not out.exists()
 
 
 def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -> None:

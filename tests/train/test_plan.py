@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kos.commands import mpirun, python
 from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import run as loop
@@ -134,10 +136,19 @@ def factorisations(ranks):
 
 def as_run(prediction, ranks):
     """What the trainer makes of the proposal: its layout and settings, or the error with which it refuses."""
-    flags = planning.command(prediction, SHAPE).split()[6:]
+    flags = planning.command(prediction, SHAPE).partition(" -m kos.train ")[2].split()
     config = parse(flags)
     layout = choose.layout_of(config, ranks)
     return config.for_world(layout.dp, "cpu"), layout
+
+
+def test_a_proposal_names_each_flag_once():
+    words = ["--preset=tiny", "--dp", "2", "--zero=1"]
+    (line,) = [each for each in planning.report(["--plan", "--ranks", "2", "--gpu=H200", *words]).splitlines()
+               if each.startswith("proposal: ")]  # fmt: skip
+    assert line.partition(" -m kos.train ")[2].startswith(shlex.join(words))
+    flags = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
+    assert len(flags) == len(set(flags)) > 4
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 6, 8])
@@ -160,7 +171,7 @@ def test_what_does_not_divide_is_refused():
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(8)[1]}
     assert "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2" in refused[2, 4, 1, 1]
     assert "--pp 8: expected at most one stage a layer, 4, got 8" in refused[1, 1, 8, 1]
-    assert "--batch-size: expected a multiple of micro-batch size" in refused[8, 1, 1, 1]
+    assert "--batch-size: expected a multiple of 16 (--micro-batch-size 2 × 8 ranks), got 8" in refused[8, 1, 1, 1]
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, "--seq-len", "18")[1]}
     assert "--seq-len: expected a multiple of" in refused[1, 1, 1, 4]
 
@@ -249,7 +260,8 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     assert lines[0].startswith("2 ranks on H200, 820,352 parameters, 16 x 128 tokens a step")
     assert lines[1].startswith("memory (GiB), and bytes sent a step over each axis (GB)")
     assert lines[2].split()[:4] == ["dp", "tp", "pp", "cp"]
-    assert any(line.startswith("proposal: mpirun -n 2 python -m kos.train --preset tiny --") for line in lines)
+    start = shlex.join([*mpirun(2), python(), "-m", "kos.train", "--preset", "tiny", "--"])
+    assert any(line.startswith(f"proposal: {start}") for line in lines)
 
 
 @pytest.mark.parametrize(

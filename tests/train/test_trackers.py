@@ -113,8 +113,9 @@ def _wandb_records(path: Path) -> Iterator[bytes]:
             record = b""
 
 
+@pytest.mark.slow
 def test_wandb_offline_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("wandb", reason="needs the extra wandb")
+    pytest.importorskip("wandb", reason="make test-all installs the extra wandb")
     from wandb.proto.wandb_internal_pb2 import Record
 
     out = tmp_path / "run"
@@ -133,8 +134,9 @@ def test_wandb_offline_has_one_run_with_its_config(text: Path, tmp_path: Path) -
     assert config["steps"] == 8 and config["model"]["hidden_size"] == 32
 
 
+@pytest.mark.slow
 def test_trackio_has_one_run_with_its_config(text: Path, tmp_path: Path) -> None:
-    pytest.importorskip("trackio", reason="needs the extra trackio")
+    pytest.importorskip("trackio", reason="make test-all installs the extra trackio")
     import sqlite3
 
     rows = _interrupted_and_resumed(text, tmp_path / "run", "trackio")

@@ -131,9 +131,6 @@ class AutoBackend(Backend):
     def parts(self) -> Sequence[Backend]:
         return (self.host, *self.gpus)
 
-    def owns(self, work: Work[Any]) -> bool:
-        return work.backend in self.parts
-
     def idle(self) -> Idle:
         return self.host.idle()
 

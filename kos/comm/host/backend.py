@@ -109,7 +109,9 @@ class HostBackend(MessagingBackend):
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
-                self._shared = SharedCollectives(self._calls, self.crowded)
+                self._shared = SharedCollectives(self._calls, self.crowded, rendezvous, self._by_messages)
+                if not self._shared.direct.usable:
+                    self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
         if self.one_host:
             self.arrays = SharedArrays(rendezvous)
 
@@ -156,6 +158,8 @@ class HostBackend(MessagingBackend):
 
     def _steps(self, call: Call) -> Steps | None:
         shared = self._shared
+        if not call.collective:
+            return self._message(call)
         if shared is not None and (call.plan is not None or shared.prepare(call)):
             return shared.start(call)
         return self._by_messages(call)

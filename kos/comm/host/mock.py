@@ -137,9 +137,7 @@ class MockBackend(MessagingBackend):
                     return True
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
-                    if (end := group.end_of(peer)) is not None:
-                        why, cause, window = end
-                        raise self.ledger.lost(peer, why, call, cause, window)
+                    group.raise_end(peer, self.ledger, call)
             return False
 
         return all_arrived
@@ -159,14 +157,14 @@ class _Mailboxes:
     """
 
     def __init__(self, group: ThreadGroup, state: _State, rank: int, ledger: Ledger) -> None:
-        self._group, self._state, self._rank, self._ledger = group, state, rank, ledger
+        self.group, self._state, self._rank, self.ledger = group, state, rank, ledger
         watch = group.world.watch
         self._buffer_bytes = float("inf") if watch is None else watch.buffer_bytes
         self._discarded: dict[int, Callable[[], None]] = {}  # tags whose messages are discarded -> callback
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        group, key = self._group, (self._rank, peer, tag)
-        message = _Message(group, key, array, peer, self._ledger)
+        group, key = self.group, (self._rank, peer, tag)
+        message = _Message(self, key, array, peer)
         with group.world.lock:
             group.raise_failure()
             if on_discard := self._discarded.get(tag):
@@ -185,12 +183,12 @@ class _Mailboxes:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         key = (peer, self._rank, tag)
-        receive = _Message(self._group, key, array, peer, self._ledger)
-        with self._group.world.lock:
+        receive = _Message(self, key, array, peer)
+        with self.group.world.lock:
             message = take(self._state.sent, key)
             if message is not None:
                 receive.take(message)
-                self._group.world.notify([self._group.members[peer]])
+                self.group.world.notify([self.group.members[peer]])
             else:
                 self._state.posted.setdefault(key, deque()).append(receive)
         return receive
@@ -202,7 +200,7 @@ class _Mailboxes:
             self._discarded[tag] = on_discard
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
-        with self._group.world.lock:
+        with self.group.world.lock:
             remove(self._state.posted, lambda receive: receive.dst == self._rank and cancelled(receive))
             remove(self._state.sent, lambda m: m.src == self._rank and not m.complete and cancelled(m))
 
@@ -210,10 +208,10 @@ class _Mailboxes:
 class _Message:
     """One end of a message; ``other`` is the rank at the other end."""
 
-    __slots__ = ("_group", "_ledger", "array", "complete", "dst", "error", "other", "src", "tag")
+    __slots__ = ("_mailboxes", "array", "complete", "dst", "error", "other", "src", "tag")
 
-    def __init__(self, group: ThreadGroup, key: Key, array: Array, other: int, ledger: Ledger) -> None:
-        self._group, self._ledger, self.array, self.other = group, ledger, array, other
+    def __init__(self, mailboxes: _Mailboxes, key: Key, array: Array, other: int) -> None:
+        self._mailboxes, self.array, self.other = mailboxes, array, other
         self.src, self.dst, self.tag = key
         self.complete, self.error = False, ""
 
@@ -231,16 +229,14 @@ class _Message:
     def done(self) -> bool:
         if self.complete:
             return True
-        group = self._group
+        group = self._mailboxes.group
         with group.world.lock:
             if self.complete:
                 return True
             if self.error:
                 raise CollectiveMismatch(self.error)
             group.raise_failure()
-            if (end := group.end_of(self.other)) is not None:
-                why, cause, window = end
-                raise self._ledger.lost(self.other, why, None, cause, window)
+            group.raise_end(self.other, self._mailboxes.ledger)
         return False
 
 

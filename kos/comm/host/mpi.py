@@ -9,7 +9,6 @@ its arguments.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 from kos.comm.backend import SHRINKS, Probe
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
-from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, Notices, as_bytes
+from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, as_bytes
 from kos.comm.operation import AUTO, Call, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
@@ -55,10 +54,9 @@ class MPIBackend(HostBackend):
         self._comms, notices = [self._comm], None
         if not self.one_host:
             self._comms.append(self._dup(rendezvous))  # for the comparison of calls
-            notices = rendezvous.notices = rendezvous.notices or Notices(self._MPI, self._dup(rendezvous))
-        # A barrier: Open MPI 5.0.11 crashes by MPI_Comm_revoke of a communicator that this rank still creates.
-        name = rendezvous.allgather(os.urandom(8))[0].hex()
-        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, name, self.ledger)
+            notices = rendezvous.open_notices([r for r in range(self.size) if r != self.rank], any_thread=False)
+        rendezvous.barrier()  # Open MPI 5.0.11 crashes by MPI_Comm_revoke of a communicator that a rank still creates
+        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, self.ledger)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
         at_exit(self)
@@ -143,7 +141,7 @@ class MPIBackend(HostBackend):
 
     def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
-            return _nothing()  # ``agree`` was the barrier
+            return (None for _ in ())  # ``agree`` was the barrier
         operation = call.operation
         if operation.options.deterministic or operation.options.algorithm != AUTO:
             return None
@@ -249,7 +247,3 @@ def _same_everywhere(dtype: DType, op: ReduceOp) -> bool:
         return not dtype.is_float
     # Open MPI's vector code adds 8-bit and 16-bit integers with saturation; elsewhere they wrap.
     return dtype.itemsize >= 4 or op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
-
-
-def _nothing() -> Steps:
-    yield from ()

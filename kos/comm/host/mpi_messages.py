@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
@@ -18,6 +16,7 @@ from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous import mpi_job
+from kos.comm.rendezvous.notices import Notices
 from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.errors import CollectiveMismatch, KosError, RankLost
@@ -35,30 +34,6 @@ UNSENT = "its last messages are lost: "
 """Prefix of a rank's reason to abort while MPI may still read the memory of its messages."""
 
 
-class Notices:
-    """Control messages between hosts, of one group and of all groups split from it.
-
-    Their communicator is never freed: Open MPI would deliver a late message to the next communicator.
-    """
-
-    def __init__(self, MPI: Any, comm: Any) -> None:
-        self._MPI, self.comm, self._status = MPI, comm, MPI.Status()
-        self.readers: weakref.WeakValueDictionary[str, Messages] = weakref.WeakValueDictionary()  # by group
-
-    def send(self, ranks: list[int], notice: list[Any]) -> None:
-        data = np.frombuffer(json.dumps(notice).encode(), np.uint8)
-        for rank in ranks:
-            mpi_job.keep_unfinished(self.comm.Isend(as_bytes(data, self._MPI), rank))
-
-    def receive(self) -> None:
-        while probed := self.comm.Improbe(self._MPI.ANY_SOURCE, self._MPI.ANY_TAG, self._status):
-            notice = bytearray(self._status.Get_count())
-            probed.Recv([notice, self._MPI.BYTE])
-            group, *rest = json.loads(notice)
-            if (reader := self.readers.get(group)) is not None:
-                reader.read(*rest)
-
-
 class Messages:
     """The transport: sends bytes, and keeps the messages in flight so that they can be named and cancelled.
 
@@ -69,15 +44,9 @@ class Messages:
     In a group that spans hosts, ranks report failures and ends to each other by ``notices``; on one host, by ``calls``.
     """
 
-    def __init__(
-        self, MPI: Any, comm: Any, calls: Calls | None, notices: Notices | None, name: str, ledger: Ledger
-    ) -> None:
+    def __init__(self, MPI: Any, comm: Any, calls: Calls | None, notices: Notices | None, ledger: Ledger) -> None:
         self._MPI, self._comm, self._calls, self._status = MPI, comm, calls, MPI.Status()
-        self._notices, self._name, self._any_tag = notices, name, MPI.ANY_TAG
-        if notices is not None:
-            notices.readers[name] = self
-            ranks = MPI.Group.Translate_ranks(comm.Get_group(), list(range(comm.size)), notices.comm.Get_group())
-            self._others = [rank for rank in ranks if rank != notices.comm.rank]
+        self._notices, self._any_tag = notices, MPI.ANY_TAG
         self.active: set[_Message] = set()
         self._posted: dict[tuple[int, int], deque[_Message]] = {}  # unmatched receives, by peer and tag
         self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # messages without a receive
@@ -125,7 +94,7 @@ class Messages:
     def send_notice(self, kind: str, sequence: int, *what: Any) -> None:
         """Send all ranks a notice; they read it while they wait."""
         if self._notices is not None and not self._MPI.Is_finalized():
-            self._notices.send(self._others, [self._name, self._comm.rank, kind, sequence, *what])
+            self._notices.send([self._comm.rank, kind, sequence, *what])
 
     def send_failure(self, sequence: int, failure: KosError) -> None:
         kind, text, ranks = to_record(failure)
@@ -138,10 +107,10 @@ class Messages:
     def receive_notices(self) -> None:
         """Read the notices of other ranks; due after ``next_check``."""
         self.next_check, self.checks = time.monotonic() + CHECK_SECONDS, self.checks + 1
-        if self._notices is not None:
-            self._notices.receive()
+        for notice in self._notices.receive() if self._notices is not None else ():
+            self._read(*notice)
 
-    def read(self, peer: int, kind: str, sequence: int, *what: Any) -> None:
+    def _read(self, peer: int, kind: str, sequence: int, *what: Any) -> None:
         """Handle a notice of another rank."""
         if kind == "gone":
             why, cause = what
@@ -158,8 +127,11 @@ class Messages:
             if sequence == o.sequence and theirs[1] != mine[1]:
                 raise self.ledger.mismatch(o.group, (self._comm.rank, *mine), (peer, *theirs))
 
-    def end_of(self, peer: int) -> KosError | None:
-        """The error of a message that cannot complete: the group has failed, or that rank is lost; else None."""
+    def end_of(self, peer: int, processes: bool = True) -> KosError | None:
+        """The error of a message that cannot complete: the group has failed, or that rank is lost; else None.
+
+        Without ``processes``, not whether a process has ended, which takes as long as a message.
+        """
         ledger, calls = self.ledger, self._calls
         if ledger.failure is not None:
             return again(ledger.failure[1])
@@ -169,7 +141,7 @@ class Messages:
                 calls.raise_failure(sys.maxsize)
             except KosError as error:
                 return error
-            end = calls.end_of(calls.segment.ranks.index(peer))
+            end = calls.end_of(calls.segment.ranks.index(peer)) if processes else None
             if why is None and end is not None:
                 return end
         return None if why is None else ledger.lost(peer, why, None, cause)
@@ -177,7 +149,7 @@ class Messages:
     def check_sender(self, peer: int) -> None:
         """Raise if the sender may have changed the message in flight: it aborted while MPI still read its memory."""
         self.receive_notices()
-        error = self.end_of(peer)
+        error = self.end_of(peer, processes=False)
         if error is not None and (not isinstance(error, RankLost) or UNSENT in str(error)):
             raise error
 

@@ -12,20 +12,25 @@ A message carries its dtype, or the fingerprint of its collective where ranks do
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
-from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
-from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.failures import ABRUPT_SECONDS, from_record, to_record
+from kos.comm.host.fingerprints import DTYPE_CODES, Fingerprints, described, dtype_of_code
+from kos.comm.operation import COLLECTIVE_TAGS, Call
+from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.wire import Waiting, fill
 from kos.comm.scheduled import remove, take, wrong_message
+from kos.comm.schedules.execute import Request
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
@@ -35,34 +40,134 @@ CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are in flight
 OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own bytes
 CONTROL_BYTES = 20_000  # the longest control message
 REASON_LENGTH = 1000  # characters of a reason or an error
+_RECENT = 1024  # collectives whose descriptions a rank keeps
+_SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
+_CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, dtype or fingerprint
 EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, ABORT, CLOSE = range(1, 10)
 
 
-class Poller(Protocol):
-    """The poller of all connections of a rank."""
+class Poller:
+    """All connections of this rank, over a communicator and its splits; a wait polls all of them."""
 
-    def progress(self) -> None: ...
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        # Weak: connections end with their communicator, and epoll removes closed sockets.
+        self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
 
-    def want_write(self, peer: Peer, wanted: bool) -> None: ...
+    def add(self, peer: Peer) -> None:
+        self._peers[peer.sock.fileno()] = peer
+        self._epoll.register(peer.sock, select.EPOLLIN)
 
-    def remove(self, peer: Peer) -> None: ...
+    def want_write(self, peer: Peer, wanted: bool) -> None:
+        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def remove(self, peer: Peer) -> None:
+        del self._peers[peer.sock.fileno()]
+        self._epoll.unregister(peer.sock)
+
+    def progress(self) -> None:
+        """Read and write without waiting."""
+        for descriptor, _ in self._epoll.poll(0):
+            if (peer := self._peers.get(descriptor)) is not None:
+                peer.progress()
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        # Level-triggered: sockets stay ready until they are read, so no event since ``mark`` is missed.
+        self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
-class Mesh(Protocol):
-    """The connections of a group; a ``Peer`` is one of them."""
+class Mesh:
+    """The transport: the connections of one group, and the descriptions of its collectives by tag."""
 
-    rank: int
-    lost: Peer | None
-    ledger: Ledger
+    def __init__(self, rendezvous: Rendezvous, poller: Poller) -> None:
+        self.rank, self.poller, self.ledger = rendezvous.rank, poller, rendezvous.ledger
+        self.lost: Peer | None = None  # the first rank lost without CLOSE
+        self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
+        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
+        self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
+        self._group = ""
+        assert rendezvous.connect is not None
+        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
+        for peer in self.peers.values():
+            poller.add(peer)
 
-    @property
-    def poller(self) -> Poller: ...
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        return self.peers[peer].send(array, tag)
 
-    def called(self, tag: int) -> tuple[int, bytes]: ...
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        return self.peers[peer].receive(array, tag)
 
-    def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None: ...
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        for peer in self.peers.values():
+            peer.cancel(cancelled)
+
+    def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
+        """Compare ``o`` with the other ranks' collectives of that tag."""
+        mark, self._group = fingerprints.mark(o), o.group
+        self._calls[tag] = mark, fingerprints.texts[mark]
+        self._calls.pop(tag - _RECENT, None)
+        for rank, call in self._described.pop(tag, {}).items():
+            self.compare(tag, rank, *call)
+
+    def called(self, tag: int) -> tuple[int, bytes]:
+        """Fingerprint and description of this rank's collective of that tag."""
+        return self._calls.get(tag, (0, b""))
+
+    def describe(self, rank: int, tag: int) -> None:
+        """Send that rank the description of this rank's collective of that tag."""
+        mark, text = self.called(tag)
+        self.peers[rank].send_control(CALL, tag, text, mark)
+
+    def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
+        """Make all ranks raise if that rank's call differs from this rank's call of the same tag.
+
+        Without ``text`` this rank sends its own description, and the other rank reports the mismatch.
+        """
+        mine, mine_text = self.called(tag)
+        if mine == mark:
+            return
+        self.mismatched = self.mismatched or bool(mine)
+        if mine and not text:
+            self.describe(rank, tag)
+        elif mine:
+            sequence = tag - COLLECTIVE_TAGS
+            calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
+            self.fail(tag, self.ledger.mismatch(self._group, *calls))
+        elif len(self._described) < _RECENT:
+            others = self._described.setdefault(tag, {})
+            if text or rank not in others:
+                others[rank] = mark, text
+
+    def fail(self, tag: int, failure: KosError) -> None:
+        """Make all ranks raise the same error in that collective and later ones."""
+        self.ledger.record(tag - COLLECTIVE_TAGS, failure)
+        data = json.dumps(_short(failure)).encode()
+        for peer in self.peers.values():
+            peer.send_control(FAILED, tag, data)
+
+    def close(self, kind: int, why: str, cause: KosError | None) -> None:
+        """Report why, and close all connections."""
+        self._linger(lambda: self.mismatched and self.ledger.failure is None)
+        if (failure := self.ledger.failure) is not None:  # perhaps only this rank has received it
+            self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
+        data = json.dumps([why[:REASON_LENGTH], None if cause is None else _short(cause)]).encode()
+        for peer in self.peers.values():
+            peer.send_control(kind, 0, data)
+        self._linger(lambda: any(peer.busy for peer in self.peers.values()))
+        for peer in self.peers.values():
+            peer.close()
+
+    def _linger(self, needed: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while needed() and time.monotonic() < deadline:
+            self.poller.pause(seconds=0.001)
+            self.poller.progress()
+
 
 class _Message:
     """One end of a message in flight."""
@@ -177,16 +282,17 @@ class Peer:
         """Queue a control message about the group, and send it if the socket allows."""
         self._queue(kind, tag, 0, len(data), call, memoryview(data))
 
-    def in_flight(self, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag is still to be received, or sent."""
-        if receives:
-            return tag in self._posted or any(message.tag == tag for message in self._incoming.values())
-        queued = (item.message for item in self._outgoing if item.message is not None)
-        return any(message.tag == tag for message in (*self._announced.values(), *queued))
+    def receives(self, tag: int) -> bool:
+        """Whether a message with that tag is still to be received."""
+        return tag in self._posted or any(message.tag == tag for message in self._incoming.values())
 
-    def awaits(self, tag: int) -> bool:
-        under_way = [*self._incoming.values(), *self._announced.values()]
-        return tag in self._posted or any(message.tag == tag for message in under_way)
+    def announced(self, tag: int) -> bool:
+        """Whether a message with that tag waits for a CTS."""
+        return any(message.tag == tag for message in self._announced.values())
+
+    def sends(self, tag: int) -> bool:
+        """Whether a message with that tag is still to be sent."""
+        return self.announced(tag) or any(item.message and item.message.tag == tag for item in self._outgoing)
 
     def cancel(self, cancelled: Callable[[_Message], bool]) -> None:
         """Cancel messages; their memory is free afterwards."""
@@ -352,7 +458,7 @@ class Peer:
             self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
 
 
-def to_bytes(failure: KosError) -> bytes:
+def _short(failure: KosError) -> list[Any]:
     """The record of a failure, short enough to be sent."""
     kind, text, ranks = to_record(failure)
-    return json.dumps([kind, text[:REASON_LENGTH], ranks]).encode()
+    return [kind, text[:REASON_LENGTH], ranks]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.recorder.analysis import Dump, absent, analyze, load, plural
+from kos.commands import program
 from kos.errors import DataError
 from kos.files import printing
 
@@ -24,7 +25,7 @@ _TRACED = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dty
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m kos.comm.recorder", description=(__doc__ or "").partition("\n")[2])
+    parser = argparse.ArgumentParser(prog=program("kos.comm.recorder"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a rank's dump, or a folder of them")
     parser.add_argument("--trace", type=Path, metavar="OUT.json", help="also write a trace for ui.perfetto.dev")
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ import json
 import platform
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -38,7 +38,6 @@ class Rendezvous(ABC):
     job: str = ""  # unique to the job, the same on all ranks
     threads: Any = None
     mpi_comm: Any = None
-    notices: Any = None  # shared by a backend with the groups split from this one
     connect: Callable[..., dict[int, Any]] | None = None
     device: int | None = None
     """The index in this process of the requested GPU."""
@@ -89,8 +88,11 @@ class Rendezvous(ABC):
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
 
-    def open_notices(self, ranks: Collection[int]) -> Notices | None:
-        """Notices to and from these ranks, each of which names this one; None where ranks have none."""
+    def open_notices(self, ranks: Collection[int], any_thread: bool = True) -> Notices | None:
+        """Notices to and from these ranks, each of which names this one; None where ranks have none.
+
+        ``any_thread``: threads other than the program's use them too.
+        """
         return None
 
     def check_shrink(self) -> None:  # noqa: B027
@@ -112,6 +114,13 @@ class Rendezvous(ABC):
             raise
         finally:
             ledger.board.post_wait(None)
+
+    def absent(
+        self, ranks: Sequence[int], what: str = "rendezvous", words: str = "did not arrive", several: bool = True
+    ) -> KosError:
+        """The error of ``what``, in which those ranks are missing at the timeout."""
+        text = f"{self.ledger.names(ranks, several)} {words} within {self.timeout:g} s"
+        return self.ledger.overdue(ranks, what, None, text, RendezvousError)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

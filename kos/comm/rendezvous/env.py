@@ -18,11 +18,11 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kos.comm.failures import blaming, from_record, to_record
+from kos.comm.failures import Ledger, blaming, from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES, LOST, Hub, pair
 from kos.comm.rendezvous.notices import Notices, TCPNotices
@@ -41,7 +41,7 @@ BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to b
 class TCPRendezvous(Rendezvous):
     """A group of ranks connected to the hub on rank 0; ``network`` is how they reach each other."""
 
-    _starts = False  # whether other ranks may call before rank 0 listens
+    _is_job = False  # all ranks of a job: they may call before rank 0 listens, and learn their own addresses
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
@@ -84,21 +84,18 @@ class TCPRendezvous(Rendezvous):
                 others, missing = admit_all(self._listener.dup(), key, above, self.size, deadline)
                 found |= others
                 if missing:
-                    absent = f"{self.ledger.names(missing)} did not connect within {self.timeout:g} s"
-                    waits = f"tcp: {me} waited for the ranks above it"
-                    raise self.ledger.overdue(missing, waits, None, absent, RendezvousError)
+                    raise self.absent(missing, f"tcp: {me} waited for the ranks above it", "did not connect")
             except (OSError, RendezvousError) as error:
                 for connection in found.values():
                     connection.close()
                 if isinstance(error, RendezvousError) and error.ranks:
                     raise
                 if isinstance(error, TimeoutError):
-                    silent = f"{self.ledger.names([peer], False)} did not answer within {self.timeout:g} s"
-                    raise self.ledger.overdue([peer], "tcp", None, silent, RendezvousError) from error
+                    raise self.absent([peer], "tcp", "did not answer", several=False) from error
                 raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
 
-    def open_notices(self, ranks: Collection[int]) -> Notices | None:
+    def open_notices(self, ranks: Collection[int], any_thread: bool = True) -> Notices | None:
         return TCPNotices(self.connect(ranks).values())
 
     def check_shrink(self) -> None:
@@ -121,7 +118,7 @@ class TCPRendezvous(Rendezvous):
             connection = self.network.call(*self._addresses[leader], purpose, self.rank, self.size, deadline)
             answer = json.loads(drive(connection.receive(), connection.sock, deadline))
         except TimeoutError as error:
-            raise RendezvousError(f"shrink: ranks [{leader}] did not arrive within {self.timeout:g} s") from error
+            raise self.absent([leader], "shrink") from error
         if isinstance(answer, str):
             raise RendezvousError(answer)
         ranks, hub_address = answer
@@ -208,13 +205,18 @@ class TCPRendezvous(Rendezvous):
         while True:
             for port in ports:
                 try:
-                    return self.network.call(host, port, purpose, self.rank, self.size, deadline, greeting_seconds)
+                    found = self.network.call(host, port, purpose, self.rank, self.size, deadline, greeting_seconds)
                 except (OSError, HandshakeError) as error:
                     problem = f"{host or self.network.hub}:{port}: {error}"
-                    if isinstance(error, ConnectionRefusedError) and not self._starts:  # it listened before
+                    if isinstance(error, ConnectionRefusedError) and not self._is_job:  # it listened before
                         raise self.ledger.lost(0, "its connection was refused", "rendezvous") from error
                     if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
+                    continue
+                if self._is_job and not self.network.loopback:
+                    mine = found.sock.getsockname()[0].removeprefix("::ffff:")  # of an IPv4 address at an IPv6 socket
+                    self.network.host = "" if is_loopback(mine) else mine
+                return found
             if time.monotonic() >= deadline:
                 me, hub = (self.ledger.names([rank], False) for rank in (self.rank, 0))
                 silent = f"{me} did not reach {hub} within {self.timeout:g} s: {problem}"
@@ -249,8 +251,7 @@ class TCPRendezvous(Rendezvous):
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
             except TimeoutError as error:
-                silent = f"{self.ledger.names([0], False)} gave no answer within {self.timeout:g} s"
-                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError) from error
+                raise self.absent([0], "rendezvous", "gave no answer", several=False) from error
             except OSError as error:
                 raise self.ledger.lost(0, "its connection was closed", "rendezvous") from error
             kind, answer = answer[:1], answer[1:]
@@ -274,18 +275,7 @@ class TCPRendezvous(Rendezvous):
         return local_rank if self._given_local_rank is None else self._given_local_rank
 
 
-class World(TCPRendezvous):
-    """The ranks of a whole job: a rank learns its own address when it calls rank 0."""
-
-    def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
-        connection = super()._call_hub(host, ports, purpose)
-        if not self.network.loopback:
-            mine = connection.sock.getsockname()[0].removeprefix("::ffff:")  # put around IPv4 addresses by IPv6 sockets
-            self.network.host = "" if is_loopback(mine) else mine
-        return connection
-
-
-class PlacedRendezvous(World):
+class JobRendezvous(TCPRendezvous):
     """All ranks of a job, which find rank 0 at the address of their ``place``.  Collective.
 
     ``timeout`` in seconds bounds the start and every later wait.  ``listener``: on rank 0, the socket where it listens
@@ -293,27 +283,27 @@ class PlacedRendezvous(World):
     size, and missing ranks, which it names.
     """
 
-    _starts = True
+    _is_job = True
 
     def __init__(
-        self, place: Place, timeout: float, secret: Callable[[], bytes], listener: socket.socket | None = None
+        self, place: Place, timeout: float, listener: socket.socket | None = None, ledger: Ledger | None = None
     ) -> None:
         loopback = is_loopback(place.host)
-        network = Network(b"", place.host if loopback or place.rank else "127.0.0.1", "", loopback)
+        network = Network(place.secret, place.host if loopback or place.rank else "127.0.0.1", "", loopback)
         super().__init__(place.rank, place.size, timeout, network, place.local_rank)
+        self._ledger = ledger
         if self.size > 1:
             self._address = f"{place.names[0]}={place.host}"
-            network.secret = secret()
             if self.rank == 0 and listener is None:
                 listener = _listen(network, place)
             self._join("", place.ports, place.purpose, listener)
 
 
-class EnvRendezvous(PlacedRendezvous):
+class EnvRendezvous(JobRendezvous):
     """The ranks named by the environment.  Also raises RendezvousError for variables that are missing or wrong."""
 
     def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
-        super().__init__(Place.read(environ), timeout, lambda: load_secret(environ))
+        super().__init__(Place.read(environ), timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +312,11 @@ class Place:
 
     rank: int
     size: int
-    local_rank: int | None
-    host: str
-    ports: Sequence[int]  # one, or the candidates of rank 0
-    purpose: bytes  # different in each job that shares a secret
+    local_rank: int | None = None
+    host: str = "127.0.0.1"
+    ports: Sequence[int] = ()  # one, or the candidates of rank 0
+    purpose: bytes = b""  # different in each job that shares a secret
+    secret: bytes = b""
     names: tuple[str, str] = ("MASTER_ADDR", "MASTER_PORT")
     """The user's names of host and port, for errors."""
 
@@ -339,7 +330,7 @@ class Place:
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
-        """Raises RendezvousError for missing or wrong variables."""
+        """The place that the environment names.  Raises RendezvousError for missing or wrong variables."""
         launcher = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
         if "RANK" in environ or "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ:
             launcher = {name: name for name in launcher}
@@ -358,13 +349,13 @@ class Place:
         if launcher["LOCAL_RANK"] in environ:
             local_rank = _number(environ, launcher["LOCAL_RANK"], 0, size - 1)
         if size == 1:
-            return cls(rank, size, local_rank, "127.0.0.1", [0], b"")
+            return cls(rank, size, local_rank)
         port = _number(environ, "MASTER_PORT", 1, 65535)
         purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
         ports = [port]
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             ports = [(port + step - 1) % 65535 + 1 for step in range(1, AGENT_PORTS + 1)]
-        return cls(rank, size, local_rank, environ["MASTER_ADDR"], ports, purpose)
+        return cls(rank, size, local_rank, environ["MASTER_ADDR"], ports, purpose, load_secret(environ))
 
 
 def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:

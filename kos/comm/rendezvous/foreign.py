@@ -1,4 +1,4 @@
-"""Ranks of a job that something else has started: what ``kos.init(rendezvous=...)`` accepts.
+"""Ranks of a job that something else has started: what ``kos.init(rendezvous=...)`` accepts, and stores of keys.
 
 No process-wide hook is set: the program that started the ranks ends and reports them.
 """
@@ -9,38 +9,25 @@ import json
 import os
 import platform
 import secrets
+import socket
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 from kos.comm.arguments import number_in
+from kos.comm.failures import Ledger
 from kos.comm.rendezvous.base import Rendezvous, host_id
-from kos.comm.rendezvous.env import Place, PlacedRendezvous
+from kos.comm.rendezvous.env import GRACE_SECONDS, JobRendezvous, Place
 from kos.comm.rendezvous.mpi import MPIRendezvous
 from kos.comm.rendezvous.secret import load_secret
-from kos.comm.rendezvous.wire import Network
+from kos.comm.rendezvous.wire import Network, is_loopback
 from kos.errors import InvalidArgument, RendezvousError
+from kos.memory.symmetric import Exchange
 
 _KEYS = ("rank", "size", "address")
 _OPTIONAL = ("local_rank", "secret")
-
-
-class Exchange(Protocol):
-    """What kos needs of another framework's group: its ranks, and one exchange of bytes between them.
-
-    kos calls ``allgather`` twice, in ``kos.init``, and then connects the ranks by TCP.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This rank, from 0."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    def allgather(self, data: bytes, /) -> list[bytes]:
-        """Every rank's bytes, in rank order; returns once all ranks have called it."""
 
 
 def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
@@ -52,29 +39,17 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
         return given
     if isinstance(given, Mapping):
         return _by_address(given, timeout)
-    if _is_mpi(given):
-        return _by_mpi(given, timeout)
-    if _has_exchange(given):
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and isinstance(given, MPI.Comm):
+        if not given or given.is_inter:  # COMM_NULL is false
+            got = "an intercommunicator" if given else "COMM_NULL"
+            raise InvalidArgument(f"rendezvous: expected an intracommunicator of MPI, got {got}")
+        return MPIRendezvous(given, timeout, process_hooks=False)
+    numbers = getattr(given, "rank", None), getattr(given, "size", None)
+    if all(isinstance(each, int) for each in numbers) and callable(getattr(given, "allgather", None)):
         return _by_exchange(given, timeout)
     kinds = "a communicator of mpi4py, a dict of rank, size and address, or an object with rank, size and allgather"
     raise InvalidArgument(f"rendezvous: expected {kinds}, got {given!r:.80}")
-
-
-def _is_mpi(given: Any) -> bool:
-    MPI = sys.modules.get("mpi4py.MPI")
-    return MPI is not None and isinstance(given, MPI.Comm)
-
-
-def _has_exchange(given: Any) -> bool:
-    numbers = getattr(given, "rank", None), getattr(given, "size", None)
-    return all(isinstance(each, int) for each in numbers) and callable(getattr(given, "allgather", None))
-
-
-def _by_mpi(comm: Any, timeout: float) -> Rendezvous:
-    if not comm or comm.is_inter:  # COMM_NULL is false
-        got = "an intercommunicator" if comm else "COMM_NULL"
-        raise InvalidArgument(f"rendezvous: expected an intracommunicator of MPI, got {got}")
-    return MPIRendezvous(comm, timeout, process_hooks=False)
 
 
 def _by_address(given: Mapping[str, Any], timeout: float) -> Rendezvous:
@@ -94,31 +69,25 @@ def _by_address(given: Mapping[str, Any], timeout: float) -> Rendezvous:
         raise InvalidArgument(f'rendezvous: address: expected "host:port" of rank 0, got {address!r}')
     if secret is not None and (not secret or not isinstance(secret, str | bytes)):
         raise InvalidArgument(f"rendezvous: secret: expected a text or bytes, got {type(secret).__name__}")
-    names = "rendezvous: address", "rendezvous: address"
-    place = Place(rank, size, local_rank, host.strip("[]"), [int(port)], f"address {port}".encode(), names)
     known = secret.encode() if isinstance(secret, str) else secret
-    return PlacedRendezvous(place, timeout, lambda: known or load_secret(os.environ))
+    if size > 1:
+        known = known or load_secret(os.environ)
+    names = "rendezvous: address", "rendezvous: address"
+    purpose = f"address {port}".encode()
+    place = Place(rank, size, local_rank, host.strip("[]"), [int(port)], purpose, known or b"", names)
+    return JobRendezvous(place, timeout)
 
 
 def _by_exchange(given: Exchange, timeout: float) -> Rendezvous:
     """Rank 0 listens at a free port, and sends its address and a secret through ``given``."""
-    rank, size, names = given.rank, given.size, ("rendezvous: rank 0", "rendezvous: rank 0")
+    rank, size, listener, offer = given.rank, given.size, None, dict[str, Any]()
     if size == 1:
-        return PlacedRendezvous(Place(0, 1, None, "127.0.0.1", [0], b""), timeout, bytes)
-    ours = [each.decode() for each in _allgather(given, host_id().encode())]
-    host = "127.0.0.1" if len(set(ours)) == 1 else platform.node()
-    listener, card = None, ["", 0, ""]
+        return JobRendezvous(Place(0, 1), timeout)
+    hosts = _allgather(given, host_id().encode())
     if rank == 0:
-        try:
-            listener = Network(b"", host, "", host == "127.0.0.1").listen()
-            card = [host, listener.getsockname()[1], secrets.token_hex(32)]
-        except OSError as error:
-            card = [str(error), 0, ""]
-    host, port, secret = json.loads(_allgather(given, json.dumps(card).encode())[0])
-    if port == 0:
-        raise RendezvousError(f"rendezvous: rank 0 cannot listen: {host}")
-    place = Place(rank, size, None, host, [port], f"exchange {port}".encode(), names)
-    return PlacedRendezvous(place, timeout, secret.encode, listener)
+        listener, offer = _listen(hosts)
+    offer = json.loads(_allgather(given, json.dumps(offer).encode())[0])
+    return JobRendezvous(_place(rank, size, "rendezvous: rank 0", offer), timeout, listener)
 
 
 def _allgather(given: Exchange, data: bytes) -> list[bytes]:
@@ -127,3 +96,102 @@ def _allgather(given: Exchange, data: bytes) -> list[bytes]:
     if not isinstance(parts, list) or len(parts) != given.size or not all(isinstance(each, bytes) for each in parts):
         raise RendezvousError(f"rendezvous: allgather: expected a list of {given.size} bytes, got {parts!r:.80}")
     return parts
+
+
+class Store(Protocol):
+    """The methods of a store that kos uses, with the meaning of torch.distributed's.  Values are bytes."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that was set."""
+
+    def add(self, key: str, value: int, /) -> int:
+        """Add to a counter, which begins at 0, and return the sum."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return once all keys are set; raises any exception after ``timeout``."""
+
+
+class StoreRendezvous(JobRendezvous):
+    """The ranks that share ``store``, such as a ``Store`` of torch.distributed.  Collective.
+
+    ``store`` is this group's own: its keys have a prefix that no other group uses.  It carries the address of rank 0
+    and the secret of the group, nothing else: whoever can read it can join the group.  ``world_ranks`` are the ranks by
+    which errors name the members; the default is 0 to ``size - 1``.  ``timeout`` in seconds bounds the start and every
+    later wait.  Raises RendezvousError, which names missing ranks.
+
+    On several hosts rank 0 must be reachable at the address by which it reaches ``MASTER_ADDR``, else at that of its
+    host name.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float = 120.0, world_ranks: Sequence[int] | None = None
+    ) -> None:
+        ledger = Ledger(range(size) if world_ranks is None else world_ranks, rank, timeout=timeout)
+        place, listener = Place(rank, size), None
+        if size > 1:
+            listener, offer = _by_store(store, rank, size, timeout)
+            if missing := offer.get("missing"):
+                text = f"{ledger.names(missing)} did not join the store within {timeout:g} s"
+                raise ledger.overdue(missing, "rendezvous", None, text, RendezvousError)
+            place = _place(rank, size, "the store", offer)
+        super().__init__(place, timeout, listener, ledger)
+
+
+def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socket.socket | None, dict[str, Any]]:
+    """On rank 0 its listener, and on all ranks its offer, or the ranks that are missing."""
+    deadline = time.monotonic() + timeout
+    # A group that is made again in the same store, after it was closed, must not read the former keys.
+    prefix = f"kos/{store.add(f'kos/joined/{rank}', 1)}"
+    store.set(f"{prefix}/host/{rank}", host_id())
+
+    def get(key: str, more: float = 0.0) -> bytes | None:
+        """The value of the key; None if it is not set at the deadline."""
+        try:
+            store.wait([f"{prefix}/{key}"], timedelta(seconds=max(deadline + more - time.monotonic(), 0.001)))
+            return store.get(f"{prefix}/{key}")
+        except Exception:  # each store has its own
+            return None
+
+    if rank:
+        return None, json.loads(get("hub", GRACE_SECONDS) or json.dumps({"missing": [0]}))
+    listener, hosts = None, [get(f"host/{other}") for other in range(size)]
+    offer: dict[str, Any] = {"missing": [other for other, host in enumerate(hosts) if host is None]}
+    if not offer["missing"]:
+        listener, offer = _listen(hosts)
+    store.set(f"{prefix}/hub", json.dumps(offer))
+    return listener, offer
+
+
+def _listen(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:
+    """A listener of rank 0 for the ranks on ``hosts``, and its offer: what they need to call it, or the error."""
+    host = "127.0.0.1" if len(set(hosts)) == 1 else _own_address()
+    try:
+        listener = Network(b"", host, "", is_loopback(host)).listen()
+    except OSError as error:
+        return None, {"error": str(error)}
+    return listener, {"host": host, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
+
+
+def _place(rank: int, size: int, name: str, offer: Mapping[str, Any]) -> Place:
+    """The place of a rank by the offer of rank 0.  Raises RendezvousError if rank 0 cannot listen."""
+    if "error" in offer:
+        raise RendezvousError(f"rendezvous: rank 0 cannot listen: {offer['error']}")
+    return Place(rank, size, None, offer["host"], [offer["port"]], b"offer", offer["secret"].encode(), (name, name))
+
+
+def _own_address() -> str:
+    """The address by which other hosts reach this one: of the route to MASTER_ADDR, else of its name, else the name."""
+    for host in (os.environ.get("MASTER_ADDR"), platform.node()):
+        try:
+            family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as sock:
+                sock.connect(place)  # of a datagram socket: chooses the route and sends nothing
+                address = str(sock.getsockname()[0])
+        except OSError:
+            continue
+        if not is_loopback(address):
+            return address
+    return platform.node()

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -46,7 +47,7 @@ class MPIRendezvous(Rendezvous):
             if self._is_job:
                 mpi_job.starting = self.mpi_comm, request
             raise
-        self._notice_comm: Any = None  # shared with the groups split from this one
+        self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
         self._shrink_comm: Any = None  # on which survivors report that they shrink the group
         if mpi_job.fault_tolerant():
             self._shrink_comm, request = self.mpi_comm.Idup()
@@ -70,22 +71,25 @@ class MPIRendezvous(Rendezvous):
             return None
         part = parts[0]
         child = MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
-        child.notices, child._notice_comm = self.notices, self._notice_comm
+        child._notice_comm = self._notice_comm
         part.Free()
         return child
 
-    def open_notices(self, ranks: Collection[int]) -> Notices | None:
-        any_thread = self._MPI.Query_thread() == self._MPI.THREAD_MULTIPLE
-        names = self.allgather(os.urandom(8) if any_thread else b"")
+    def open_notices(self, ranks: Collection[int], any_thread: bool = True) -> Notices | None:
+        allowed = not any_thread or self._MPI.Query_thread() == self._MPI.THREAD_MULTIPLE
+        names = self.allgather(os.urandom(8) if allowed else b"")
         if b"" in names:
             return None
         if self._notice_comm is None:
-            self._notice_comm, request = self.mpi_comm.Idup()
+            comm, request = self.mpi_comm.Idup()
             self._wait(request, "duplicate", self.mpi_comm)
-            self._notice_comm.Set_errhandler(self._MPI.ERRORS_RETURN)
-        groups = self.mpi_comm.Get_group(), self._notice_comm.Get_group()
-        others = self._MPI.Group.Translate_ranks(groups[0], list(ranks), groups[1])
-        return MPINotices(self._MPI, self._notice_comm, names[0].hex(), others)
+            comm.Set_errhandler(self._MPI.ERRORS_RETURN)
+            self._notice_comm = comm, WeakValueDictionary()
+        comm, readers = self._notice_comm
+        others = self._MPI.Group.Translate_ranks(self.mpi_comm.Get_group(), list(ranks), comm.Get_group())
+        notices = MPINotices(self._MPI, comm, readers, names[0].hex(), others)
+        self.barrier()  # another group's reader drops a notice for a group without one
+        return notices
 
     def check_shrink(self) -> None:
         if not mpi_job.fault_tolerant():
@@ -124,9 +128,7 @@ class MPIRendezvous(Rendezvous):
                     why = "its process exited with an error code, which Open MPI does not report to the others"
                     raise self.ledger.lost(unreported[0], why, "shrink", None, 0.0)
                 if now - began > self.timeout:
-                    missing = sorted(awaited)
-                    absent = f"{self.ledger.names(missing)} did not arrive within {self.timeout:g} s"
-                    raise self.ledger.overdue(missing, "shrink", None, absent, RendezvousError)
+                    raise self.absent(sorted(awaited), "shrink")
                 backoff.pause()
 
     def _ledger_of(self, part: Any) -> Ledger:
@@ -141,7 +143,7 @@ class MPIRendezvous(Rendezvous):
                 if comm is not None:
                     comm.Free()  # collective: only if no rank is lost
         if self._is_job and code is not None:
-            mpi_job.record_abort(code)
+            mpi_job.abort_code = code or 1
 
     def _wait(self, request: Any, what: str, comm: Any) -> None:
         wait_for_all(self, what, comm, lambda: mpi_job.wait_request(request, self.timeout))

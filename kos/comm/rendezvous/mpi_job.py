@@ -38,7 +38,7 @@ _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before a rank abo
 
 _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their memory
 _keeping = threading.Lock()
-_abort_code: int | None = None  # exit code of a rank that aborted its communicator
+abort_code: int | None = None  # exit code of a rank that aborted its communicator because of an exception
 starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
 _loss = ""  # a description of the lost rank, if the job continues without it
 _guarded = 0  # the process that ``guard_job`` guards; processes that it forks inherit its hooks but are no ranks
@@ -222,7 +222,8 @@ def guard_job() -> None:
     if _guarded:
         return
     _guarded = os.getpid()
-    _die_with_launcher()
+    if under_mpirun() and sys.platform == "linux":  # die with mpirun: a rank that only computes would not notice
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -262,18 +263,6 @@ def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Calla
     _end_job(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _die_with_launcher() -> None:
-    """Make Linux kill this process when mpirun dies: a rank that only computes would not notice."""
-    if under_mpirun() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def record_abort(code: int) -> None:
-    """Record that this rank aborted its communicator because of an exception and will exit with ``code``."""
-    global _abort_code
-    _abort_code = code or 1
-
-
 def _end_job(code: int) -> None:
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized():
@@ -291,10 +280,10 @@ def _exit_job() -> None:
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
-    if _loss and _abort_code is None:
+    if _loss and abort_code is None:
         return
     goes_on = fault_tolerant()
-    grace = _EXIT_GRACE if goes_on or starting or _abort_code is not None else None
+    grace = _EXIT_GRACE if goes_on or starting or abort_code is not None else None
     together = False
     with contextlib.suppress(MPI.Exception):  # a late rank may make other calls
         if goes_on:
@@ -303,10 +292,10 @@ def _exit_job() -> None:
             together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
     if together:
         return
-    if goes_on and _abort_code is None:
+    if goes_on and abort_code is None:
         record_loss("this rank")  # other ranks wait in shrink until this process has ended
     else:
-        why = "exits" if _abort_code is None else "aborted its communicator by an exception"
+        why = "exits" if abort_code is None else "aborted its communicator by an exception"
         world = MPI.COMM_WORLD
         log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)
-        _end_job(_abort_code or 1)
+        _end_job(abort_code or 1)

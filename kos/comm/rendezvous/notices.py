@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -69,27 +71,33 @@ class TCPNotices:
 class MPINotices:
     """Notices of the group ``name`` over an MPI communicator of more ranks, to the ``ranks`` of that one.
 
-    The communicator is never freed: Open MPI would deliver a late message to the next communicator.
+    ``readers`` are those of all groups that share the communicator.  It is never freed: Open MPI would deliver a late
+    message to the next communicator.
     """
 
-    def __init__(self, MPI: Any, comm: Any, name: str, ranks: list[int]) -> None:
-        self._MPI, self._comm, self._name, self._ranks = MPI, comm, name, ranks
-        self._tag, self._status = int(name, 16) % comm.Get_attr(MPI.TAG_UB), MPI.Status()
+    def __init__(
+        self, MPI: Any, comm: Any, readers: WeakValueDictionary[str, MPINotices], name: str, ranks: list[int]
+    ) -> None:
+        self._MPI, self._comm, self._readers, self._name, self._ranks = MPI, comm, readers, name, ranks
+        self._status, self._arrived = MPI.Status(), deque[list[Any]]()
+        readers[name] = self
 
     def send(self, notice: list[Any]) -> None:
         data = np.frombuffer(json.dumps([self._name, notice]).encode(), np.uint8)
         with contextlib.suppress(self._MPI.Exception):  # a rank is lost
             for rank in [] if self._MPI.Is_finalized() else self._ranks:
-                keep_unfinished(self._comm.Isend([data, self._MPI.BYTE], rank, self._tag))
+                keep_unfinished(self._comm.Isend([data, self._MPI.BYTE], rank))
 
     def receive(self) -> list[list[Any]]:
-        MPI, arrived = self._MPI, list[Any]()
+        MPI = self._MPI
         with contextlib.suppress(MPI.Exception):
-            while not MPI.Is_finalized() and (probed := self._comm.Improbe(tag=self._tag, status=self._status)):
+            while not MPI.Is_finalized() and (probed := self._comm.Improbe(status=self._status)):
                 data = bytearray(self._status.Get_count())
                 probed.Recv([data, MPI.BYTE])
-                arrived.append(json.loads(data))
-        return [notice for name, notice in arrived if name == self._name]
+                name, notice = json.loads(data)
+                if (reader := self._readers.get(name)) is not None:  # else that group was closed
+                    reader._arrived.append(notice)
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
     def close(self) -> None:
         self.receive()

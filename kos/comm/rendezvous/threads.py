@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from kos.comm.failures import Board, Ledger, again, now
+from kos.comm.failures import Board, Ledger, Tables, again
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import KosError, RendezvousError
+from kos.errors import KosError
 
 T = TypeVar("T")
 Waits = list[tuple[str, list[int]]]
@@ -20,24 +20,17 @@ class RankThread(threading.Thread):
     """The thread of a rank of ``kos.testing.spawn``."""
 
 
-class ThreadWorld:
-    """The state shared by all threads of one ``spawn``: a lock, a condition per rank, the ended ranks and why."""
+class ThreadWorld(Tables):
+    """The state shared by all threads of one ``spawn``: a lock, a condition per rank, and what is known of each."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
+        super().__init__()
         self.lock = threading.RLock()
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
-        self.ends: dict[int, str] = {}  # world rank -> why
-        self.failures: dict[int, tuple[KosError, float]] = {}  # world rank -> its last failure, and when
-        self.waits: dict[int, tuple[int, ...]] = {}  # world rank -> the ranks that it waits for
-        self._boards: dict[int, ThreadBoard] = {}
-
-    def board(self, rank: int) -> ThreadBoard:
-        """The board of one rank, which all its groups share."""
-        with self.lock:
-            return self._boards.setdefault(rank, ThreadBoard(self, rank))
+        self.boards = [Board(rank, self) for rank in range(size)]  # a rank's groups share its board
 
     def notify(self, ranks: list[int]) -> None:
         """Wake ranks that may be waiting; the caller holds the lock."""
@@ -60,49 +53,11 @@ class ThreadWorld:
         self.failure = self.failure or failure
         self.notify(list(range(len(self.wakeup))))
 
-    def raise_failure(self) -> None:
-        """Raise if all groups have failed."""
-        if self.failure is not None:
-            raise again(self.failure)
-
     def end(self, rank: int, why: str) -> None:
         """Record that rank ``rank`` has ended."""
         with self.lock:
             self.ends.setdefault(rank, why)
             self.notify(list(range(len(self.wakeup))))
-
-
-class ThreadBoard(Board):
-    """The Board of the threads of a world."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__()
-        self._world, self._rank = world, rank
-
-    def post_failure(self, error: KosError) -> None:
-        super().post_failure(error)
-        if error.ranks:
-            self._world.failures[self._rank] = error, now()
-
-    def clear_failure(self) -> None:
-        super().clear_failure()
-        self._world.failures.pop(self._rank, None)
-
-    def post_wait(self, ranks: Iterable[int] | None) -> None:
-        if ranks is None:
-            self._world.waits.pop(self._rank, None)
-        else:
-            self._world.waits[self._rank] = tuple(ranks)
-
-    def failure(self, rank: int) -> tuple[KosError, float] | None:
-        known = self._world.failures.get(rank)
-        return None if known is None else (known[0], now() - known[1])
-
-    def awaited(self, rank: int) -> tuple[int, ...] | None:
-        return None if self.ended(rank) else self._world.waits.get(rank)
-
-    def ended(self, rank: int) -> bool:
-        return rank in self._world.ends
 
 
 class ThreadGroup:
@@ -134,10 +89,9 @@ class ThreadGroup:
         self.world.notify(self.members)
 
     def raise_failure(self) -> None:
-        """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
-        self.world.raise_failure()
-        if self.failure is not None:
-            raise again(self.failure)
+        """Raise if the group, or every group, failed; a new exception each time, for its own thread's traceback."""
+        if (failure := self.world.failure or self.failure) is not None:
+            raise again(failure)
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
         """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.
@@ -150,13 +104,19 @@ class ThreadGroup:
         self.world.wait(self.members[rank], remaining, lambda: waits)
         return True
 
-    def end_of(self, rank: int) -> tuple[str, KosError | None, float | None] | None:
-        """Why group rank ``rank`` has ended, the cause, and the maximum age of another that may be it; or None."""
+    def raise_end(self, rank: int, ledger: Ledger, what: object = None) -> None:
+        """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
         why = self.world.ends.get(self.members[rank])
-        return self._closed.get(rank) if why is None else (why, None, None)
+        end = self._closed.get(rank) if why is None else (why, None, None)
+        if end is not None:
+            why, cause, window = end
+            raise ledger.lost(rank, why, what, cause, window)
 
     def close(self, rank: int, why: str, cause: KosError | None = None, window: float | None = None) -> None:
-        """Record that rank ``rank`` has closed this group; its completed operations stay valid."""
+        """Record that rank ``rank`` has closed this group; its completed operations stay valid.
+
+        The reason is ``cause``, else a failure of that rank within the last ``window`` seconds, if it had one.
+        """
         with self.world.lock:
             self._closed.setdefault(rank, (why, cause, window))
             self.notify_all()
@@ -169,8 +129,7 @@ class ThreadRendezvous(Rendezvous):
         self.rank, self.size, self.timeout = rank, group.size, timeout
         self.threads: ThreadGroup = group
         self._slots: dict[int, dict[int, bytes]] = group.shared("exchanges", dict)
-        me = group.members[rank]
-        self._ledger = ledger or Ledger(group.members, rank, group.world.board(me), timeout)
+        self._ledger = ledger or Ledger(group.members, rank, group.world.boards[group.members[rank]], timeout)
 
     def _exchange(self, message: bytes) -> list[bytes]:
         group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
@@ -182,11 +141,9 @@ class ThreadRendezvous(Rendezvous):
             while missing := [rank for rank in range(self.size) if rank not in slots]:
                 group.raise_failure()
                 for rank in missing:
-                    if (end := group.end_of(rank)) is not None:
-                        why, cause, window = end
-                        raise self.ledger.lost(rank, why, "rendezvous", cause, window)
+                    group.raise_end(rank, self.ledger, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
-                    group.fail(self._overdue("rendezvous", missing))  # late ranks must not join another exchange
+                    group.fail(self.absent(missing))  # late ranks must not join another exchange
             # All ranks have completed the previous exchange, since they are in this one.
             self._slots.pop(number - 1, None)
             return [slots[rank] for rank in range(self.size)]
@@ -211,15 +168,12 @@ class ThreadRendezvous(Rendezvous):
                 r for r, member in enumerate(group.members) if r not in callers and member not in world.ends
             ]:
                 if not group.wait(self.rank, deadline, "shrink", missing):
-                    raise self._overdue("shrink", missing)
-                world.raise_failure()
+                    raise self.absent(missing, "shrink")
+                if world.failure is not None:
+                    raise again(world.failure)
             # The first rank that finds all others here determines the members for all.
             members = [group.members[rank] for rank in sorted(callers)]
             return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))
-
-    def _overdue(self, what: str, missing: list[int]) -> KosError:
-        absent = f"{self.ledger.names(missing)} did not arrive within {self.timeout:g} s"
-        return self.ledger.overdue(missing, what, None, absent, RendezvousError)
 
     def _child(self, group: ThreadGroup) -> Rendezvous:
         members = self.threads.members

@@ -81,14 +81,7 @@ class Network:
         return _mac(self.secret, b"kos key ", purpose)
 
     def call(
-        self,
-        host: str,
-        port: int,
-        purpose: bytes,
-        rank: int,
-        size: int,
-        deadline: float,
-        greeting_seconds: float = 1e9,
+        self, host: str, port: int, purpose: bytes, rank: int, size: int, deadline: float, greeting_seconds: float = 1e9
     ) -> Connection:
         """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
 
@@ -182,8 +175,7 @@ def answer(sock: socket.socket, key: bytes) -> Waiting[tuple[int, int, Connectio
         raise HandshakeError("handshake: expected a proof of the secret, got a wrong one")
     sock.send(_mac(key, b"listener", greeting, hello))
     _, rank, size, _ = _HELLO.unpack(hello)
-    to_caller, to_listener = _session_keys(key, greeting, hello)
-    return rank, size, Connection(sock, to_caller, to_listener)
+    return rank, size, Connection(sock, *_session_keys(key, greeting, hello))
 
 
 def receive_greeting(sock: socket.socket) -> Waiting[bytes]:
@@ -201,8 +193,7 @@ def authenticate(sock: socket.socket, greeting: bytes, key: bytes, rank: int, si
     proof = yield from _read(sock, _PROOF)
     if not hmac.compare_digest(proof, _mac(key, b"listener", greeting, hello)):
         raise HandshakeError("expected the same secret (KOS_SECRET) on all ranks, got different ones")
-    to_caller, to_listener = _session_keys(key, greeting, hello)
-    return Connection(sock, to_listener, to_caller)
+    return Connection(sock, *reversed(_session_keys(key, greeting, hello)))
 
 
 class Acceptor:
@@ -274,13 +265,9 @@ class Acceptor:
 
 
 def admit_all(
-    listener: socket.socket,
-    key: bytes,
-    expected: set[int],
-    size: int,
-    deadline: float,
+    listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float,
     gone: Callable[[int], bool] = lambda rank: False,
-) -> tuple[dict[int, Connection], list[int]]:
+) -> tuple[dict[int, Connection], list[int]]:  # fmt: skip
     """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline and not ``gone``.
 
     Closes the listener.

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from kos.comm.schedules import algorithms, build, collectives, describe
 from kos.comm.schedules.draw import draw, text
-from kos.comm.schedules.schedule import IN_PLACE, Schedule, Step, plural
+from kos.comm.schedules.schedule import IN_PLACE, Schedule, plural
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
+from kos.commands import program
 from kos.errors import InvalidArgument, KosError
 from kos.files import check_picture, printing
 
@@ -49,7 +49,7 @@ def _numbers(given: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m kos.comm.schedules", description=__doc__, epilog=EXAMPLES,
+    p = argparse.ArgumentParser(prog=program("kos.comm.schedules"), description=__doc__, epilog=EXAMPLES,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("algorithm", nargs="?", help="the name of an algorithm; default: list or predict all")
     p.add_argument("--collective", help="default: all_reduce; for a list of algorithms: all")
@@ -116,15 +116,11 @@ def _show(args: argparse.Namespace) -> None:
 def _counts(schedule: Schedule) -> str:
     """The rounds, those that are steps of the network, and the most that a rank sends of its larger buffer."""
     sent = [[step for steps in ranks for step in steps if step.kind == "send"] for ranks in schedule.rounds]
-    most = max((sum(map(_sent, rank)) for rank in zip(*schedule.rounds, strict=True)), default=0)
+    most = max((sum(step.span for steps in rank for step in steps if step.kind == "send")
+                for rank in zip(*schedule.rounds, strict=True)), default=0)
     rounds = f"{plural(len(schedule.rounds), 'round')}, {sum(map(bool, sent))} with messages"
     largest = schedule.parts * max(schedule.units.values())
     return f"{rounds}; a rank sends at most {most / largest:.2f} S (bytes of the larger buffer)"
-
-
-def _sent(steps: Iterable[Step]) -> int:
-    """Chunks that leave a rank."""
-    return sum(step.span for step in steps if step.kind == "send")
 
 
 def _predict(args: argparse.Namespace) -> None:

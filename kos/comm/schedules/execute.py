@@ -1,13 +1,16 @@
-"""Run one rank's part of a schedule over any non-blocking point-to-point transport.
+"""Executes one rank's part of a schedule over a transport: the sends, receives, copies and sums of its rounds.
 
-The rank's steps are compiled once per (schedule, rank, size) into instructions over element ranges, with their
-dependencies, and cached.  Long messages are split into segments, and an instruction runs as soon as its dependencies
-are done, in any round: one segment is reduced while the next is in flight, and a segment is forwarded before later
-ones have arrived.
+``execute`` is a generator: it does what can be done now, and yields where every instruction left waits for a message.
+All ranks of the group run it with the same schedule and sizes, each over its own buffers.
 
-There is no deadlock, even if a send completes only when it is received: messages between two ranks are posted in
-schedule order on both sides, an instruction waits only for earlier ones (by round, step and segment), and sends of a
-round never wait for receives of the same round.
+A schedule's steps are compiled into instructions on ranges of elements, once for a schedule, rank, size and dtype
+width; the cache holds 256.  Messages over 256 KiB are split into segments, at most 64 of a message.  An instruction
+runs as soon as those before it that touch the same elements are done.  So one segment is added while the next is in
+flight, and a segment is forwarded before later ones have arrived.
+
+There is no deadlock, even if a send is done only when it is received.  Messages between two ranks are posted in the
+schedule's order on both sides.  An instruction waits only for earlier ones, and a round's sends never wait for its
+receives.
 """
 
 from __future__ import annotations
@@ -63,13 +66,28 @@ class _Instruction(NamedTuple):
 def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mapping[str, np.ndarray],
             reduce: Callable[[np.ndarray, np.ndarray], None], tag: int = 0,
             empty: Callable[..., np.ndarray] = np.empty) -> Iterator[None]:
-    """Run ``rank``'s steps; yields whenever all instructions wait for messages.
+    """Execute ``rank``'s steps; yields None wherever all instructions left wait for messages.
 
-    ``buffers`` maps each space in ``schedule.spaces(rank)`` to a contiguous 1-D array: "data" (reduced or
-    filled in place; after a ``reduce`` the contents on other ranks than the root are undefined) or "input"
-    (only read) and "output".  Spaces of several units hold one block per rank.  ``reduce(dst, src)`` does
-    dst = op(dst, src) in place.  ``empty(elements, dtype)`` provides scratch memory.  Input and output must
-    not overlap, except that an all_gather's or gather's input may be its own block of the output.
+    Args:
+        schedule: of as many ranks as the transport connects; the same on all of them.
+        rank: this rank, from 0 to ``schedule.ranks - 1``.
+        transport: moves messages; ``peer`` is a rank of the schedule.
+        buffers: a contiguous 1-D array for each space in ``schedule.spaces(rank)``, all of one dtype.  ``data`` is
+            reduced or filled in place; after a ``reduce`` its contents are undefined on all ranks but the root.
+            ``input`` is only read, ``output`` only written.  Of a space of ``units`` units, n elements each, the
+            array has ``(units * n,)``: a block for each rank.  Input and output do not overlap, except that the
+            input of an all_gather or a gather may be this rank's block of the output.
+        reduce: ``reduce(dst, src)`` does dst = op(dst, src) in place, on two arrays of one length.
+        tag: of all messages; the transport keeps it apart from the tags of other calls.
+        empty: ``empty(elements, dtype)`` allocates scratch memory, uninitialised.
+
+    Raises:
+        ScheduleError: the schedule is not made of valid moves.
+        KeyError: ``buffers`` lacks a space.
+        KosError: what the transport's ``isend``, ``irecv`` or ``done`` raise, as of a lost rank.  Requests may then
+            still be in flight: the caller cancels them by ``transport.cancel``.
+
+    Sizes are not checked here: they are the caller's, which knows the operation.
     """
     space = schedule.spaces(rank)[0]
     elements, dtype = buffers[space].size // schedule.units[space], buffers[space].dtype

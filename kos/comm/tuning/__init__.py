@@ -151,20 +151,16 @@ def for_group(rendezvous: Rendezvous, device: int) -> Table:
     gpus = rendezvous.allgather(device_info(device).uuid.encode())
     if len(set(gpus)) < len(gpus):
         return Table(device_info(device).name, "shared", len(gpus), "none for ranks that share a GPU", DEFAULT, {})
-    return share(rendezvous, load(*machine(device), rendezvous.size) if rendezvous.rank == 0 else None)
+    table = load(*machine(device), rendezvous.size) if rendezvous.rank == 0 else None
+    mine = b"" if table is None else json.dumps([table.source, table.to_json()]).encode()
+    source, data = json.loads(rendezvous.allgather(mine)[0])
+    return table or parse(data, source)
 
 
 def machine(device: int) -> tuple[str, str]:
     """GPU and link, as tables name them."""
     links = nvlinks(device)
     return device_info(device).name, UNKNOWN if links is None else f"{links} NVLinks" if links else "PCIe"
-
-
-def share(rendezvous: Rendezvous, table: Table | None) -> Table:
-    """Rank 0's table, on all ranks.  Collective."""
-    mine = b"" if table is None else json.dumps([table.source, table.to_json()]).encode()
-    source, data = json.loads(rendezvous.allgather(mine)[0])
-    return parse(data, source) if table is None else table
 
 
 def merged(table: Table, operation: str, wide: bool) -> tuple[list[int], list[dict[tuple[bool, bool], str]]]:

@@ -3,7 +3,7 @@
 Each operation is a function of a ``Launch``, which gives it the communicator's methods and the tensors as arrays.
 ``ProcessGroupKos._launch`` runs it, or starts what is cached (``launch.py``): on host memory it gives a Work that a
 wait advances; on a GPU it runs on the current stream, or on the stream ``side`` of the group, which waits for the
-current one first.
+current one first.  An event after it is recorded only if its Work is alive when the next one begins, or is polled.
 
 torch 2.11 to 2.13 let Python replace a whole ProcessGroup, not one backend of it, so that one group serves all devices.
 Their C++ reaches the operations that DDP and the functional collectives use; Python reaches all.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,16 +23,16 @@ import torch
 import torch.distributed as dist
 
 import kos
-from kos.comm.rendezvous.store import StoreRendezvous
+from kos.comm.rendezvous.foreign import StoreRendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
-from kos.interop.torch.launch import Cache, Launch, Prepared, add, cache_key, run, start
-from kos.interop.torch.tensors import Arrays, Tensor, as_array, check_dense, check_parts, reduce_op, split_counts
+from kos.interop.torch.launch import Cache, Launch, add, cache_key, run, start
+from kos.interop.torch.tensors import Arrays, Tensor, as_array, check_dense, check_parts, op_id, reduce_op, split_counts
 from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
-from kos.memory.libraries import torch_stream
 
 log = logging.getLogger(__name__)
 
+_C: Any = torch._C
 _ASIDE = "side"  # the stream of a call with ``async_op``, for its cache key
 _ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one signature can override
 
@@ -57,14 +58,14 @@ class ProcessGroupKos(_ProcessGroup):
         super().__init__(rank, size)
         self._store, self._timeout, self._ranks, self.options = store, timeout.total_seconds(), list(ranks), options
         self._name = self._description = ""
-        self._lock = threading.RLock()  # hooks of DDP may call from the thread that completes futures
+        self.lock = threading.RLock()  # hooks of DDP may call from the thread that completes futures
         self._sequence = 0
         self._gpu: kos.Communicator | None = None
         self.device: Any = None  # of the GPU
         self.side: Any = None  # its stream for operations with async_op
         self.events: list[Any] = []  # of torch, that nobody uses
-        self._before: Any = None  # an event of the current stream, which ``side`` waits for
-        self._streams: dict[Any, Any] = {}  # torch's streams by the object of kos that keeps them
+        self._last: Callable[[], DeviceWork | None] = lambda: None  # the last Work on ``side``, if alive
+        self._streams: dict[int, Any] = {}  # torch's streams by their handle
         self._cache: Cache = {}
         self._messages: list[DeviceMessage] = []  # on the GPU, to be launched together
         self._coalesced: list[Any] | None = None  # the Works of a coalescing context
@@ -91,7 +92,10 @@ class ProcessGroupKos(_ProcessGroup):
         """The communicator of this rank's GPU; the first call connects all ranks of the group."""
         if self._gpu is None:
             self._gpu = self._connect(self.options.gpu, "gpu", device=device.index)
-            self.device, self.side, self._before = device, torch.cuda.Stream(device), torch.cuda.Event()
+            self.device, self._index, self.side = device, device.index, torch.cuda.Stream(device)
+            self._side_ids = self.side.stream_id, self.side.device_index, self.side.device_type
+            event: Any = super(torch.cuda.Event, torch.cuda.Event())  # without the methods in Python
+            self._record, self._wait = event.record, event.wait
         elif device != self.device:
             raise InvalidArgument(f"tensors: expected memory of {self.device}, as in earlier calls, got {device}")
         return self._gpu
@@ -215,25 +219,28 @@ class ProcessGroupKos(_ProcessGroup):
     # Launching.
 
     def _launch(
-        self, call: Callable[[Launch], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False,
-        arguments: tuple[Any, ...] | None = None,
+        self, call: Callable[[Launch], None], tensors: Sequence[Tensor], opts: Any, what: str,
+        arguments: tuple[Any, ...] | None = None, batch: bool = False,
     ) -> Any:  # fmt: skip
-        """Launch ``call`` on ``tensors``; ``opts`` are torch's options.  A ``batch`` has several operations of kos.
+        """Launch ``call`` on ``tensors``, or start what is cached; ``opts`` are torch's options.
 
-        ``arguments`` are those of the call besides the tensors; None: it is not cached.
+        ``arguments`` are those of the call besides the tensors; None: it is not cached.  A ``batch`` has several
+        operations of kos.
         """
-        timeout = None if opts is None else opts.timeout
-        seconds = 0.0 if timeout is None or timeout.days < 0 else timeout.total_seconds()  # below 0: none was set
-        options = {"timeout": seconds} if seconds > 0 and seconds != self._timeout else {}
-        known = None if arguments is None else (what, batch, seconds, arguments)  # the key's first part
+        timeout, overlap = None if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
         try:
-            work = launch(call, tensors, getattr(opts, "asyncOp", True), options, what, batch, known)
+            work = launch(call, tensors, overlap, timeout, what, arguments, batch)
         except KosError as error:
             raise self.translated(error) from error
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _options(self, timeout: timedelta | None) -> dict[str, Any]:
+        """The keywords of kos for a timeout of torch; below 0: none was set."""
+        seconds = 0.0 if timeout is None else timeout.total_seconds()
+        return {"timeout": seconds} if seconds > 0 and seconds != self._timeout else {}
 
     def _begin(self) -> None:
         self._sequence += 1
@@ -241,76 +248,94 @@ class ProcessGroupKos(_ProcessGroup):
             self.send_all()
 
     def _launch_on_gpu(
-        self, call: Any, tensors: Sequence[Tensor], overlap: bool, options: Any, what: str, batch: bool, known: Any
+        self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, arguments: Any, batch: bool
     ) -> DeviceWork:
-        with self._lock:
+        with self.lock:
             key = prepared = None
-            if known is not None:
-                stream = _ASIDE if overlap else torch_stream(tensors[0].get_device())
-                key = cache_key((*known, stream), tensors)
+            if arguments is not None:
+                stream = _ASIDE if overlap else _C._cuda_getCurrentRawStream(tensors[0].get_device())
+                key = cache_key((what, timeout, stream, *arguments), tensors)
                 prepared = self._cache.get(key)
             if not prepared:
                 check_dense(tensors, what)
+                self._connect_gpu(tensors[0].device)
             self._begin()
-            comm: Any = self._gpu if prepared else self._connect_gpu(tensors[0].device)
             if overlap:
                 self._follow_current()
-                event = self._run_aside(call, comm, tensors, options, batch, key, prepared)
-                return DeviceWork(self, tensors, event)
             if prepared:
-                start(comm, prepared, batch)
+                start(self._gpu, prepared)
             else:
-                launch = run(call, comm, options, False, batch)
-                launch.copy()
-                add(self._cache, key, launch)
-            return DeviceWork(self, tensors)
+                self._run_on_gpu(call, overlap, self._options(timeout), batch, key)
+            work = DeviceWork(self, tensors, overlap)
+            if overlap:
+                for tensor in tensors:
+                    tensor.record_stream(self.side)
+                self._last = weakref.ref(work)
+            return work
 
-    def _run_aside(
-        self, call: Any, comm: Any, tensors: Sequence[Tensor], options: Any, batch: bool, key: Any = None,
-        prepared: Prepared | None = None,
-    ) -> PooledEvent:  # fmt: skip
-        """Run ``call`` on the stream of the group; returns an event after it."""
-        if prepared:
-            start(comm, prepared, batch)
-        else:
-            with torch.cuda.stream(self.side):
-                launch = run(call, comm, options, False, batch)
-                launch.copy()
-                add(self._cache, key, launch)
-        for tensor in tensors:
-            tensor.record_stream(self.side)
-        return PooledEvent(self.events, self.side)
+    def _run_on_gpu(self, call: Any, overlap: bool, options: Any, batch: bool, key: Any = None) -> None:
+        """Run ``call`` on the stream of the group, or on the current one."""
+        comm: Any = self._gpu
+        with torch.cuda.stream(self.side if overlap else None):
+            launch = run(call, comm, options, False, batch)
+            launch.copy()
+            add(self._cache, key, launch)
 
     def _follow_current(self) -> None:
-        """Make the stream of the group wait for the current stream."""
-        self._before.record(self.current_stream())
-        self._before.wait(self.side)
+        """Make the stream of the group wait for the current stream, after an event for the last Work on it."""
+        last = self._last()
+        if last is not None:
+            last.recorded()
+        self._record(self.current_stream())
+        self._wait(self.side)
+
+    def follow(self, work: DeviceWork) -> None:
+        """Make the current stream wait for an operation on the stream of the group."""
+        with self.lock:
+            if work.event is None:  # it is the last one there
+                self._record(self.side)
+                self._wait(self.current_stream())
+            else:
+                work.event.wait(self.current_stream())
+
+    def complete_aside(self, future: Any, result: Any) -> None:
+        """Complete a Future on the stream of the group."""
+        if _C._cuda_getDevice() != self._index:
+            with torch.cuda.stream(self.side):
+                return future.set_result(result)
+        former = _C._cuda_getCurrentStream(self._index)
+        _C._cuda_setStream(*self._side_ids)
+        try:
+            future.set_result(result)
+        finally:
+            _C._cuda_setStream(*former)
 
     def current_stream(self) -> Any:
         """torch's current stream; those of its pool are cached, for to make their objects takes a microsecond."""
-        keeper = torch_stream(self.device.index)
-        stream = self._streams.get(keeper)
+        handle = _C._cuda_getCurrentRawStream(self._index)
+        stream = self._streams.get(handle)
         if stream is None:
             stream = torch.cuda.current_stream(self.device)
-            if type(keeper) is not int:
-                self._streams[keeper] = stream
+            if not handle or stream.stream_id != handle:  # else an ExternalStream: its owner may destroy it
+                self._streams[handle] = stream
         return stream
 
     def _launch_on_host(
-        self, call: Any, tensors: Sequence[Tensor], overlap: bool, options: Any, what: str, batch: bool, known: Any
+        self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, arguments: Any, batch: bool
     ) -> HostWork:
-        key = None if overlap or batch or known is None else cache_key(known, tensors)
-        with self._lock:
+        cached = not (overlap or batch or arguments is None)
+        key = cache_key((what, timeout, *arguments), tensors) if cached else None
+        with self.lock:
             prepared = self._cache.get(key)
             if not prepared:
                 check_dense(tensors, what)
                 self._begin()
-                launch = run(call, self._host, options, True, batch)
+                launch = run(call, self._host, self._options(timeout), True, batch)
                 add(self._cache, key, launch)
                 return HostWork(self, launch.works, launch, tensors)
             self._cache[key] = []  # until it may be started again
         with self._host.backend.engine.paused():  # this thread polls
-            with self._lock:
+            with self.lock:
                 self._begin()
                 work = prepared[0].start()
             work.wait()  # the cached call does not keep its memory alive, so it ends before this returns
@@ -322,13 +347,12 @@ class ProcessGroupKos(_ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        ops = tuple([reduce_op(op, tensor) for tensor in tensors])
 
         def call(launch: Launch) -> None:
-            for tensor, op in zip(tensors, ops, strict=True):
-                launch("all_reduce", launch.in_place(tensor), op)
+            for tensor in tensors:
+                launch("all_reduce", launch.in_place(tensor), reduce_op(op, tensor))
 
-        return self._launch(call, tensors, opts, "allreduce", len(tensors) > 1, ops)
+        return self._launch(call, tensors, opts, "allreduce", op_id(op), len(tensors) > 1)
 
     allreduce_coalesced = allreduce
 
@@ -339,15 +363,15 @@ class ProcessGroupKos(_ProcessGroup):
             for tensor in tensors:
                 launch("broadcast", launch.in_place(tensor), root)
 
-        return self._launch(call, tensors, opts, "broadcast", len(tensors) > 1, (root,))
+        return self._launch(call, tensors, opts, "broadcast", (root,), len(tensors) > 1)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
-        root, op = opts.rootRank, reduce_op(opts.reduceOp, tensors[0])
+        root, op = opts.rootRank, opts.reduceOp
 
         def call(launch: Launch) -> None:
-            launch("reduce", launch.in_place(tensors[0]), root, op)
+            launch("reduce", launch.in_place(tensors[0]), root, reduce_op(op, tensors[0]))
 
-        return self._launch(call, tensors, opts, "reduce", False, (root, op))
+        return self._launch(call, tensors, opts, "reduce", (root, *op_id(op)))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
@@ -357,7 +381,8 @@ class ProcessGroupKos(_ProcessGroup):
             for output, input in zip(outputs, inputs, strict=True):
                 launch("all_gather", as_array(input), launch.output(output))
 
-        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", len(inputs) > 1, ())
+        count = len(inputs)
+        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", (count,), count > 1)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """``outputs[i][r]`` receives input i of rank r, whose size may be the rank's own."""
@@ -373,7 +398,7 @@ class ProcessGroupKos(_ProcessGroup):
                     launch("all_gather_v", as_array(input), sizes, joined)
 
         tensors = [*(part for parts in outputs for part in parts), *inputs]
-        return self._launch(call, tensors, opts, "allgather", len(inputs) > 1, ())
+        return self._launch(call, tensors, opts, "allgather", (), len(inputs) > 1)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """``outputs[r][i]`` receives input i of rank r."""
@@ -387,7 +412,7 @@ class ProcessGroupKos(_ProcessGroup):
         def call(launch: Launch) -> None:
             launch("gather", as_array(inputs[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
 
-        return self._launch(call, [*parts, *inputs], opts, "gather", False, (opts.rootRank,))
+        return self._launch(call, [*parts, *inputs], opts, "gather", (opts.rootRank,))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         parts = inputs[0] if self.rank() == opts.rootRank else []
@@ -397,35 +422,36 @@ class ProcessGroupKos(_ProcessGroup):
         def call(launch: Launch) -> None:
             launch("scatter", launch.joined(parts) if parts else None, launch.output(outputs[0]), opts.rootRank)
 
-        return self._launch(call, [*outputs, *parts], opts, "scatter", False, (opts.rootRank,))
+        return self._launch(call, [*outputs, *parts], opts, "scatter", (opts.rootRank,))
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """``inputs[0][r]`` is summed for rank r; the sizes may differ between ranks."""
         output, parts = outputs[0], inputs[0]
-        op = reduce_op(dist.ReduceOp.SUM if opts is None else opts.reduceOp, output)
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_parts(parts, self.size(), "reduce_scatter")
 
         def call(launch: Launch) -> None:
             sizes = [part.numel() for part in parts]
             if len(set(sizes)) == 1:
-                launch("reduce_scatter", launch.joined(parts), launch.output(output), op)
+                launch("reduce_scatter", launch.joined(parts), launch.output(output), reduce_op(op, output))
             else:
-                launch("reduce_scatter_v", launch.joined(parts), sizes, launch.output(output), op)
+                launch("reduce_scatter_v", launch.joined(parts), sizes, launch.output(output), reduce_op(op, output))
 
-        return self._launch(call, [output, *parts], opts, "reduce_scatter", False, (op,))
+        return self._launch(call, [output, *parts], opts, "reduce_scatter", op_id(op))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        ops = tuple([reduce_op(op, output) for output in outputs])
+        count = len(inputs)
 
         def call(launch: Launch) -> None:
-            for output, input, op in zip(outputs, inputs, ops, strict=True):
-                launch("reduce_scatter", as_array(input), launch.output(output), op)
+            for output, input in zip(outputs, inputs, strict=True):
+                launch("reduce_scatter", as_array(input), launch.output(output), reduce_op(op, output))
 
-        return self._launch(call, [*outputs, *inputs], opts, "reduce_scatter_single", len(inputs) > 1, ops)
+        tensors, arguments = [*outputs, *inputs], (count, *op_id(op))
+        return self._launch(call, tensors, opts, "reduce_scatter_single", arguments, count > 1)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
@@ -441,7 +467,7 @@ class ProcessGroupKos(_ProcessGroup):
             launch("all_to_all_v", x, *counts, out)
 
         splits = (tuple(output_splits), tuple(input_splits))
-        return self._launch(call, [output, input], opts, "all_to_all_single", False, splits)
+        return self._launch(call, [output, input], opts, "all_to_all_single", splits)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         for parts in (outputs, inputs):
@@ -451,7 +477,7 @@ class ProcessGroupKos(_ProcessGroup):
             send, recv = ([part.numel() for part in parts] for parts in (inputs, outputs))
             launch("all_to_all_v", launch.joined(inputs), send, recv, launch.joined_output(outputs))
 
-        return self._launch(call, [*outputs, *inputs], opts, "alltoall", False, ())
+        return self._launch(call, [*outputs, *inputs], opts, "alltoall", ())
 
     # The names of torch 2.11 and 2.12.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
@@ -462,7 +488,7 @@ class ProcessGroupKos(_ProcessGroup):
         """Return once every rank has called it, and its GPU has run the work of the current stream."""
         if self._gpu is not None:
             torch.cuda.current_stream(self.device).synchronize()
-        return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", False, ())
+        return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", ())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names all missing ranks after ``timeout``."""
@@ -500,7 +526,7 @@ class ProcessGroupKos(_ProcessGroup):
 
         So the messages of ``batch_isend_irecv``, and of ranks that all send first, do not wait for each other.
         """
-        with self._lock:
+        with self.lock:
             self._connect_gpu(tensors[0].device)
             self._follow_current()
             self._messages.append(message := DeviceMessage(self, tensors, name, peer))
@@ -510,7 +536,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     def send_all(self) -> None:
         """Launch the messages of the GPU that were kept."""
-        with self._lock:
+        with self.lock:
             messages, self._messages = self._messages, []
             if not messages:
                 return
@@ -522,11 +548,12 @@ class ProcessGroupKos(_ProcessGroup):
                     launch(message.name, x, message.peer)
 
             try:
-                assert self._gpu is not None
-                event = self._run_aside(call, self._gpu, [message.tensors[0] for message in messages], {}, True)
+                self._run_on_gpu(call, True, {}, True)
             except KosError as error:
                 raise self.translated(error) from error
+            event = PooledEvent(self.events, self.side)
             for message in messages:
+                message.tensors[0].record_stream(self.side)
                 message.event = event
 
     def _start_coalescing(self, device: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import kos
 from kos.comm.persistent import Persistent
-from kos.interop.torch.tensors import Arrays, Tensor, in_memory
+from kos.interop.torch.tensors import Arrays, Tensor
 from kos.memory.array import Array
 from kos.memory.libraries import plain_array
 
@@ -24,6 +24,9 @@ MOST_CACHED = 1024
 Prepared = list[Persistent[Any]]
 Cache = dict[tuple[Any, ...] | None, Prepared | None]
 """The operations of each call, ready to start; None for a call that was made once, empty for one never to prepare."""
+
+
+_KNOWN, _STRIDED = (Tensor, torch.nn.Parameter), torch.strided
 
 
 class Launch(Arrays):
@@ -76,13 +79,11 @@ def _memory_of(arg: Any, key: tuple[Any, ...]) -> Any:
 
 def cache_key(call: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """The key of ``call``, which is all but the tensors; None if kos copies a tensor, or does not know its kind."""
-    key = [*call]
     for x in tensors:
-        known = type(x) is Tensor or type(x) is torch.nn.Parameter
-        if not known or x.layout is not torch.strided or not in_memory(x):
+        if type(x) not in _KNOWN or x.layout is not _STRIDED or not x.is_contiguous() or x.is_neg() or x.is_conj():
             return None
-        key += (x.get_device(), x.data_ptr(), x.shape, x.dtype)
-    return tuple(key)
+        call += (x.get_device(), x.data_ptr(), x.shape, x.dtype)
+    return call
 
 
 def run(
@@ -100,14 +101,14 @@ def run(
     return launch
 
 
-def start(comm: kos.Communicator, prepared: Prepared, batch: bool) -> None:
+def start(comm: Any, prepared: Prepared) -> None:
     """Start the operations of a cached call on a GPU."""
-    if batch:
-        with comm.batch():
-            start(comm, prepared, False)
+    if len(prepared) == 1:
+        prepared[0].start()
     else:
-        for each in prepared:
-            each.start()
+        with comm.batch():
+            for each in prepared:
+                each.start()
 
 
 def add(cache: Cache, key: tuple[Any, ...] | None, launch: Launch) -> None:

@@ -33,6 +33,12 @@ _OPS_OF_BOOL = {dist.ReduceOp.SUM.value: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT
 """The sum of truth values is "or", as in NCCL, and their product "and"."""
 
 
+def op_id(op: Any) -> tuple[Any, ...]:
+    """torch's number of an operation, and the factor of a premultiplied sum."""
+    number = hash(op)  # the value of its enumeration, in one call
+    return (number,) if number != _PREMUL_SUM else (number, float(op.__getstate__()[1]))
+
+
 def reduce_op(op: Any, tensor: Tensor) -> Any:
     """The operation of kos for torch's; raises InvalidArgument if kos has none."""
     kind = getattr(op, "op", op)

@@ -16,6 +16,7 @@ import kos
 from kos.errors import KosError
 from kos.interop.torch.tensors import Arrays, Tensor
 
+_C: Any = torch._C
 NONE = timedelta(0)
 POLL_SECONDS = 50e-6
 
@@ -26,8 +27,11 @@ class Group(Protocol):
     device: Any
     side: Any
     events: list[Any]
+    lock: Any
 
     def current_stream(self) -> Any: ...
+    def follow(self, work: DeviceWork) -> None: ...
+    def complete_aside(self, future: Any, result: Any) -> None: ...
     def translated(self, error: KosError) -> Exception: ...
     def check(self) -> None: ...
     def wait_on_host(self, event: Any, seconds: float) -> None: ...
@@ -178,34 +182,37 @@ class PooledEvent:
 
 
 class DeviceWork(_Work):
-    """An operation on a GPU, after which ``event`` is recorded; None: it is on the stream that was current."""
+    """An operation on a GPU: ``aside``, on the stream of the group, or on the stream that was current."""
 
-    def __init__(self, group: Group, tensors: Sequence[Tensor], event: Any = None) -> None:
+    def __init__(self, group: Group, tensors: Sequence[Tensor], aside: bool) -> None:
         dist.Work.__init__(self)
-        self.tensors, self._group, self.event = list(tensors), group, event
-        self._polled: PooledEvent | None = None  # where ``event`` is None and the program polls
+        self.tensors, self._group, self._aside = [*tensors], group, aside
+        self.event: PooledEvent | None = None
 
     def launch(self) -> None:
         """Nothing: it is launched."""
 
-    def _recorded(self) -> Any:
-        if self.event is None and self._polled is None:
-            self._polled = PooledEvent(self._group.events, self._group.current_stream())
-        return self.event or self._polled
+    def recorded(self) -> PooledEvent:
+        """An event after the operation, recorded at the first need, or before the next operation aside."""
+        group = self._group
+        with group.lock:
+            if self.event is None:
+                self.event = PooledEvent(group.events, group.side if self._aside else group.current_stream())
+            return self.event
 
     def wait(self, timeout: timedelta = NONE) -> bool:
         """Make the current stream wait for the result; with a ``timeout`` the host waits."""
         self.launch()
         self._group.check()
         if timeout > NONE:
-            self._group.wait_on_host(self._recorded(), timeout.total_seconds())
-        if self.event is not None:
-            self.event.wait(self._group.current_stream())
+            self._group.wait_on_host(self.recorded(), timeout.total_seconds())
+        if self._aside:
+            self._group.follow(self)
         return True
 
     def is_completed(self) -> bool:
         self.launch()
-        return self.exception() is not None or bool(self._recorded().query())
+        return self.exception() is not None or bool(self.recorded().query())
 
     def exception(self) -> Exception | None:
         try:
@@ -217,8 +224,10 @@ class DeviceWork(_Work):
     def get_future(self) -> Any:
         """A Future of the tensors that is complete on the stream of the operation; the host does not wait."""
         self.launch()
-        future: Any = torch.futures.Future(devices=[self._group.device])
-        with torch.cuda.stream(None if self.event is None else self._group.side):
+        future = _C.Future([self._group.device])  # the class of ProcessGroupNCCL's
+        if self._aside:
+            self._group.complete_aside(future, self.tensors)
+        else:
             future.set_result(self.tensors)
         return future
 
@@ -227,7 +236,7 @@ class DeviceMessage(DeviceWork):
     """A message between GPUs, which the first wait for any message of its group launches."""
 
     def __init__(self, group: Group, tensors: Sequence[Tensor], name: str, peer: int) -> None:
-        super().__init__(group, tensors)
+        super().__init__(group, tensors, True)
         self.name, self.peer = name, peer
 
     def launch(self) -> None:

@@ -51,17 +51,17 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
         for known, op in values.REDUCTIONS:
             if known == dtype and (full or op.name in (_FEW[dtype.name] or op.name)):
                 for name in ("all_reduce", "reduce_scatter"):
-                    add(results.reduces, name, dtype, op, name=name)
+                    add(results.correct, name, dtype, op, name=name)
         op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
         for name in ("reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan"):
-            add(results.reduces, name, dtype, op, 0, name in ("reduce", "reduce_scatter"), name=name)
+            add(results.correct, name, dtype, op, 0, name in ("reduce", "reduce_scatter"), name=name)
         for name in MOVING[:-1]:
-            add(results.moves, name, dtype, name=name)
+            add(results.correct, name, dtype, name=name)
         add(results.messages, dtype)
     for name in ("all_reduce", "reduce_scatter"):
         for algorithm in range(1 + len(algorithms(name)) if full else 1):
             sizes = (*values.SIZES, values.LARGE)
-            add(results.reduces, name, np.dtype(np.float32), ReduceOp.SUM, algorithm, False, sizes, name=name)
+            add(results.correct, name, np.dtype(np.float32), ReduceOp.SUM, algorithm, False, sizes, name=name)
     for kind in (np.float32, ml_dtypes.bfloat16):
         add(results.deterministic_adds_in_rank_order, np.dtype(kind))
         add(results.scans_add_in_rank_order, np.dtype(kind))
@@ -70,7 +70,8 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
         add(call)
     for what in failures.MISMATCHES:
         add(failures.mismatch, what, ranks=2)
-    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.lost, failures.messages):
+    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.lost, failures.messages,
+                 failures.cancelled):
         add(call, ranks=2)
     return found
 

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import kos
 from kos.comm.rendezvous.choose import launched_place
-from kos.comm.rendezvous.env import EnvRendezvous
 from kos.comm.rendezvous.mpi_job import under_mpirun
 from kos.errors import KosError
 from kos.testing import spawn
@@ -32,12 +31,10 @@ def on_threads(options: argparse.Namespace) -> dict[str, str]:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    job = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    job["KOS_SECRET"] = secrets.token_hex(16)
+    job = {"size": options.ranks, "address": f"127.0.0.1:{port}", "secret": secrets.token_hex(16)}
 
     def rank(number: int) -> dict[str, str]:
-        rendezvous = EnvRendezvous(TIMEOUT, {**job, "RANK": str(number)})
-        with kos.init(options.backend, rendezvous=rendezvous, timeout=TIMEOUT) as world:
+        with kos.init(options.backend, rendezvous={**job, "rank": number}, timeout=TIMEOUT) as world:
             return run(world, options.full, options.seed, options.only)
 
     with ThreadPoolExecutor(options.ranks) as pool:

@@ -138,3 +138,29 @@ def messages(comm: Communicator) -> None:
     assert not x.any(), "the array of a message that was refused was written"
     comm.send_recv(np.full(3, 2.0), x, right, left)
     assert (x == 2).all(), x
+
+
+def cancelled(comm: Communicator) -> None:
+    """What is written to an array after its send timed out is not received: the receiver has the message, or raises.
+
+    It calls after the timeout; or before it, and stops in the midst of the message, as a rank that computes.
+    """
+    for begun in (False, True):
+        pair = comm.split(0 if comm.rank < 2 else None)
+        x, y = np.ones(1 << 21), np.zeros(1 << 21)
+        send = pair.send(x, 1, async_op=True) if pair is not None and comm.rank == 0 else None
+        receive = pair.recv(y, 0, async_op=True) if pair is not None and begun and comm.rank == 1 else None
+        for _ in range(2):
+            comm.barrier()  # moves the messages of others too
+        if send is not None:
+            with suppress(CollectiveTimeout):  # some backends copy what they send
+                send.wait(SHORT)
+            x[:] = 2
+        comm.rendezvous.allgather(b"")  # moves no message
+        if pair is not None and comm.rank == 1:
+            with suppress(CollectiveError):
+                (receive or pair.recv(y, 0, async_op=True)).wait(SHORT)
+                assert (y == 1).all(), "what was written after the send timed out was received"
+        if pair is not None:
+            pair.abort()  # on rank 0 at once: what a connection has begun to send is sent
+        comm.barrier()

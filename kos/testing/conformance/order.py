@@ -170,13 +170,7 @@ def persistent(comm: Communicator) -> None:
             assert (token == round_).all(), token
 
 
-def bytes_of_any_length(comm: Communicator) -> None:
-    given = [bytes(range(rank)) * 100 for rank in range(comm.size)]
-    assert comm.all_gather_bytes(given[comm.rank]) == given
-
-
 ALL = (
     barrier_waits_for_all_ranks, waiting_for_one_advances_the_other_across_groups, split_of_a_split,
-    messages_of_duplicates_do_not_match, batch, close, several_in_flight, persistent, bytes_of_any_length,
-    views_put_and_get,
+    messages_of_duplicates_do_not_match, batch, close, several_in_flight, persistent, views_put_and_get,
 )  # fmt: skip

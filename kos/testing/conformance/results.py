@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm import Communicator, PremulSum, ReduceOp
 from kos.comm.schedules import algorithms
-from kos.testing.conformance.model import ROOTED, Step, call, contributions, parts
+from kos.testing.conformance.model import MOVING, REDUCING, ROOTED, Step, call, contributions, parts
 from kos.testing.conformance.values import (
     LARGE,
     SIZES,
@@ -29,80 +29,58 @@ from kos.testing.conformance.values import (
 )
 
 
-def _roots(comm: Communicator, name: str) -> range:
-    return range(comm.size if name in ROOTED else 1)
-
-
-def reduces(
+def correct(
     comm: Communicator, seed: int, name: str, dtype: Any, op: ReduceOp = ReduceOp.SUM, algorithm: int = 0,
     deterministic: bool = False, sizes: Sequence[int] = SIZES,
 ) -> None:  # fmt: skip
-    """A reduction, in place and not: correct, and the same bits on every rank."""
-    me, factors = comm.rank, factors_of(comm.size)
+    """An operation: into a given array, into one that it makes, with sizes that travel, and in place."""
+    n, me, factors = comm.size, comm.rank, factors_of(comm.size)
     given = PremulSum(factors[me]) if op is ReduceOp.PREMUL_SUM else op
-    for step in (Step(name, count, dtype, given, root, algorithm, deterministic)
-                 for count in sizes for root in _roots(comm, name)):  # fmt: skip
-        xs = contributions(seed, step, comm.size)
-        mine, x = parts(step, xs, me), xs[me].copy()
-        untouched = poison((mine or xs)[0].size, dtype)
-        out = untouched.copy()
-        got = call(comm, step, x, out)
-        assert_bits(x, xs[me], f"input of {step}")
-        if mine is None:
-            assert got is None
-            assert_bits(out, untouched, f"out of another rank in {step}")
-        else:
-            assert got is out
-            check(out, mine, op, factors)
-        if name == "all_reduce":
-            assert_same_on_all_ranks(comm, out, str(step))
-        if name == "reduce_scatter_v":
-            assert_bits(call(comm, replace(step, sized=False), x, untouched.copy()), out, f"sizes travel: {step}")
-        else:
-            own = x.reshape(comm.size, -1)[me] if name == "reduce_scatter" else x
-            call(comm, replace(step, in_place=True), x, own)
-            assert_bits(own, xs[me] if mine is None else out, f"in place: {step}")
-
-
-def moves(comm: Communicator, seed: int, name: str, dtype: Any, sizes: Sequence[int] = SIZES) -> None:
-    """Data movement: into a given array, into a new one, and in place."""
-    n, me = comm.size, comm.rank
-    for step in (Step(name, count, dtype, root=root, algorithm=algorithm)
-                 for count in sizes for root in _roots(comm, name)
-                 for algorithm in range(1 + len(algorithms(name)) if name == "all_gather" else 1)):  # fmt: skip
+    several = range(1 + len(algorithms(name))) if name == "all_gather" else [algorithm]
+    for step in (Step(name, count, dtype, given, root, number, deterministic) for count in sizes
+                 for root in range(n if name in ROOTED else 1) for number in several):  # fmt: skip
         if name == "send_recv" and n == 1:
             return
         xs = contributions(seed, step, n)
         mine, x = parts(step, xs, me), xs[me].copy()
-        if mine is None:  # given an array by the root, and made by it
-            assert call(comm, step, x, None) is call(comm, step, x, None) is None
-            if name.endswith("_v"):
-                assert call(comm, replace(step, sized=False), x, None) is None
-            continue
-        expected = np.concatenate(mine)
-        out = poison(expected.size, dtype)
-        assert call(comm, step, x, out) is out
+        untouched = poison(sum(part.size for part in mine or xs[:1]) if name in MOVING else (mine or xs)[0].size, dtype)
+        out = untouched.copy()
+        got = call(comm, step, x, out)
         assert_bits(x, xs[me], f"input of {step}")
-        assert_bits(out, expected, str(step))
-        if name not in ("broadcast", "scatter", "scatter_v", "send_recv"):
-            assert_bits(call(comm, step, x, None).reshape(-1), expected, f"made output of {step}")
+        assert got is (None if mine is None else out)
+        if mine is None:
+            assert_bits(out, untouched, f"out of another rank in {step}")
+        elif name in MOVING:
+            assert_bits(out, np.concatenate(mine), str(step))
+        else:
+            check(out, mine, op, factors)
+        if name == "all_reduce":
+            assert_same_on_all_ranks(comm, out, str(step))
+        again = {}
+        if name.startswith(("all_gather", "all_to_all", "gather")):
+            again["made output of"] = call(comm, step, x, None)
         if name.endswith("_v"):
-            unsized = call(comm, replace(step, sized=False), x, poison(out.size, dtype))
-            assert_bits(unsized, expected, f"sizes travel: {step}")
-        if name in ("broadcast", "all_gather"):
-            own = x if name == "broadcast" else out.reshape(n, -1)[me]
-            out = own if name == "broadcast" else out
-            out[...] = poison(out.shape, dtype)
+            again["sizes travel:"] = call(comm, replace(step, sized=False), x, untouched.copy())
+        for what, got in again.items():
+            assert (got is None) == (mine is None), f"{what} {step}"
+            assert_bits(out if got is None else got.reshape(-1), out, f"{what} {step}")
+        if name in ("all_gather", "broadcast"):
+            whole = untouched.copy()
+            own = whole.reshape(n, -1)[me] if name == "all_gather" else whole
             if name == "all_gather" or me == step.root:
                 own[...] = xs[me]
-            assert call(comm, replace(step, in_place=True), own, out) is out
-            assert_bits(out, expected, f"in place: {step}")
+            assert call(comm, replace(step, in_place=True), own, whole) is whole
+            assert_bits(whole, out, f"in place: {step}")
+        elif name in REDUCING and name != "reduce_scatter_v":
+            own = x.reshape(n, -1)[me] if name == "reduce_scatter" else x
+            call(comm, replace(step, in_place=True), x, own)
+            assert_bits(own, xs[me] if mine is None else out, f"in place: {step}")
 
 
 def messages(comm: Communicator, seed: int, dtype: Any) -> None:
     """Two tags, received in reverse order."""
     n, me = comm.size, comm.rank
-    moves(comm, seed, "send_recv", dtype)
+    correct(comm, seed, "send_recv", dtype)
     for count in SIZES if n > 1 else ():
         xs = inputs(seed, n, count, dtype)
         right, left = (me + 1) % n, (me - 1) % n
@@ -118,9 +96,8 @@ def messages(comm: Communicator, seed: int, dtype: Any) -> None:
 
 def large(comm: Communicator, seed: int) -> None:
     """Several segments of every schedule."""
-    reduces(comm, seed, "all_reduce", np.float32, sizes=[LARGE])
     for name in ("all_gather", "broadcast", "send_recv"):
-        moves(comm, seed, name, np.float32, [LARGE])
+        correct(comm, seed, name, np.float32, sizes=[LARGE])
 
 
 def shapes_and_scalars(comm: Communicator) -> None:

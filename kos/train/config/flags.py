@@ -7,6 +7,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
+from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config.options import KEYS, TrainConfig, build, closest, flag_of, flatten, preset_values
@@ -67,8 +69,8 @@ def _add_plan(group: Any) -> None:
 def make_parser() -> argparse.ArgumentParser:
     """One flag a field, grouped; nothing has a default here, so that only what was given is known."""
     parser = _Parser(
-        prog="python -m kos.train",
-        usage="[mpirun -n RANKS] python -m kos.train [--preset NAME] [--config FILE] [flags]",
+        prog=program("kos.train"),
+        usage=f"[mpirun -n RANKS] {program('kos.train')} [--preset NAME] [--config FILE] [flags]",
         description="Train a LLaMA. A preset gives the values, a file overrides it, flags override both.",
         epilog=_preset_table(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -165,6 +167,22 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
     layers.append(("flags", given))
     folder = next((values["init_from"] for _, values in reversed(layers) if "init_from" in values), None)
     return [*layers, model_of(Path(folder), layers)] if isinstance(folder, str) else layers
+
+
+def set_by_file(argv: Sequence[str], message: str) -> str:
+    """What to add to a refusal whose flags nobody typed: that the file of ``--config`` sets them, and what to type.
+
+    Its flags are those before ``: expected``, and those in parentheses.
+    """
+    layers = read_command_line(argv)
+    (source, values), typed = layers[0], {key for label, given in layers if label == "flags" for key in given}
+    if source == "flags" or source in message:
+        return ""
+    set_there = [key for key, value in flatten(source, values).items() if value is not None and key not in typed]
+    named = re.findall(r"--[\w-]+", " ".join([message.partition(": expected")[0], *re.findall(r"\((.*?)\)", message)]))
+    flags = [flag for flag in map(flag_of, set_there) if flag in named]
+    wanted = " ".join(f"{flag} {1 if flag in ('--tp', '--pp', '--cp') else '…'}" for flag in flags)
+    return f"; {source} sets {' and '.join(flags)}: type {wanted} to override it" if flags else ""
 
 
 def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:

@@ -47,7 +47,7 @@ class ModelSection(Section):
         """The model's shape; what was left open is the tokenizer's vocabulary and the run's context."""
         width, heads = self.hidden_size, self.num_attention_heads
         if self.head_dim is None and width % heads:
-            raise ConfigError(f"hidden_size: expected a multiple of num_attention_heads = {heads}, got {width}")
+            raise ConfigError(f"hidden_size: expected a multiple of {heads} (num_attention_heads), got {width}")
         values: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": context,
             "num_key_value_heads": heads, "head_dim": width // heads, "rope_scaling": self.rope_scaling,

@@ -258,7 +258,7 @@ class TrainConfig(Section):
         ranks = "ranks" if self.tp * self.pp * self.cp == 1 else "data-parallel ranks"
         if micro is None:
             if batch % size:
-                raise ConfigError(f"--batch-size: expected a multiple of the {size} {ranks}, got {batch}")
+                raise ConfigError(f"--batch-size: expected a multiple of {size} ({ranks}), got {batch}")
             whole = batch if self.deterministic else batch // size
             parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1 if self.pp == 1 else 2 * self.pp
             limit = min(whole // parts, most // self.seq_len)
@@ -266,13 +266,13 @@ class TrainConfig(Section):
             micro = _largest_divisor(whole // self.pp if in_groups else whole, limit)
         if batch % (micro * size):
             raise ConfigError(
-                f"--batch-size: expected a multiple of micro-batch size × {ranks} = {micro} × {size} = "
-                f"{micro * size}, got {batch}"
+                f"--batch-size: expected a multiple of {micro * size} (--micro-batch-size {micro} × {size} {ranks}), "
+                f"got {batch}"
             )
         if self.pp_schedule == "interleaved" and (steps := batch // (micro * size)) % self.pp:
             raise ConfigError(
-                f"--pp-schedule interleaved: expected a multiple of --pp {self.pp} micro-batches of each data-parallel "
-                f"rank, got {steps} (--batch-size {batch}, --micro-batch-size {micro})"
+                f"--pp-schedule interleaved: expected the micro-batches of each data-parallel rank to be a multiple of "
+                f"{self.pp} (--pp), got {steps} (--batch-size {batch}, --micro-batch-size {micro})"
             )
         grad_dtype = self.grad_dtype if batch == micro * size else "float32"
         chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}

@@ -17,11 +17,12 @@ from kos.train.data.batches import LEFT_OUT, Dataset
 from kos.train.engine.stage import make_stage
 from kos.train.model.gpt2 import make_model
 from kos.train.model.initial import InitialWeights
-from kos.train.model.llama import Slot, Weights
+from kos.train.model.llama import LOOKUPS, Slot, Weights
 from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.parallel import schedules
-from kos.train.parallel.data import shard_batch
+from kos.train.parallel.data import TreeSum, make_buckets, shard_batch
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Action, forward_only
@@ -112,6 +113,16 @@ class Engine(Step):
             forward: [Buffer(self.make_array(self._shape, dtype)) for _ in range(size)]
             for forward, size in sizes.items()
         }
+
+    def sum_lookups_apart(self) -> None:
+        """With ``--deterministic``: a tied embedding's lookups get a sum of their own, as on two ends of a pipeline."""
+        model, like = self.model.config, self.gradients
+        if self.parallel.tree is None or not model.tie_word_embeddings or not any(part.first for part in self.parts):
+            return
+        lookups = Parameters({LOOKUPS: like[model.embedding].shape}, like.flat.dtype, None, like.zeros, like.multiple)
+        longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
+        buckets = make_buckets(lookups.flat.size, like.multiple, longest, longest)
+        self.lookup_sum = TreeSum(self.mesh.dp, self.accumulation_steps, lookups, buckets, self.model.ops)
 
     # --- all ranks ---------------------------------------------------------------------------------------
 

@@ -29,10 +29,9 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
-        of_model = {axis: getattr(mesh.layout, axis) for axis in ("tp", "pp", "cp")}
-        if config.deterministic and max(of_model.values()) > 1:
-            got = " ".join(f"--{axis} {size}" for axis, size in of_model.items() if size > 1)
-            raise ConfigError(f"--deterministic: expected ranks along --dp alone on GPUs, got {got}")
+        if config.deterministic and mesh.tp.size > 1:
+            why = "where products are not added in fixed parts"
+            raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {mesh.tp.size}")
         from kos.train.engine.cuda import CudaEngine
 
         return CudaEngine(config, model, data, mesh, show)
@@ -54,8 +53,8 @@ def layout_of(config: TrainConfig, ranks: int) -> Layout:
         raise ConfigError(f"--cp {layout.cp}: expected 1 with a GPT-2, which is data parallel only, got {layout.cp}")
     parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     if config.seq_len % parts:
-        of = f"--tp {layout.tp} x 2 x --cp {layout.cp}" if layout.cp > 1 else f"--tp {layout.tp}"
-        raise ConfigError(f"--seq-len: expected a multiple of {of} = {parts}, got {config.seq_len}")
+        of = " × ".join(["--tp"] * (layout.tp > 1) + ["2", "--cp"] * (layout.cp > 1))
+        raise ConfigError(f"--seq-len: expected a multiple of {parts} ({of}), got {config.seq_len}")
     return layout
 
 

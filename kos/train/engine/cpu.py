@@ -17,14 +17,13 @@ from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
-from kos.train.engine.stage import fixes_order
-from kos.train.model.fixed import LOOKUPS, split_of
+from kos.train.engine.stage import split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient
-from kos.train.parallel.data import DataParallel, TreeSum, waiting_subtrees
+from kos.train.parallel.data import DataParallel, waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
@@ -101,9 +100,8 @@ class CpuEngine(Engine):
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
         silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
-        dp, steps, fixed = mesh.dp, self.accumulation_steps, fixes_order(config, model)
-        if fixed:
-            split_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
+        dp, steps = mesh.dp, self.accumulation_steps
+        split_of(config, model, mesh)  # raises where it does not fit the ranks
         waiting = waiting_subtrees(dp.rank, steps) if config.deterministic else 0
         saved = Shards(model, mesh.layout, schedule.stages_of_ranks).host_bytes(mesh.world.rank, config.save_async)
         plan = plan_memory(config, model, parts, silent, schedule, of_host, shards, saved, waiting)
@@ -114,10 +112,7 @@ class CpuEngine(Engine):
         self.build_models(model, numpy_ops, self.dtype, recompute=config.recompute)
         in_order = (dp, steps) if config.deterministic else None
         self.parallel = DataParallel(group, self.gradients, in_order=in_order, sharded=sharded)
-        if fixed and model.tie_word_embeddings and any(part.first for part in parts):
-            table = {LOOKUPS: self.weights[model.embedding].shape}
-            lookups = Parameters(table, self.dtype, multiple=dp.size)
-            self.lookup_sum = TreeSum(dp, steps, lookups, [slice(0, lookups.flat.size)])
+        self.sum_lookups_apart()
         self.optimizer = AdamW(
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,

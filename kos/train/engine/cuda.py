@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import time
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.communicator import Communicator
+from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import host_id
 from kos.cuda import driver
 from kos.cuda.devices import device_info
@@ -39,6 +41,7 @@ from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, Buckets, MemoryPlan, plan_memory
+from kos.train.engine.stage import split_of
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
@@ -67,7 +70,8 @@ class CudaEngine(Engine):
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
-        ops = CudaOps(device)
+        sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
+        ops = CudaOps(device, multiple=math.gcd(*sizes.values()) if config.deterministic else None)
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, self.accumulation_steps
         self.sharded = config.zero == 1 and group.size > 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
@@ -84,6 +88,7 @@ class CudaEngine(Engine):
             sharing = uuids.count(uuids[comm.rank])
             return plan_memory(config, model, parts, ops, silent, schedule, buckets, sharing).check()
 
+        split_of(config, model, mesh)  # raises where it does not fit the ranks
         self.plan = together(comm, plan)
         self.ops = ops
         if not config.deterministic:
@@ -97,14 +102,15 @@ class CudaEngine(Engine):
             arena.fix()
         if mesh.pp.size > 1:
             micro, evaluated = len(self.micro_batches[0]), [len(batch()[0]) for batch in data.val_batches()[:1]]
-            sizes = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
-            for rows in sorted(sizes):
+            counts = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
+            for rows in sorted(counts):
                 own = self.tensor.rows(rows * config.seq_len // mesh.cp.size)
                 self.pipeline.connect(self._buffers[True][0].array[:own])
         self.parallel = DataParallel(
             group, self.gradients, ops, in_order=(mesh.dp, accumulation_steps) if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.nbytes // 4, sharded=self.sharded,
         )  # fmt: skip
+        self.sum_lookups_apart()
         dtype = config.master_dtype
         master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)
         copy = None
@@ -117,6 +123,8 @@ class CudaEngine(Engine):
             ops, master, copy, config.make_schedule(), betas=(config.beta1, config.beta2), eps=config.eps,
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, skip_outliers=config.skip_outliers,
             seed=config.seed, counted=self.counted() if mesh.model.size > 1 else None,
+            places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
+            exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip
         self.state = self.make_state(model)
         self.feed = Feed(data, self.micro_batches, self.context, ops)
@@ -247,7 +255,8 @@ class CudaEngine(Engine):
     def queue_norm(self) -> None:
         of_parts = self.group.comm.all_reduce if self.sharded else None
         of_model = self.mesh.model.comm.all_reduce if self.mesh.model.size > 1 else None
-        self.optimizer.queue_norm(self.gradients, of_parts, of_model)
+        of_all = (lambda bits: self.comm.all_reduce(bits, ReduceOp.MAX)) if self.comm.size > 1 else None
+        self.optimizer.queue_norm(self.gradients, of_parts, of_model, of_all)
 
     def queue_update(self) -> None:
         self.optimizer.queue_update(self.gradients, 1 / self.micro_batches_of_all)

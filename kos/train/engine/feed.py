@@ -34,7 +34,8 @@ class Feed:
 
     def __init__(self, data: Dataset, micro_batches: Sequence[range], context: ContextParallel, ops: CudaOps) -> None:
         self._data, self._micro_batches, self._context, self._ops = data, micro_batches, context, ops
-        shape = (len(micro_batches), 2, len(micro_batches[0]), data.seq_len // context.size)
+        pieces = context.pieces  # as samples of their own
+        shape = (len(micro_batches), 2, len(micro_batches[0]) * pieces, data.seq_len // (context.size * pieces))
         self.batch, self.count = ops.zeros(shape, np.int32), ops.zeros(1, np.float32)
         self._stream = create_stream(ops.device)
         self._slots = [

@@ -17,8 +17,7 @@ from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
 from kos.train.engine.stage import make_stage
-from kos.train.model.fixed import LOOKUPS
-from kos.train.model.llama import Gradients, Slot
+from kos.train.model.llama import LOOKUPS, Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
@@ -105,6 +104,8 @@ def plan_memory(
     ranks, accumulation_steps = mesh.gradients.size, schedule.micro_batches
     waiting = waiting_subtrees(mesh.dp.rank, accumulation_steps) if config.deterministic else 0
     count = -(-model.num_parameters(*parts) // buckets.multiple) * buckets.multiple
+    apart = config.deterministic and model.tie_word_embeddings and any(part.first for part in parts)
+    lookups = len(parts[0].vocabulary) * model.hidden_size * apart
     itemsize = DTYPES[config.dtype].itemsize
     sharded = config.zero == 1 and ranks > 1
     held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
@@ -125,7 +126,7 @@ def plan_memory(
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
         f"both Adam moments, float32{share}": 8 * held,
-        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (1 + waiting),
+        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": 3 * 8 * accumulation_steps * tokens + cublaslt.WORKSPACE,

@@ -10,19 +10,34 @@ from kos.train.model.gpt2 import GPT2Config, make_model
 from kos.train.model.llama import Llama
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
+from kos.train.parallel import fixed_rows
 from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.fixed import Split
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.tensor import TensorParallel
 
 
-def fixes_order(config: TrainConfig, model: LlamaConfig) -> bool:
-    """Whether the sums within a layer have a fixed order: on CPUs. Elsewhere, and in a GPT-2, only dp has ranks."""
-    return config.deterministic and config.device == "cpu" and not isinstance(model, GPT2Config)
+def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
+    """How the sums within a layer are split, in every layout; None: not at all, and in a GPT-2 only dp has ranks.
+
+    On GPUs sequences are split alone, and only long ones.  ConfigError where a rank would not hold whole subtrees.
+    """
+    if not config.deterministic or isinstance(model, GPT2Config):
+        return None
+    tp, cp, sizes = mesh.tp.size, mesh.cp.size, (model.num_attention_heads, model.num_key_value_heads)
+    if config.device == "cpu":
+        split = Split.of((*sizes, model.intermediate_size, model.vocab_size), config.seq_len)
+        split.check(tp, cp)
+        return split
+    split = Split.of((1,), config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
+    split.check(1, cp, fixed_rows.LEAST_ROWS_CHUNK)
+    return split if split.tokens > 1 else None
 
 
 def make_stage(config: TrainConfig, model: LlamaConfig, ops: Any, local: Local, mesh: Mesh, **options: Any) -> Llama:
     """The model of ``local``; ``options`` are those of ``Llama``."""
-    if fixes_order(config, model):
-        return FixedLlama(model, ops, seq_len=config.seq_len, local=local, tp=mesh.tp, cp=mesh.cp, **options)
+    if (split := split_of(config, model, mesh)) is not None:
+        by_rows = config.device != "cpu"
+        return FixedLlama(model, ops, split=split, local=local, tp=mesh.tp, cp=mesh.cp, by_rows=by_rows, **options)
     tensor, context = TensorParallel(ops, mesh.tp, local.vocabulary.start), ContextParallel(ops, mesh.cp)
     return make_model(model, ops, local=local, tensor=tensor, context=context, **options)

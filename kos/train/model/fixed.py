@@ -11,38 +11,30 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
 from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor, Split
+from kos.train.parallel.fixed_rows import RowContext, RowOrder, RowTensor
 from kos.train.parallel.mesh import Axis
-
-LOOKUPS = "lookups"
-"""In ``Gradients.of``: a tied embedding's gradient by its lookups, apart from that of the head."""
-
-
-def split_of(config: LlamaConfig, seq_len: int) -> Split:
-    """How the sums of a model are split, in every layout."""
-    sizes = (config.num_attention_heads, config.num_key_value_heads, config.intermediate_size, config.vocab_size)
-    return Split.of(sizes, seq_len)
 
 
 class FixedLlama(Llama):
-    """A rank's part of ``Llama``, with the bits of every other layout; gradients are written, never added to."""
+    """A rank's part of ``Llama``, with the bits of every other layout; gradients are written, never added to.
+
+    ``by_rows``: with the products and the attention of ``fixed_rows``.
+    """
 
     tensor: FixedTensor
     context: FixedContext
 
     def __init__(
-        self, config: LlamaConfig, ops: Any, *, seq_len: int, local: Local, tp: Axis, cp: Axis, **options: Any
-    ) -> None:
-        self.order = FixedOrder(ops, split_of(config, seq_len), tp, cp)
-        tensor, context = FixedTensor(self.order, local.vocabulary.start), FixedContext(self.order)
+        self, config: LlamaConfig, ops: Any, *, split: Split, local: Local, tp: Axis, cp: Axis, by_rows: bool,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        kinds = (RowOrder, RowTensor, RowContext) if by_rows else (FixedOrder, FixedTensor, FixedContext)
+        self.order = kinds[0](ops, split, tp, cp)
+        tensor, context = kinds[1](self.order, local.vocabulary.start), kinds[2](self.order)
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
         A, kv = local.heads * config.head_dim, local.kv_heads * config.head_dim
         self._stacked: dict[str, tuple[int, ...]] = {names.qkv: (A, kv, kv) for names in self._layers}
         self._stacked |= {names.gate_up: (local.intermediate,) * 2 for names in self._layers}
-
-    def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
-        name = LOOKUPS if self.config.tie_word_embeddings else self.config.embedding
-        self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], False, self.arena)
-        into.final(name)
 
     def head_loss_and_gradients(
         self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,

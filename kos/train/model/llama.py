@@ -27,6 +27,9 @@ from kos.train.parallel.tensor import TensorParallel
 
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 
+LOOKUPS = "lookups"
+"""In ``Gradients.of``, with ``--deterministic``: a tied embedding's gradient by its lookups, apart from the head's."""
+
 Weights = Mapping[str, Array]
 
 
@@ -265,9 +268,10 @@ class Llama:
         return x_nD
 
     def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
-        """The last of all; a tied head has already put its share there."""
-        name = self.config.embedding
-        accumulate = into.accumulate or (self.config.tie_word_embeddings and self.holds_last)
+        """The last of all; a tied head has already put its share there, unless lookups are summed apart."""
+        name = LOOKUPS if LOOKUPS in into.of else self.config.embedding
+        adds = name != LOOKUPS and self.config.tie_word_embeddings and self.holds_last
+        accumulate = into.accumulate or adds
         self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], accumulate, self.arena)
         into.final(name)
 
@@ -384,7 +388,7 @@ class Llama:
                     ops.linear_weight_gradient(logits_NV, normed_ND[rows], sum_VD, add, arena)
             if not in_place:
                 ops.copy(sum_VD, d_weight)
-            if not self.config.tie_word_embeddings or not self.holds_first:
+            if not self.config.tie_word_embeddings or not self.holds_first or LOOKUPS in into.of:
                 into.final(name)
             ops.zero(dx_nD)
             d_normed_nD = d_normed_ND

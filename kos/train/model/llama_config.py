@@ -87,9 +87,8 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
-            raise ConfigError(
-                f"num_attention_heads: expected a multiple of num_key_value_heads = {kv_heads}, got {heads}"
-            )
+            expected = f"a multiple of {kv_heads} (num_key_value_heads)"
+            raise ConfigError(f"num_attention_heads: expected {expected}, got {heads}")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: expected an even number, as rotary embeddings need, got {self.head_dim}")
 

@@ -25,6 +25,12 @@ from kos.train.parallel.tensor import ALONE
 Parts = Iterator[tuple[int, Array, Array | None]]
 
 
+def seen(owner: int, rank: int, length: int) -> tuple[slice, slice]:
+    """Which queries of ``rank`` come after which keys of another, ``owner``; both have ``length`` tokens."""
+    half, every = length // 2, slice(0, length)
+    return (every, slice(0, half)) if owner < rank else (slice(half, length), every)
+
+
 class ContextParallel:
     """Attention of the tokens that this rank of ``axis`` holds. With one rank: the plain operations."""
 
@@ -62,7 +68,7 @@ class ContextParallel:
                     ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
                     merged = self._widen(out, arena)
                 else:
-                    queries, keys = self._seen(owner, log_sum_exp.shape[-1])
+                    queries, keys = seen(owner, self.axis.rank, log_sum_exp.shape[-1])
                     ops.attention_to(qkv, kv, heads, kv_heads, queries, keys, merged, log_sum_exp, arena)
             if merged is not out:
                 ops.copy(merged, out)
@@ -84,18 +90,13 @@ class ContextParallel:
                     ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
                     total = self._widen(d_qkv, arena)
                 else:
-                    queries, keys = self._seen(owner, log_sum_exp.shape[-1])
+                    queries, keys = seen(owner, self.axis.rank, log_sum_exp.shape[-1])
                     ops.attention_to_backward(
                         d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, queries, keys, total, d_kv, arena
                     )
             ops.add_keys_and_values(d_mine, total)
             if total is not d_qkv:
                 ops.copy(total, d_qkv)
-
-    def _seen(self, owner: int, length: int) -> tuple[slice, slice]:
-        """Which queries of this rank come after which keys of another."""
-        half, every = length // 2, slice(0, length)
-        return (every, slice(0, half)) if owner < self.axis.rank else (slice(half, length), every)
 
     def _widen(self, x: Array, arena: Arena) -> Array:
         """``x`` in the statistics' dtype, to add to."""

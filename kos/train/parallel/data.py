@@ -185,10 +185,13 @@ class DataParallel:
                     work = comm.all_reduce(x, async_op=True)
                 self._in_flight.append(work)
 
-    def finish(self) -> None:
-        """Called after the last backward: now ``gradients`` hold the sum over all micro-batches."""
+    def finish(self, *, whole: bool = False) -> None:
+        """Called after the last backward: now ``gradients`` hold the sum over all micro-batches.
+
+        With ``whole`` a ``tree``'s are whole even where they are ``sharded``.
+        """
         if self.tree is not None:
-            self.tree.finish(whole=not self.sharded)
+            self.tree.finish(whole=whole or not self.sharded)
         for work in self._in_flight:
             work.wait()
         self._in_flight, self._missing = [], []

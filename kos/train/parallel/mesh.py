@@ -33,11 +33,13 @@ class Layout:
     def of(cls, ranks: int, *, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1) -> Layout:
         """The layout of ``ranks`` ranks; ``dp`` takes the rest if it is None. ConfigError if they do not multiply."""
         rest = tp * pp * cp
-        asked = f"--tp {tp} --pp {pp} --cp {cp}" if dp is None else f"--dp {dp} --tp {tp} --pp {pp} --cp {cp}"
-        if dp is None and ranks % rest:
-            raise ConfigError(f"{asked}: expected a product that divides the number of ranks, {ranks}, got {rest}")
-        if dp is not None and dp * rest != ranks:
-            raise ConfigError(f"{asked}: expected a product of {ranks}, the number of ranks, got {dp * rest}")
+        if ranks % rest or dp not in (None, ranks // rest):
+            named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
+            sizes = {axis: n for axis, n in named.items() if n is not None and (n > 1 or axis == "dp")}
+            asked = " ".join(f"--{axis} {n}" for axis, n in sizes.items())
+            got = " × ".join(map(str, sizes.values())) + f" = {rest * (dp or 1)}" * (len(sizes) > 1)
+            expected = f"a divisor of {ranks} (ranks)" if dp is None else f"{plural(ranks, 'rank')} in all"
+            raise ConfigError(f"{asked}: expected {expected}, got {got}")
         return cls(pp, ranks // rest, cp, tp)
 
     @property

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
 from pathlib import Path
 
 from kos.comm.rendezvous import mpi_job
+from kos.commands import mpirun, python
 from kos.train.config.options import TrainConfig, flag_of
 
 
@@ -16,10 +15,9 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
 
     The command of every rank, where something else than mpirun has started them.
     """
-    words = [_near(sys.executable), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
+    words = [python(), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
     if mpi_job.under_mpirun():
-        mpirun = Path(sys.executable).with_name("mpirun")
-        words = [_near(str(mpirun)) if mpirun.exists() else "mpirun", "-n", str(ranks), *words]
+        words = [*mpirun(ranks), *words]
     elif ranks > 1:
         return f"start the {ranks} ranks as before, with: {shlex.join(words)}"
     return shlex.join(words)
@@ -38,15 +36,9 @@ def sample(out: Path, config: TrainConfig) -> str:
     asked = {name: getattr(config, name) for name in ("prompt", "temperature", "top_k")}  # whose defaults are the same
     given = [(name, value) for name, value in asked.items() if value != TrainConfig.model_fields[name].default]
     flags = [word for name, value in given for word in (flag_of(name), str(value))]
-    return shlex.join([_near(sys.executable), "-m", "kos.train.sample", str(out), *flags])
+    return shlex.join([python(), "-m", "kos.train.sample", str(out), *flags])
 
 
 def plot(out: Path) -> str:
     """A picture of the metrics of the run in ``out``."""
-    return shlex.join([_near(sys.executable), "-m", "kos.train.tools.plot", str(out)])
-
-
-def _near(program: str) -> str:
-    """A program as a user would type it here."""
-    near = os.path.relpath(program)
-    return program if near.startswith("..") else near
+    return shlex.join([python(), "-m", "kos.train.tools.plot", str(out)])

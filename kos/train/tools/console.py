@@ -12,7 +12,8 @@ from typing import Any, TextIO
 from kos.comm.rendezvous import mpi_job
 
 SILENCE = 10.0  # seconds without a line, after which a part of what takes long is worth one
-LEAST_BAR = 8  # columns; a narrower bar shows nothing
+LEAST_BAR = 6  # columns; a narrower bar shows nothing
+ECHO = len("^C")  # columns left free: what a terminal shows for the key would begin a line that nothing erases
 
 # How each value of a row is shown, in this order.
 _SHOWN = {
@@ -127,13 +128,14 @@ class Bar:
         from rich.table import Table
         from rich.text import Text
 
-        whole, room = "  ".join(self._fields), options.max_width - len(self._headline) - 1
+        width = max(1, options.max_width - ECHO)
+        whole, room = "  ".join(self._fields), width - len(self._headline) - 1
         beside = whole and room - len(whole) - 1 >= LEAST_BAR
         bar = ProgressBar(total=1, completed=self._share, width=room - (len(whole) + 1 if beside else 0))
         line = Table.grid(padding=(0, 1))
         line.add_row(Text(self._headline), *[bar] * (room >= LEAST_BAR), *[Text(whole)] * bool(beside))
         yield line
-        yield from map(Text, [] if beside else wrapped(self._fields, options.max_width))
+        yield from map(Text, [] if beside else wrapped(self._fields, width))
 
 
 def wrapped(fields: Iterable[str], width: int) -> list[str]:

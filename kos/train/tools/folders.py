@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from pathlib import Path
 
 from kos.errors import ConfigError
@@ -32,3 +33,16 @@ def run_folder(config: TrainConfig) -> Path:
                 return folder
     except OSError as error:
         raise ConfigError(f"--out {RUNS}: expected a folder that can be written, got {error}") from error
+
+
+def check_folder(out: Path, rank: int) -> None:
+    """ConfigError where ``rank`` cannot write into ``out``, or cannot make it. Makes nothing."""
+    existing = next(folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder))
+    if not existing.is_dir():
+        got = f"{existing}, which is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        got = f"no permission to write into {existing}"
+    else:
+        return
+    where = f" on rank {rank}" if rank else ""
+    raise ConfigError(f"--out {out}: expected a folder that can be written, got {got}{where}")

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kos.comm.schedules.schedule import plural
+from kos.commands import mpirun, python
 from kos.errors import ConfigError
 from kos.train.config.flags import parse_plan
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
@@ -208,10 +209,12 @@ def notes(job: Job) -> list[str]:
 
 
 def command(proposal: Prediction, words: Sequence[str]) -> str:
-    """The run that was proposed, with the settings that ``words`` name."""
+    """The run that was proposed: the settings that ``words`` name, then the others."""
+    typed = {word.partition("=")[0] for word in words}
     layout, config = proposal.job.layout, proposal.job.config
     chosen = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1}
     chosen |= {"micro_batch_size": config.micro_batch_size, "zero": config.zero, "recompute": config.recompute}
     chosen |= {"pp_schedule": config.pp_schedule} if layout.pp > 1 else {}
-    flags = [word for name, value in chosen.items() for word in (flag_of(name), str(value))]
-    return shlex.join(["mpirun", "-n", str(layout.ranks), "python", "-m", "kos.train", *words, *flags])
+    named = {flag: str(value) for name, value in chosen.items() if (flag := flag_of(name)) not in typed}
+    flags = [word for pair in named.items() for word in pair]
+    return shlex.join([*mpirun(layout.ranks), python(), "-m", "kos.train", *words, *flags])

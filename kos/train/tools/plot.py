@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.commands import program
 from kos.errors import DataError, KosError
 from kos.files import check_picture
 from kos.train.tools.metrics import read_metrics
@@ -100,7 +101,7 @@ def _values(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kos.train.tools.plot", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog=program("kos.train.tools.plot"), description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="A run's folder.")
     about = "The picture, .png or .svg. Default: plot.png in the folder of the first run."
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help=about)

@@ -159,7 +159,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         backward = name == "attention_backward"
         out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
         flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
-    elif name == "squares":  # of the grid's chunks, this rank's share
+    elif name in ("squares", "exact_squares", "largest"):  # of the grid's chunks, this rank's share
         from kos.train.ops.cuda.adamw import CHUNK
 
         nbytes = min(CHUNK * arguments[2], arrays[0].size) * arrays[0].dtype.itemsize

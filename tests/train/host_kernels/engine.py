@@ -21,11 +21,12 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.engine import cuda as engine_module
 from kos.train.engine import feed, memory_plan
+from kos.train.model.parameters import Parameters
 from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.adamw import _CHUNK_DTYPE as CHUNKS
 from kos.train.ops.cuda.adamw import SHAPES, STATE
-from kos.train.ops.optimizer import Schedule, clip_coefficient
+from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 
@@ -154,19 +155,42 @@ def _numpy(name, arguments):
 
 
 def _squares(gradients, chunks, partial):
-    for start, _, length, _, index in chunks.view(CHUNKS):
-        partial[index] = np.sum(gradients[start : start + length].astype(np.float64) ** 2)
+    for start, _, length, _, index, _ in chunks.view(CHUNKS):
+        partial[0, index] = np.sum(gradients[start : start + length].astype(np.float64) ** 2)
 
 
-def _finish_norm(partial, count, state):
-    state[8] = partial[:count].sum()
+def _largest(gradients, chunks, most):
+    for start, _, length, *_ in chunks.view(CHUNKS):
+        most[0] = max(most[0], int((gradients[start : start + length].view(np.int32) & 0x7FFFFFFF).max(initial=0)))
+
+
+def _exact_squares(gradients, chunks, partial, stride, most, count_bits):
+    magnitude = float(most.view(np.float32)[0])
+    for start, _, length, _, index, _ in chunks.view(CHUNKS):
+        part = gradients[start : start + length]
+        if 0 < magnitude < np.inf:
+            partial[:, index] = exact_sums(part, magnitude, (1 << count_bits) - 1)
+        else:
+            partial[:, index] = np.sum(part.astype(np.float64) ** 2), 0
+
+
+def exact_sums(values, magnitude, count):
+    """The two sums that the CPU's norm has of ``values``."""
+    whole = Parameters({"x": values.shape})
+    whole.flat[:] = values
+    return AdamW(whole).exact_squares(whole, {"x"}, magnitude, count)
+
+
+def _finish_norm(partial, stride, state):
+    for row, sums in enumerate(partial.reshape(-1, stride)):
+        state[8 + row] = sums.sum()
 
 
 def _prepare(
     state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, weight_decay, average, max_norm, outlier
 ):
     now = dict(zip(STATE, state, strict=True))
-    norm = np.sqrt(now["sum_of_squares"]) * average
+    norm = np.sqrt(now["sum_of_squares"] + now["rest"]) * average
     good = np.isfinite(norm) and not (outlier and norm > outlier)
     now["halted"] = now["halted"] or float(not good and not outlier)
     now |= {"norm": norm, "finite": float(good and not now["halted"])}
@@ -204,7 +228,7 @@ def rounded_at_random(x, seed, step, places):
 
 def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, state, beta1, beta2, eps, seed):
     now = dict(zip(STATE, state.astype(np.float32), strict=True))
-    for start, local, length, decayed, _ in chunks.view(CHUNKS) if now["finite"] else ():
+    for start, local, length, decayed, _, place in chunks.view(CHUNKS) if now["finite"] else ():
         here = slice(local, local + length)
         g, m, v = gradients[start : start + length] * now["scale"], exp_avg[here], exp_avg_sq[here]
         m[:] = beta1 * m + (1 - beta1) * g
@@ -212,12 +236,15 @@ def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, state, beta1, 
         w = weights[here].astype(np.float32) * (now["decay"] if decayed else 1)
         w -= now["step_size"] * (m / (np.sqrt(v) * now["root"] + eps))
         if weights.dtype == BFLOAT16:
-            w = rounded_at_random(w, seed, int(now["step"]), np.arange(start, start + length))
+            w = rounded_at_random(w, seed, int(now["step"]), np.arange(place, place + length))
         weights[here] = w
         copy[start : start + length] = weights[here]
 
 
-_ADAMW = {"squares": _squares, "finish_norm": _finish_norm, "prepare": _prepare, "adamw": _adamw}
+_ADAMW = {
+    "squares": _squares, "largest": _largest, "exact_squares": _exact_squares, "finish_norm": _finish_norm,
+    "prepare": _prepare, "adamw": _adamw,
+}  # fmt: skip
 
 
 class DeviceComm:

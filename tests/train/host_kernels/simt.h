@@ -164,6 +164,7 @@ static int __float2int_rn(float x) { return lrintf(x); }
 #define __logf logf
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int atomicAdd(int* p, int x) { return (*p += x) - x; }
+static void atomicMax(int* p, int x) { *p = *p > x ? *p : x; }
 static float __uint_as_float(unsigned x) { return memcpy(&x, &x, 4), *(float*)&x; }
 static float __int_as_float(int x) { return __uint_as_float(x); }
 static unsigned __float_as_uint(float x) { return *(unsigned*)&x; }

@@ -10,17 +10,20 @@ Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
 from typing import Any
 
 import numpy as np
 
 from kos.comm.host.shared.calls import Calls, Wait
+from kos.comm.host.shared.direct import Direct, Unreadable
 from kos.comm.host.shared.plans import Plan, Plans, Sum
 from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING
 from kos.comm.operation import Call
 from kos.comm.reduction import Reduction
+from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Steps
 
 Array = np.ndarray[Any, Any]
@@ -28,14 +31,22 @@ Array = np.ndarray[Any, Any]
 SPINS, CROWDED_SPINS = 300, 30
 """Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
 There each poll also yields the core, since a spinning rank may keep the awaited rank from running."""
+READ_SPINS = 4000
+"""Polls in which other ranks read this rank's memory, unless there are more ranks than cores."""
+ENDING_SECONDS = 1.0
+"""In which a process that ends is found to have ended, once its memory cannot be read."""
 
 
 class SharedCollectives:
     """Runs whole operations, from the user's input to the user's output."""
 
-    def __init__(self, calls: Calls, crowded: bool) -> None:
+    def __init__(
+        self, calls: Calls, crowded: bool, rendezvous: Rendezvous, by_messages: Callable[[Call, Wait], Steps]
+    ) -> None:
+        """``by_messages`` runs an operation on arrays whose memory other ranks cannot read."""
         segment = calls.segment
         self._calls, self._words, self._plans = calls, segment.words, Plans(segment)
+        self.direct, self._by_messages = Direct(rendezvous, segment, self._plans, crowded), by_messages
         self.rank, self.size = segment.rank, segment.size
         self._lines = [segment.layout.line(rank) for rank in range(self.size)]
         self._mine = self._lines[self.rank]
@@ -52,7 +63,7 @@ class SharedCollectives:
 
     def prepare(self, call: Call) -> bool:
         """Make the plan of ``call``, for all its launches; whether it is supported here."""
-        call.plan = self._plans.make(call.operation)
+        call.plan = self.direct.make(call.operation) or self._plans.make(call.operation)
         return call.plan is not None
 
     def start(self, call: Call) -> Steps | None:
@@ -65,7 +76,7 @@ class SharedCollectives:
         place, published = sequence % RING, self._calls.announce(call)
         if type(plan) is Sum:
             return self._reduce(call, *plan)
-        count, per_stage, _, put, get, flags, reads_all = plan
+        count, per_stage, _, put, get, flags, reads_all, readers = plan
         if (
             count > per_stage or self._issued != self._served
             or (stage > self._free and not self._reached(self._gots, stage + 1 - DEPTH))
@@ -88,14 +99,29 @@ class SharedCollectives:
                 spins -= 1
                 if crowded:
                     sched_yield()
-        if words[failure]:
-            return self._run(call, plan, begun=True)
         if count:
+            self._stage = stage + 1
             if get is not None:
-                get(stage % DEPTH, 0, count)
-            self._stage = words[my_got] = stage + 1
+                try:
+                    get(stage % DEPTH, 0, count)
+                except OSError as error:
+                    self._issued += 1
+                    return self._unread(call, error)
+            words[my_got] = stage + 1
             if reads_all:  # a rank puts a stage after it got the one before
                 self._free = stage + 1
+            if readers and not crowded:
+                spins = READ_SPINS
+            for at in readers:
+                while words[at] <= stage:
+                    if not spins:
+                        self._issued += 1
+                        return self._until_read(call, stage, readers)
+                    spins -= 1
+                    if crowded:
+                        sched_yield()
+        if words[failure]:  # a rank that has failed may have changed what was read
+            self._calls.raise_failure(sequence)
         return None
 
     def behind(self) -> list[int]:
@@ -104,7 +130,7 @@ class SharedCollectives:
 
     def _run(self, o: Call, plan: Plan, begun: bool = False) -> Steps:
         """The steps of ``plan``; ``begun``: its only stage is put."""
-        count, per_stage, sources, put, get, awaited, _ = plan
+        count, per_stage, sources, put, get, awaited, _, readers = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
         ticket, self._issued = self._issued, self._issued + 1
@@ -133,13 +159,40 @@ class SharedCollectives:
             if not self._reached(awaited, stage + 1):
                 yield from self._wait_for(o, PUT, stage + 1, sources)
             if get is not None:
-                get(slot, start, end)
+                try:
+                    get(slot, start, end)
+                except OSError as error:
+                    yield from self._unread(o, error)
+                    return
             words[mine + GOT] = stage + 1
             start = end
         if not stages:
             while not all_arrived():
                 yield
+        yield from self._until_read(o, first, readers)
+
+    def _until_read(self, o: Call, stage: int, readers: Sequence[int]) -> Steps:
+        """The end of an operation whose data the ``readers``, if any, read where they lie."""
+        if not self._reached(readers, stage + 1):
+            yield from self._wait_for(o, GOT, stage + 1, self._peers)
+        if self._words[self._failure]:
+            self._calls.raise_failure(o.sequence)
         self._served += 1
+
+    def _unread(self, o: Call, error: OSError) -> Steps:
+        """The end of an operation in which the memory of a rank could not be read."""
+        if isinstance(error, Unreadable):
+            self._words[self._mine + GOT] = self._stage
+            self._served += 1
+            yield from self._by_messages(o, Wait(self._calls, o))
+            return
+        deadline = time.monotonic() + ENDING_SECONDS
+        while time.monotonic() < deadline:
+            for rank in self._peers:
+                if (end := self._calls.end_of(rank, o)) is not None:
+                    self._calls.raise_everywhere(end, o.sequence)
+            yield
+        raise error
 
     def _reduce(self, o: Call, x: Array, out: Array | None, reduction: Reduction) -> Steps:
         """The steps of a Sum.

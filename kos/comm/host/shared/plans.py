@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     get: Step | None = None
     flags: Sequence[int] = ()  # those that count the puts of ``sources``
     reads_all: bool = False  # whether ``sources`` are all other ranks
+    readers: Sequence[int] = ()  # flags that count the gets of the ranks that read this rank's memory
 
 
 class Sum(NamedTuple):
@@ -88,7 +89,7 @@ class Plans:
         plan = make(self, o)
         if isinstance(plan, Plan):
             flags = [self._puts[rank] for rank in plan.sources] if plan.elements else []
-            plan = Plan(*plan[:5], flags, len(flags) == len(self.peers))
+            plan = plan._replace(flags=flags, reads_all=len(flags) == len(self.peers))
         return plan
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:

@@ -6,7 +6,7 @@ device.  A gradient norm that is not finite changes nothing any more, and stands
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,11 @@ from kos.train.ops.optimizer import Schedule
 
 CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins
 SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of adamw.cu
-STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", "sum_of_squares", "halted")
-_CHUNK_DTYPE = np.dtype(
-    [("start", np.int64), ("local", np.int64), ("length", np.int32), ("decayed", np.int32), ("index", np.int64)]
-)
+STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", "sum_of_squares", "rest", "halted")
+_CHUNK_DTYPE = np.dtype([
+    ("start", np.int64), ("local", np.int64), ("length", np.int32), ("decayed", np.int32), ("index", np.int64),
+    ("place", np.int64),
+])  # fmt: skip
 
 
 class CudaAdamW:
@@ -32,9 +33,11 @@ class CudaAdamW:
     ``seed``, step and place in the layout alone, the same in any Shard (Gupta et al. 2015, arXiv:1502.02551).
     ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), of parts that
     begin and end at multiples of CHUNK; gradients and copy are whole.  Matrices are decayed, vectors are not.
+    ``places``: where each tensor begins in the layout of the whole model, if ``weights`` are a stage of it.
     ``counted`` names the tensors that count in this rank's part of the norm; None: all.
+    ``exact``, the elements of the whole model: its norm has the same bits however ranks and chunks cut it; 0: not so.
     ``skip_outliers`` > 0 leaves out steps of a norm beyond it, or not finite, instead of stopping at the latter.
-    ``state`` (10,) float64 holds what ``STATE`` names.
+    ``state`` (11,) float64 holds what ``STATE`` names.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class CudaAdamW:
         skip_outliers: float = 0.0,
         seed: int = 0,
         counted: Collection[str] | None = None,
+        places: Mapping[str, int] | None = None,
+        exact: int = 0,
     ) -> None:
         if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
             raise InvalidArgument("CudaAdamW: expected a copy in the layout of the weights, and no wider")
@@ -59,9 +64,9 @@ class CudaAdamW:
         self.exp_avg, self.exp_avg_sq = weights.like("float32"), weights.like("float32")
         self.schedule, self.betas, self.eps = schedule, betas, eps
         self.weight_decay, self.grad_clip, self.skip_outliers = weight_decay, grad_clip, skip_outliers
-        self.seed = seed
+        self.seed, self.exact = seed, exact
         self.state = ops.zeros(len(STATE), np.float64)
-        chunks, self._starts = _chunks(weights)
+        chunks, self._starts = _chunks(weights, places)
         names = np.array([*weights.spans])[_tensor_of(weights, chunks["start"])]
         of_norm = chunks if counted is None else chunks[np.isin(names, [*counted])]
         self._chunk_count, self._norm_count, self._sparse = len(chunks), len(of_norm), counted is not None
@@ -69,7 +74,8 @@ class CudaAdamW:
             Array.from_numpy(rows.view(np.uint8), ops.device, stream=ops.stream, label="AdamW chunks")
             for rows in (chunks, of_norm)
         )
-        self.partial = ops.zeros(len(self._starts), np.float64)
+        self.partial = ops.zeros((2 if exact else 1, len(self._starts)), np.float64)
+        self.largest = ops.zeros(1, np.int32)
 
     @property
     def step_count(self) -> int:
@@ -89,26 +95,35 @@ class CudaAdamW:
 
     def queue_norm(
         self, gradients: Parameters, add_up: Callable[[Array], object] | None = None,
-        add_models: Callable[[Array], object] | None = None,
+        add_models: Callable[[Array], object] | None = None, find_largest: Callable[[Array], object] | None = None,
     ) -> None:  # fmt: skip
-        """The sum of squares of ``gradients`` goes to ``state[8]``.
+        """The sum of squares of ``gradients`` goes to ``state[8]``, and with ``exact`` what it lacks to ``state[9]``.
 
-        ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks, and
-        ``add_models(total)`` (1,) those that hold one model together.
+        ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks,
+        ``add_models(totals)`` those that hold one model together, and ``find_largest(bits)`` (1,) all find the maximum.
         """
         flat = gradients.flat
         if add_up is not None or self._sparse:
             self.ops.zero(self.partial)
+        chunks, (rows, stride) = (flat, self._norm_chunks), self.partial.shape
+        if self.exact:
+            self.ops.zero(self.largest)
+            if self._norm_count:
+                self._launch("largest", flat, self._norm_count, 256, *chunks, self.largest)
+            if find_largest is not None:
+                find_largest(self.largest)
+        more = (stride, self.largest, self.exact.bit_length()) if self.exact else ()
         if self._norm_count:
-            self._launch("squares", flat, self._norm_count, 256, flat, self._norm_chunks, self.partial)
+            name = "exact_squares" if self.exact else "squares"
+            self._launch(name, flat, self._norm_count, 256, *chunks, self.partial, *more)
         if add_up is not None:
             add_up(self.partial)
-        self._launch("finish_norm", flat, 1, 1024, self.partial, self.partial.size, self.state)
+        self._launch("finish_norm", flat, rows, 1024, self.partial, stride, self.state)
         if add_models is not None:
-            add_models(self.state[STATE.index("sum_of_squares") :][:1])
+            add_models(self.state[STATE.index("sum_of_squares") :][:rows])
 
     def queue_update(self, gradients: Parameters, average: float = 1.0) -> None:
-        """One update with ``average * gradients``, clipped by ``state[8]``; the gradients are left as they are."""
+        """One update with ``average * gradients``, clipped by their norm; the gradients are left as they are."""
         flat, copy = gradients.flat, self.weights.flat if self.copy is None else self.copy.flat
         schedule, (beta1, beta2) = self.schedule, self.betas
         self._launch(
@@ -135,7 +150,7 @@ class CudaAdamW:
 
     def not_finite(self) -> str | None:
         """The first tensor, in the order of the layout, whose last gradient was not finite; waits for the device."""
-        bad = np.flatnonzero(~np.isfinite(self.ops.to_host(self.partial)))
+        bad = np.flatnonzero(~np.isfinite(self.ops.to_host(self.partial)[0]))
         if not bad.size:
             return None
         at = int(self._starts[bad[0]])
@@ -155,7 +170,9 @@ def _tensor_of(weights: Parameters | Shard, places: np.ndarray[Any, Any]) -> np.
     return np.searchsorted([span.start for span in weights.spans.values()], places, side="right") - 1
 
 
-def _chunks(weights: Parameters | Shard) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _chunks(
+    weights: Parameters | Shard, places: Mapping[str, int] | None
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Slices of the flat array, each within one tensor and one part: those of this rank, and where all begin."""
     spans = list(weights.spans.values())
     end = spans[-1].stop
@@ -165,8 +182,11 @@ def _chunks(weights: Parameters | Shard) -> tuple[np.ndarray[Any, Any], np.ndarr
     rows = np.zeros(len(starts), _CHUNK_DTYPE)
     rows["start"] = starts
     rows["length"] = np.diff(starts, append=end)
-    rows["decayed"] = decayed[_tensor_of(weights, starts)]
+    tensors = _tensor_of(weights, starts)
+    rows["decayed"] = decayed[tensors]
     rows["index"] = np.arange(len(starts))
+    whole = of_tensors if places is None else np.array([places[name] for name in weights.spans])
+    rows["place"] = starts + (whole - of_tensors)[tensors]
     mine = []
     for part, local in weights.parts():
         inside = rows[np.searchsorted(starts, part.start) : np.searchsorted(starts, part.stop)]

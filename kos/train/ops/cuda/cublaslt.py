@@ -51,12 +51,14 @@ class Matmul:
     """out (M, N) = op(a) op(b) + c + bias, in the order of one stream; fp32 inside, whatever the operands are.
 
     ``algorithms`` holds those to take, by shape; with ``search`` what it lacks is timed and added to it.
+    ``multiple``: all operands begin at multiples of so many elements, and what is chosen depends on no address.
     """
 
     def __init__(
-        self, device: int, stream: Any, *, algorithms: dict[str, str] | None = None, search: bool = False
-    ) -> None:
-        self.device = device
+        self, device: int, stream: Any, *, algorithms: dict[str, str] | None = None, search: bool = False,
+        multiple: int | None = None,
+    ) -> None:  # fmt: skip
+        self.device, self.multiple = device, multiple
         self.stream = streams.handle(stream)
         self.algorithms, self.search = {} if algorithms is None else algorithms, search
         self.lt = _library()
@@ -85,7 +87,7 @@ class Matmul:
         if not out.size:
             return
         key = (a.shape, b.shape, a.dtype, out.dtype, transpose_a, transpose_b, c is not None,
-               *(_alignment(x) for x in (a, b, out if c is None else c, out)),
+               *(self._alignment(x) for x in (a, b, out if c is None else c, out)),
                *(() if bias is None else ("bias",)))  # fmt: skip
         plan = self._plans.get(key)
         try:
@@ -165,7 +167,7 @@ class Matmul:
         if out.dtype.itemsize < 4:  # parts of a sum over K must not be rounded before they are added
             limits["REDUCTION_SCHEME_MASK"] = np.array([lt.ReductionScheme.COMPUTE_TYPE], np.uint32)
         for which, operand in zip("ABCD", (b, a, c, out), strict=True):
-            limits[f"MIN_ALIGNMENT_{which}_BYTES"] = np.array([_alignment(operand)], np.uint32)
+            limits[f"MIN_ALIGNMENT_{which}_BYTES"] = np.array([self._alignment(operand)], np.uint32)
         for name, value in limits.items():
             attribute = getattr(lt.MatmulPreferenceAttribute, name)
             lt.matmul_preference_set_attribute(preference, attribute, value.ctypes.data, value.nbytes)
@@ -184,6 +186,14 @@ class Matmul:
         if not found.size:
             raise BackendUnavailable(f"cuBLASLt has no algorithm for {a} {b} -> {out}")
         return [row[:ALGORITHM_BYTES].copy() for row in found.view(np.uint8).reshape(found.size, -1)]
+
+    def _alignment(self, array: Array) -> int:
+        """The largest power of two up to 256 that divides addresses and the length of a row, in bytes."""
+        at = array.pointer if self.multiple is None else self.multiple * array.dtype.itemsize
+        bits = at | array.shape[1] * array.dtype.itemsize | 256
+        if array.pointer % (bits & -bits):
+            raise InvalidArgument(f"matmul: expected an address that is a multiple of {bits & -bits}, got {array}")
+        return bits & -bits
 
     def _usable(self, plan: Plan, algorithm: np.ndarray[Any, Any]) -> bool:
         """Whether cuBLASLt accepts a stored algorithm."""
@@ -237,12 +247,6 @@ class Matmul:
         if brief[first] < SHORT or not near:
             return candidates[first]
         return candidates[min(first, *near, key=lasting)]
-
-
-def _alignment(array: Array) -> int:
-    """The largest power of two up to 256 that divides the address and the length of a row, in bytes."""
-    bits = array.pointer | array.shape[1] * array.dtype.itemsize | 256
-    return bits & -bits
 
 
 @functools.cache

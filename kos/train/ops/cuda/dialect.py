@@ -38,17 +38,18 @@ class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products take their ``algorithms``, which may be added to before a shape's first use; ``search`` times those
-    that are missing then, and adds them.
+    that are missing then, and adds them.  ``multiple`` is that of ``Matmul``.
     """
 
     def __init__(
-        self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False
-    ) -> None:
+        self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False,
+        multiple: int | None = None,
+    ) -> None:  # fmt: skip
         driver.set_device(device)
         self.device = device
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
         self.algorithms = {} if algorithms is None else algorithms
-        self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search)
+        self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search, multiple=multiple)
         self.multiprocessors = device_info(device).multiprocessors
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
@@ -119,6 +120,16 @@ class CudaOps:
     def add(self, a: Array, b: Array, out: Array) -> None:
         width = _width(out.size, a, b, out)
         self._elementwise("add", out.size // width, a, b, out, DTYPE=out.dtype.name, WIDTH=width)
+
+    def add_tree(self, terms: Array, out: Array) -> None:
+        """out = ((t0 + t1) + (t2 + t3)) + …, of as many ``terms`` as a power of two, which are overwritten."""
+        count = len(terms)
+        while count > 1:
+            count //= 2
+            for i in range(count):
+                self.add(terms[2 * i], terms[2 * i + 1], terms[i] if count > 1 else out)
+        if len(terms) == 1:
+            self.copy(terms[0], out)
 
     def cast(self, source: Array, out: Array) -> None:
         """out = source, of another dtype."""

@@ -2,7 +2,8 @@
 //
 // `squares` leaves the sum of squares of each chunk of the gradients, `finish_norm` adds them up (between the two,
 // ranks that hold parts of the gradients may add up each other's).  The chunks do not depend on how many ranks there
-// are, so neither do the bits of the norm.  `prepare`, one thread, reads the step counter, evaluates the schedule,
+// are, so neither do the bits of the norm.  Where tensors are cut otherwise too, in a pipeline, `exact_squares` leaves
+// sums without rounding, by the `largest` gradient of all ranks.  `prepare`, one thread, reads the step counter, evaluates the schedule,
 // folds averaging and clipping into one factor, and counts the step.  A norm that is not finite leaves everything as
 // it is, in this step and all later ones; where outliers are to be skipped, it and one that is too large only lose
 // their own step.  `adamw` updates fp32 master weights and both moments and writes the bf16 copy in the same pass:
@@ -16,13 +17,14 @@
 constexpr int W = 4;
 
 struct State {  // doubles, read by the host by index
-    double step, lr, norm, scale, step_size, root, decay, finite, sum_of_squares, halted;
+    double step, lr, norm, scale, step_size, root, decay, finite, sum_of_squares, rest, halted;
 };
 
 struct Chunk {
     long start, local;  // in gradients and copy; in what this rank holds of weights and moments
     int length, decayed;
     long index;  // among the chunks of all ranks
+    long place;  // in the layout of the whole model
 };
 
 __device__ __forceinline__ bool wide(const void* p, int bytes) { return (unsigned long long)p % bytes == 0; }
@@ -48,12 +50,68 @@ extern "C" __global__ void __launch_bounds__(256) squares(const GRADIENT* gradie
     if (threadIdx.x == 0) partial[chunk.index] = total;
 }
 
+// most: the bits of the largest magnitude so far, which are in its order, and those of a NaN are above all.
+extern "C" __global__ void __launch_bounds__(256) largest(const GRADIENT* gradients, const Chunk* chunks, int* most) {
+    constexpr int V = 16 / sizeof(GRADIENT);
+    const Chunk chunk = chunks[blockIdx.x];
+    const GRADIENT* g = gradients + chunk.start;
+    const int packs = wide(g, 16) ? chunk.length / V : 0;
+    int bits = 0;
+    auto see = [&](int other) { bits = bits < other ? other : bits; };
+    auto magnitude = [](float x) { return int(__float_as_uint(x) & 0x7fffffffu); };
+#pragma unroll 4
+    for (int i = threadIdx.x; i < packs; i += 256) {
+        float x[V];
+        load(x, g + i * V);
+#pragma unroll
+        for (int j = 0; j < V; ++j) see(magnitude(x[j]));
+    }
+    for (int i = packs * V + threadIdx.x; i < chunk.length; i += 256) see(magnitude(widen(g[i])));
+#pragma unroll
+    for (int offset = 16; offset; offset >>= 1) see(__shfl_xor_sync(~0u, bits, offset));
+    if (threadIdx.x % 32 == 0) atomicMax(most, bits);
+}
+
+// partial (2, stride): sums of which every sum over chunks and ranks is exact, of 2^count_bits gradients at most, as
+// `AdamW.exact_squares` of kos.train.ops.optimizer has them.  Where a gradient is not finite, its chunk's sum is not.
+extern "C" __global__ void __launch_bounds__(256)
+exact_squares(const GRADIENT* gradients, const Chunk* chunks, double* partial, long stride, const int* most,
+              int count_bits) {
+    constexpr int V = 16 / sizeof(GRADIENT);
+    const Chunk chunk = chunks[blockIdx.x];
+    const GRADIENT* g = gradients + chunk.start;
+    const int packs = wide(g, 16) ? chunk.length / V : 0;
+    const float magnitude = __uint_as_float(*most);
+    const bool exact = magnitude > 0 && isfinite(magnitude);
+    const int scale = exact ? 2 * (ilogbf(magnitude) + 1) + count_bits - 52 : 0;
+    const double unit = ldexp(1.0, scale), small = ldexp(unit, count_bits - 53);
+    const double per_unit = ldexp(1.0, -scale), per_small = ldexp(per_unit, 53 - count_bits);
+    double total = 0, rest = 0;
+    auto add = [&](double x) {
+        const double square = x * x, high = exact ? rint(square * per_unit) * unit : square;
+        total += high;
+        if (exact) rest += rint((square - high) * per_small) * small;
+    };
+#pragma unroll 2
+    for (int i = threadIdx.x; i < packs; i += 256) {
+        float x[V];
+        load(x, g + i * V);
+#pragma unroll
+        for (int j = 0; j < V; ++j) add(x[j]);
+    }
+    for (int i = packs * V + threadIdx.x; i < chunk.length; i += 256) add(widen(g[i]));
+    total = block_sum(total);
+    rest = block_sum(rest);
+    if (threadIdx.x == 0) partial[chunk.index] = total, partial[stride + chunk.index] = rest;
+}
+
+// A block for each row of partial (rows, chunks).
 extern "C" __global__ void __launch_bounds__(1024) finish_norm(const double* partial, long chunks, State* state) {
     double total = 0;
 #pragma unroll 8
-    for (long i = threadIdx.x; i < chunks; i += 1024) total += partial[i];
+    for (long i = threadIdx.x; i < chunks; i += 1024) total += partial[blockIdx.x * chunks + i];
     total = block_sum(total);
-    if (threadIdx.x == 0) state->sum_of_squares = total;
+    if (threadIdx.x == 0) (blockIdx.x == 0 ? state->sum_of_squares : state->rest) = total;
 }
 
 // shape: 0 cosine, 1 constant, 2 wsd, as kos.train.optimizer.Schedule.
@@ -73,7 +131,7 @@ __device__ double learning_rate(long step, int shape, double lr, double min_lr, 
 extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,
                                    long decay_steps, double beta1, double beta2, double weight_decay,
                                    double average, double max_norm, double outlier) {
-    const double norm = sqrt(state->sum_of_squares) * average;
+    const double norm = sqrt(state->sum_of_squares + state->rest) * average;
     const bool good = isfinite(norm) && !(outlier > 0 && norm > outlier);
     state->norm = norm;
     if (!good && !(outlier > 0)) state->halted = 1;
@@ -90,7 +148,8 @@ extern "C" __global__ void prepare(State* state, int shape, double lr, double mi
 }
 
 // Weights that have no fp32 copy are rounded up as often as they are near it: updates far below bf16's spacing are not
-// lost, on average.  The bits are a hash (C. Wellons' lowbias32) of seed, step and the element's place in the layout.
+// lost, on average.  The bits are a hash (C. Wellons' lowbias32) of seed, step and the element's place in the layout of
+// the whole model.
 __device__ __forceinline__ unsigned mixed(unsigned bits) {
     bits = (bits ^ bits >> 16) * 0x7feb352du;
     bits = (bits ^ bits >> 15) * 0x846ca68bu;
@@ -98,7 +157,8 @@ __device__ __forceinline__ unsigned mixed(unsigned bits) {
 }
 __device__ __forceinline__ float rounded(float x, unsigned key, long place) {
     if (sizeof(MASTER) == 4 || !isfinite(x)) return x;  // the sum would carry the GPU's NaN, 0x7fffffff, over to -0
-    return __uint_as_float(__float_as_uint(x) + (mixed(key ^ unsigned(place)) & 0xffffu) & 0xffff0000u);
+    const unsigned of_place = mixed(key ^ mixed(place >> 32) ^ unsigned(place));
+    return __uint_as_float(__float_as_uint(x) + (of_place & 0xffffu) & 0xffff0000u);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -108,18 +168,17 @@ adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg
     const Chunk chunk = chunks[blockIdx.x];
     const float scale = state->scale, step_size = state->step_size, root = state->root;
     const float decay = chunk.decayed ? state->decay : 1.0;
-    // A chunk has all of its places below or above a multiple of 2^32.
-    const unsigned key = mixed(mixed(mixed(seed) ^ seed >> 32) ^ unsigned(state->step)) ^ mixed(chunk.start >> 32);
+    const unsigned key = mixed(mixed(mixed(seed) ^ seed >> 32) ^ unsigned(state->step));
     MASTER* w_at = weights + chunk.local;
     const GRADIENT* g_at = gradients + chunk.start;
     float *m_at = exp_avg + chunk.local, *v_at = exp_avg_sq + chunk.local;
     WEIGHT* copy_at = copy + chunk.start;
 
     auto update = [&](float& w, float g, float& m, float& v) {
-        g *= scale;
-        m = beta1 * m + (1 - beta1) * g;
-        v = beta2 * v + (1 - beta2) * (g * g);
-        w = w * decay - step_size * (m / (sqrtf(v) * root + eps));
+        g *= scale;  // fused as it is written: in a pack and alone, the same bits
+        m = fmaf(beta1, m, (1 - beta1) * g);
+        v = fmaf(beta2, v, (1 - beta2) * (g * g));
+        w = fmaf(w, decay, -step_size * (m / fmaf(sqrtf(v), root, eps)));
     };
     // 16 bytes of fp32, 8 of bf16.
     const bool aligned = wide(w_at, W * sizeof(MASTER)) && wide(m_at, 16) && wide(v_at, 16) && wide(g_at, W * sizeof(GRADIENT)) &&
@@ -135,7 +194,7 @@ adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg
 #pragma unroll
         for (int j = 0; j < W; ++j) {
             update(w[j], g[j], m[j], v[j]);
-            w[j] = rounded(w[j], key, chunk.start + i * W + j);
+            w[j] = rounded(w[j], key, chunk.place + i * W + j);
         }
         store_few(w_at + i * W, w);
         store(m_at + i * W, m);
@@ -145,7 +204,7 @@ adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg
     for (int i = packs * W + threadIdx.x; i < chunk.length; i += 256) {
         float w = widen(w_at[i]);
         update(w, widen(g_at[i]), m_at[i], v_at[i]);
-        w = rounded(w, key, chunk.start + i);
+        w = rounded(w, key, chunk.place + i);
         narrow(w, w_at[i]);
         if (COPY) narrow(w, copy_at[i]);
     }

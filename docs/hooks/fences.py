@@ -1,0 +1,8 @@
+"""Which parts of a page are code: what looks like a link there is none."""
+
+import re
+
+CODE = re.compile(
+    r"^(?P<fence>`{3,}|~{3,}).*?^(?P=fence)[^\n]*$|(?P<ticks>`+)(?!`).+?(?<!`)(?P=ticks)(?!`)", re.M | re.S
+)
+"""A fenced block, or a piece between backticks."""

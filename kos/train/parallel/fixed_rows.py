@@ -1,0 +1,168 @@
+"""``--deterministic`` on GPUs, of context parallelism: the pieces of ``fixed.py``, each of whose rows lie together.
+
+Every product, norm and attention is queued for a piece at a time, in shapes that no layout changes, and sums over
+tokens are a tree over the pieces. Attention is that of ``context.py`` with a piece in place of a rank: to its own keys
+with the causal mask, then to those of every other piece, in one order. Features are not split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kos.memory.arena import Arena
+from kos.train.ops import Array
+from kos.train.parallel.context import seen
+from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor
+
+LEAST_ROWS_CHUNK = 512  # tokens: shorter ones leave multiprocessors idle
+
+
+class RowOrder(FixedOrder):
+    """Sums over the pieces of this rank, then over the ranks of cp."""
+
+    def each(self, rows: int) -> list[slice]:
+        """Of so many rows, those of each piece."""
+        n = rows // self.pieces
+        return [slice(start, start + n) for start in range(0, rows, n)]
+
+    def weight_gradient(
+        self, d_out: Array, x: Array, d_weight: Array, arena: Arena, stacked: Sequence[int] | None
+    ) -> None:
+        rows = self.each(len(x))
+
+        def of_piece(piece: int, out: Array) -> None:
+            self.ops.linear_weight_gradient(d_out[rows[piece]], x[rows[piece]], out, False, arena)
+
+        self.tree(of_piece, d_weight, arena)
+        self.over_ranks(self.cp, d_weight, arena)
+
+    def rms_norm_backward(
+        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, arena: Arena
+    ) -> None:
+        rows = self.each(len(x))
+
+        def of_piece(piece: int, out: Array) -> None:
+            d_out_n, x_n, rstd_n, dx_n = (each[rows[piece]] for each in (d_out, x, rstd, dx))
+            self.ops.rms_norm_backward(d_out_n, x_n, weight, rstd_n, dx_n, out, False, arena)
+
+        self.tree(of_piece, d_weight, arena)
+        self.over_ranks(self.cp, d_weight, arena)
+
+
+class RowTensor(FixedTensor):
+    """The layers' products, a piece at a time; this rank has all features."""
+
+    order: RowOrder
+
+    def column_linear(  # type: ignore[override]
+        self, x: Array, weight: Array, out: Array, arena: Arena, stacked: Sequence[int]
+    ) -> None:
+        for rows in self.order.each(len(x)):
+            self.ops.linear(x[rows], weight, out[rows])
+
+    def column_linear_backward(  # type: ignore[override]
+        self, d_out: Array, x: Array, weight: Array, dx: Array, keep: Arena, arena: Arena, stacked: Sequence[int]
+    ) -> Array:
+        self.row_linear_backward(d_out, weight, dx, keep)
+        return x
+
+    def row_linear(self, x: Array, weight: Array, out: Array, residual: Array, arena: Arena) -> None:
+        for rows in self.order.each(len(x)):
+            self.ops.linear(x[rows], weight, out[rows], residual[rows])
+
+    def row_linear_backward(self, d_out: Array, weight: Array, dx: Array, keep: Arena) -> Array:
+        for rows in self.order.each(len(d_out)):
+            self.ops.linear_input_gradient(d_out[rows], weight, dx[rows])
+        return d_out
+
+    def logits(self, x: Array, table: Array, out: Array) -> None:
+        self.ops.linear(x, table, out)
+
+    def logits_backward(
+        self, d_logits: Array, x: Array, table: Array, dx: Array, d_table: Array, accumulate: bool, arena: Arena
+    ) -> None:
+        self.ops.linear_input_gradient(d_logits, table, dx)
+        self.ops.linear_weight_gradient(d_logits, x, d_table, accumulate, arena)
+
+    def cross_entropy(
+        self, logits: Array, targets: Array, losses: Array, arena: Arena, count: Array | None = None
+    ) -> None:
+        super(FixedTensor, self).cross_entropy(logits, targets, losses, arena, count)
+
+
+class RowContext(FixedContext):
+    """Attention of this rank's pieces to those of all ranks."""
+
+    order: RowOrder
+
+    def mean_loss(self, losses: Array, count: Array, out: Array, arena: Arena) -> None:
+        with arena.scope():
+            of_all = losses
+            if self.size > 1:
+                of_all = arena.take((self.size * len(losses),), losses.dtype)
+                self.axis.comm.all_gather(losses, of_all)
+            self.ops.mean_loss(of_all, count, out)
+        if self.axis.rank > 0:
+            self.ops.zero(out)
+
+    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+        ops = self.ops
+        with arena.scope():
+            kv = self._of_all(ops.keys_and_values(qkv, heads, kv_heads, arena), arena)
+            for _, rows, lse in self._pieces(qkv, log_sum_exp):
+                ops.attention(qkv[rows], heads, kv_heads, out[rows], lse, arena)
+            merged = self._widen(out, arena)
+            for piece, rows, lse in self._pieces(qkv, log_sum_exp):
+                for owner, queries, keys in self._others(piece, lse.shape[-1]):
+                    ops.attention_to(qkv[rows], kv[owner], heads, kv_heads, queries, keys, merged[rows], lse, arena)
+            if merged is not out:
+                ops.copy(merged, out)
+
+    def attention_backward(
+        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        ops, pieces = self.ops, list(self._pieces(qkv, log_sum_exp))
+        with arena.scope():
+            mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
+            kv, wide = self._of_all(mine, arena), ops.statistics_dtype(qkv.dtype)
+            for _, rows, lse in pieces:
+                operands = d_out[rows], qkv[rows], out[rows], lse
+                ops.attention_backward(*operands, heads, kv_heads, d_qkv[rows], arena)
+            total = self._widen(d_qkv, arena)
+
+            def of_piece(index: int, d_kv: Array) -> None:
+                piece, rows, lse = pieces[index]
+                ops.zero(d_kv[piece])
+                for owner, queries, keys in self._others(piece, lse.shape[-1]):
+                    ops.attention_to_backward(
+                        d_out[rows], qkv[rows], kv[owner], out[rows], lse, heads, kv_heads, queries, keys, total[rows],
+                        d_kv[owner], arena,
+                    )  # fmt: skip
+
+            d_kv = arena.take(kv.shape, wide)
+            self.order.tree(of_piece, d_kv, arena)
+            d_mine = d_kv.reshape(mine.shape) if self.size == 1 else arena.take(mine.shape, wide)
+            if self.size > 1:
+                self.order.scatter_over_ranks(self.axis, d_kv, d_mine, arena)
+            ops.add_keys_and_values(d_mine, total)
+            if total is not d_qkv:
+                ops.copy(total, d_qkv)
+
+    def _pieces(self, qkv: Array, log_sum_exp: Array) -> Iterator[tuple[int, slice, Array]]:
+        """Of each of this rank: its number of all, its rows, its part of ``log_sum_exp``."""
+        samples = self.order.each(len(log_sum_exp))
+        for piece, rows, here in zip(self.mine, self.order.each(len(qkv)), samples, strict=True):
+            yield piece, rows, log_sum_exp[here]
+
+    def _others(self, piece: int, length: int) -> list[tuple[int, slice, slice]]:
+        """All other pieces, with which queries of ``piece`` come after which of their keys."""
+        return [(owner, *seen(owner, piece, length)) for owner in range(self.order.split.tokens) if owner != piece]
+
+    def _of_all(self, kv: Array, arena: Arena) -> Array:
+        """Keys and values of all ranks, by piece."""
+        of_all = kv
+        if self.size > 1:
+            of_all = arena.take((self.size * len(kv), *kv.shape[1:]), kv.dtype)
+            self.axis.comm.all_gather(kv, of_all)
+        return of_all.reshape(self.order.split.tokens, -1, kv.shape[1])

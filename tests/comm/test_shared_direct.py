@@ -1,0 +1,154 @@
+"""Collectives in which a rank reads the memory of another: counts of ranks, memory that cannot be read, lost ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.host.shared import direct
+from kos.comm.host.shared.segment import STARTED
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from tests.comm.shared_ranks import run
+from tests.comm.tcp_ranks import TCPRanks
+
+COUNT = 16384  # elements of float64, as many as are read in one copy also with more ranks than cores
+
+
+def contributions(comm: kos.Communicator) -> np.ndarray:
+    return np.full(COUNT, 1.0 + comm.rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_counts_of_each_rank(size: int) -> None:
+    def body(comm: kos.Communicator) -> None:
+        rank, counts = comm.rank, [3 * r for r in range(size)]  # rank 0 has none
+        starts = np.cumsum([0, *counts])
+        whole = np.concatenate([np.full(count, r) for r, count in enumerate(counts)])
+        mine = np.full(counts[rank], rank)
+        for _ in range(4):  # the later ones are cached
+            assert comm.all_gather_v(mine, counts, np.empty_like(whole)).tolist() == whole.tolist()
+            gathered = comm.gather_v(mine, counts, 1)
+            assert (gathered.tolist() == whole.tolist()) if rank == 1 else gathered is None
+            part = comm.scatter_v(whole if rank == 1 else None, counts, np.empty_like(mine), 1)
+            assert part.tolist() == mine.tolist()
+            total = comm.reduce_scatter_v(whole + rank, counts, np.empty_like(mine))
+            assert total.tolist() == (size * mine + sum(range(size))).tolist()
+            to_each = [rank + r for r in range(size)]
+            got = comm.all_to_all_v(np.full(sum(to_each), rank), to_each, to_each)
+            assert got.tolist() == [r for r in range(size) for _ in range(rank + r)]
+        assert starts[-1] == whole.size
+
+    run(body, size)
+
+
+def test_a_list_of_counts_that_has_changed_is_another_call() -> None:
+    def body(comm: kos.Communicator) -> None:
+        counts, x, out = [1, 1], np.full(1, comm.rank), np.empty(2, int)
+        for _ in range(4):
+            assert comm.all_gather_v(x, counts, out).tolist() == [0, 1]
+        counts[0] = 2
+        with pytest.raises(kos.errors.InvalidArgument, match="expected" if comm.rank else "counts"):
+            comm.all_gather_v(x, counts, out)
+
+    run(body, 2)
+
+
+def test_counts_that_two_ranks_see_differently() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.zeros(6)
+        expected = [2, 1, 2] if comm.rank == 2 else [2, 2, 2]  # rank 1 sends it 2
+        with pytest.raises(CollectiveMismatch, match="rank 2 expected 1 elements of float64 from rank 1, got 2 ele"):
+            comm.all_to_all_v(x, [2, 2, 2], expected)
+
+    run(body, 3)
+
+
+CALLS = {
+    "broadcast": lambda comm, x: comm.broadcast(x, 1).tolist() == [2.0] * COUNT,
+    "all_gather": lambda comm, x: comm.all_gather(x)[1].tolist() == [2.0] * COUNT,
+    "reduce_scatter": lambda comm, x: (comm.reduce_scatter(x[:6]) == 6).all(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Such as that of a device.  The operations before and after it are in flight at the same time."""
+    monkeypatch.setattr(direct, "CROWDED_BYTES", 0)
+
+    def body(comm: kos.Communicator) -> None:
+        ours = comm.backend._shared.direct  # type: ignore[attr-defined]
+        before = comm.all_gather(contributions(comm), async_op=True)
+        reads, ours._reads = ours._reads, lambda rank, at: comm.rank != 1
+        assert CALLS[name](comm, contributions(comm))
+        work = comm.all_reduce(contributions(comm), async_op=True)
+        assert CALLS[name](comm, contributions(comm))
+        ours._reads = reads
+        assert CALLS[name](comm, contributions(comm))
+        assert (work.wait() == 6).all() and before.wait()[2, 0] == 3
+
+    TCPRanks(3).run(body)
+
+
+def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "CROWDED_BYTES", 0)
+    monkeypatch.setattr(direct.Direct, "_reads", lambda self, rank, at: (self.rank, rank) != (1, 0))
+
+    def body(comm: kos.Communicator) -> bool:
+        assert all(call(comm, contributions(comm)) for call in CALLS.values())
+        return "process_vm_readv is not permitted" in comm.explain()
+
+    assert run(body, 3) == [True] * 3
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_read_that_fails(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
+    monkeypatch.setattr("kos.comm.host.shared.collectives.ENDING_SECONDS", 0.2)
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        backend: Any = comm.backend
+        if comm.rank == 0:
+            number = backend._shared.direct._pids[1] = (1 << 22) + 1  # of no process
+            assert not os.path.exists(f"/proc/{number}")
+        if comm.rank == 1 and ended:
+            calls = backend._calls
+            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+        comm.rendezvous.barrier()
+        error: type[Exception] = RankLost if ended else CollectiveError
+        text = "rank 1 is gone: its process" if ended else rf"Errno {errno.ESRCH}\] process_vm_readv of rank 1"
+        with pytest.raises(error, match=text):
+            comm.all_gather(contributions(comm))
+
+    run(body, 2, close=False)
+
+
+def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of that rank may change its array as soon as the call has failed."""
+    given_up, reader = threading.Event(), direct.Direct._reader
+
+    def slow(self: Any, rank: int, to: int) -> Any:
+        read = reader(self, rank, to)
+
+        def later(address: int, nbytes: int) -> None:
+            if nbytes > 1:
+                assert given_up.wait(20)
+            read(address, nbytes)
+
+        return later
+
+    monkeypatch.setattr(direct.Direct, "_reader", slow)
+
+    def body(comm: kos.Communicator) -> None:
+        x = contributions(comm)
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] went no further"):
+            comm.broadcast(x, timeout=0.3 if comm.rank == 0 else 20)
+        x[:] = 7
+        given_up.set()
+
+    run(body, 2)
