@@ -18,7 +18,7 @@ os.environ.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
 
 def mentions_torch(item: pytest.Item) -> bool:
     code = getattr(getattr(item, "function", None), "__code__", None)
-    names = (*code.co_names, *code.co_varnames, *code.co_consts) if code else ()
+    names = (item.path.name, *((*code.co_names, *code.co_varnames, *code.co_consts) if code else ()))
     return any("torch" in name for name in names if isinstance(name, str))
 
 
@@ -28,7 +28,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if elsewhere:
         raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")
     items.sort(key=lambda item: not mentions_torch(item))  # first: one worker takes them all, and imports it
-
 
 
 def pytest_collection_finish() -> None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 VALUE = "…"
 """Stands for each value of an f-string."""
 
 
+@cache
 def literals(folder: Path) -> str:
     """The literals of all modules of a folder, one a line."""
     return "\n".join(text for path in sorted(folder.rglob("*.py")) for text in _of(path))
 
 
 def _of(path: Path) -> list[str]:
-    found: list[str] = []
-    tree = ast.parse(path.read_text())
-    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
+    found, bare = list[str](), set[ast.expr]()
+    for node in ast.walk(ast.parse(path.read_text())):  # a statement before its expression
+        if isinstance(node, ast.Expr):
+            bare.add(node.value)
+        elif isinstance(node, ast.JoinedStr):
             parts = (part.value if isinstance(part, ast.Constant) else VALUE for part in node.values)
             found.append("".join(map(str, parts)))
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in bare:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in bare:
             found.append(node.value)
     return found

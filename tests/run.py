@@ -3,7 +3,7 @@
 usage: python tests/run.py [--all] [pytest arguments]
 
 First the tests of one process and then the emulated kernels, each spread over the cores by pytest-xdist.  Then those
-marked `mpi`, under mpirun.  Tests marked `slow` run with --all only.
+marked `mpi`, under mpirun on several numbers of ranks.  Tests marked `slow`, and 3 ranks, run with --all only.
 
 Each stage has a deadline, so a hang fails instead of lasting.  Rank 0's output is shown; the other ranks'
 lies in build/test/ and its end is shown when they fail.
@@ -31,7 +31,8 @@ REPORTS = ROOT / "build" / "test"
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180
 WAITING = 2  # workers more than cores: many tests wait for a process or for a timeout
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
-MPI_SIZES = (2, 3, 4)
+MPI_SIZES = (2, 4)
+MORE_MPI_SIZES = (2, 3, 4)  # with --all
 # Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
 WITH_MPI = (
     "tests/comm/test_conformance.py",
@@ -44,8 +45,6 @@ WITH_MPI = (
     "tests/comm/test_shared_failures.py",
     "tests/comm/test_shrink.py",
 )
-# By number of ranks, what only --all runs with so many: threads run it in the stage `serial`.
-NOT_AT_EACH_SIZE = {3: ("tests/comm/test_conformance.py",)}
 WITH_GPUS = (
     "tests/comm/test_auto_gpu.py",
     "tests/comm/test_client_arrays_gpu.py",
@@ -63,6 +62,7 @@ EMULATED = (
     "tests/train/test_kernel_zoo.py",
     "tests/train/test_kernels_on_host.py",
 )
+HALVES = (["tests/comm"], ["--ignore=tests/comm"])  # of the tests: each takes about as long to compile
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 COUNTS = ("tests", "failures", "errors", "skipped")
 
@@ -194,7 +194,9 @@ def main(everything: bool, arguments: list[str]) -> int:
         }
         # Python compiles the tests here once, and not in each worker of the stage: a fresh clone has none compiled.
         collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq"]
-        subprocess.run(collect, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=SERIAL_LIMIT)
+        halves = [subprocess.Popen([*collect, *half], cwd=ROOT, stdout=subprocess.DEVNULL) for half in HALVES]
+        for half in halves:
+            half.wait(SERIAL_LIMIT)
     without = cuda.unavailable()
     with_mpi = WITH_MPI if without else WITH_MPI + WITH_GPUS
     ok = True
@@ -202,10 +204,9 @@ def main(everything: bool, arguments: list[str]) -> int:
         options = ["-n", str(workers), "--dist", "worksteal", "-m", f"not mpi{quick}", junit(report_name(stage, 0))]
         command = [sys.executable, "-m", "pytest", *options, *chosen]
         ok &= run_stage(stage, 1, times * SERIAL_LIMIT, command, bool(arguments))
-    for size in MPI_SIZES:
+    for size in MORE_MPI_SIZES if everything else MPI_SIZES:
         stage = f"mpi-{size}"
-        files = [file for file in with_mpi if everything or file not in NOT_AT_EACH_SIZE.get(size, ())]
-        chosen = ["-m", f"mpi{quick}", *(arguments or files)]
+        chosen = ["-m", f"mpi{quick}", *(arguments or with_mpi)]
         command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *chosen]
         ok &= run_stage(stage, size, times * MPI_LIMIT, command, bool(arguments))
     if without and not arguments:

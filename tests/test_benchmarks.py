@@ -43,6 +43,7 @@ from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.testing import spawn
 from tests.comm.fake_nccl import Group, at, communicator, no_gpu
+from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -431,7 +432,7 @@ def test_what_comes_to_nothing_is_no_success(
 def test_under_mpirun(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     arguments = ["--sizes", "1K", "--iterations", "4", "--device", "host", "--json", str(file)]
-    command = [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", *arguments]
+    command = [MPIRUN, "-n", "2", *python(), "-m", "benchmarks.collectives", *arguments]
     done = run_program(*command, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())

@@ -30,9 +30,6 @@ def split(line: str) -> tuple[str, str]:
     return ("", text.removeprefix("error: ")) if kind == "kos" else (kind, text)
 
 
-SOURCES = literals(ROOT / "kos")
-
-
 def test_messages_are_quoted() -> None:
     assert len(QUOTED) > 80
     classes = {kind for kind, _ in map(split, QUOTED) if kind}
@@ -214,5 +211,5 @@ def test_the_words_of_a_quoted_message_are_in_the_code(line: str) -> None:
 
 def found(fragment: str) -> bool:
     """Whether the words are in a literal; or in several, where a message is put together of clauses."""
-    clauses = re.split(r"; |: |, | \(|(?<=expected) ", fragment)
-    return fragment in SOURCES or all(clause.strip("()") in SOURCES for clause in clauses)
+    clauses, texts = re.split(r"; |: |, | \(|(?<=expected) ", fragment), literals(ROOT / "kos")
+    return fragment in texts or all(clause.strip("()") in texts for clause in clauses)

@@ -108,7 +108,7 @@ def test_block(block: re.Match[str], name: str, line: int, tmp_path: Path) -> No
             pytest.skip("mpirun was not found beside Python or in PATH")
         script = tmp_path / "script.py"
         script.write_text(padded)
-        text = run(MPIRUN, "-n", way["mpi"], sys.executable, str(script), cwd=tmp_path)
+        text = run(MPIRUN, "-n", way["mpi"], *python(), str(script), cwd=tmp_path)
     else:
         output = tmp_path / "output"
         process = fork_server().start("tests.forked:run_program", [padded, name], environment(), output, tmp_path)

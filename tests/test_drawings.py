@@ -13,21 +13,21 @@ from docs.drawings.collectives import steps_of
 from docs.drawings.house import imports, reduced, rows_of
 from kos.comm.schedules import build
 
-DRAWN = pictures()
+COMMITTED = {file.stem: file.read_text() for file in IMAGES.glob("*")}
 SVG = "{http://www.w3.org/2000/svg}"
 PAGES = sorted((IMAGES.parents[1] / "how-it-works").glob("*.md"))
 
 
 def test_the_committed_pictures_are_those_drawn_today() -> None:
-    committed = {file.stem: file.read_text() for file in IMAGES.glob("*")}
-    assert committed.keys() == DRAWN.keys(), "run python -m docs.drawings, and remove what it no longer draws"
-    stale = [name for name, svg in DRAWN.items() if committed[name] != svg]
+    drawn = pictures()
+    assert COMMITTED.keys() == drawn.keys(), "run python -m docs.drawings, and remove what it no longer draws"
+    stale = [name for name, svg in drawn.items() if COMMITTED[name] != svg]
     assert not stale, f"{stale}: run python -m docs.drawings"
 
 
 def test_every_picture_is_on_a_page_and_every_page_has_a_picture() -> None:
     shown = {page.name: set(re.findall(r"images/how-it-works/([\w-]+)\.svg", page.read_text())) for page in PAGES}
-    assert set().union(*shown.values()) == DRAWN.keys()
+    assert set().union(*shown.values()) == COMMITTED.keys()
     assert all(shown.values()), shown
 
 
@@ -37,10 +37,10 @@ def test_the_index_lists_every_page() -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", sorted(COMMITTED))
 def test_words_stay_inside_and_apart(name: str) -> None:
     """A letter is taken to be 0.56 of its size wide, as in DejaVu Sans, the widest of the fonts that are named."""
-    root = ET.fromstring(DRAWN[name])
+    root = ET.fromstring(COMMITTED[name])
     width, height = (float(root.get(side, "0")) for side in ("width", "height"))
     spans: list[tuple[float, float, float, str]] = []
     for text in root.iter(f"{SVG}text"):

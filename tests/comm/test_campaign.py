@@ -15,7 +15,15 @@ from tests.faults import Rank, Trial, campaign
 from tests.launcher import needs_mpirun
 
 
-@pytest.mark.parametrize(("backend", "trials"), [("tcp", 4), pytest.param("mpi", 4, marks=needs_mpirun)])
+@pytest.mark.parametrize(
+    ("backend", "trials"),
+    [
+        ("tcp", 2),
+        pytest.param("mpi", 2, marks=needs_mpirun),
+        pytest.param("tcp", 6, marks=pytest.mark.slow),
+        pytest.param("mpi", 6, marks=[needs_mpirun, pytest.mark.slow]),
+    ],
+)
 def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: int, tmp_path: Path) -> None:
     seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
     assert campaign(trials, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"

@@ -20,16 +20,20 @@ from tests.comm.ranks import TIMEOUT
 
 __all__ = ["LARGE", "SIZES", "check"]
 
-# Two processes take every dtype with every operation.  Any others, threads too, take each dtype and each operation with
-# a third of the others, and of dtypes that are only moved one of each size.
-LEFT_OUT = () if os.environ.get("OMPI_COMM_WORLD_SIZE") == "2" else pytest.mark.slow
+# Two processes and threads take two different thirds of the pairs of a dtype and an operation, each dtype and each
+# operation among them.  Two processes take every dtype that is only moved, threads one of each size.  Four processes
+# take less, for they take turns on two cores: a ninth of the pairs, and one dtype that is moved.
+PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
+LEFT_OUT = () if PROCESSES == "2" else pytest.mark.slow
+PART, OF = {"2": (1, 3), "4": (2, 9)}.get(PROCESSES or "", (0, 3))
 PAIRS = [
-    pytest.param(dtype, op, marks=LEFT_OUT if (i + ALL_DTYPES.index(dtype)) % 3 else ())
+    pytest.param(dtype, op, marks=() if (i + ALL_DTYPES.index(dtype)) % OF == PART else pytest.mark.slow)
     for i, (dtype, op) in enumerate(REDUCTIONS)
 ]
 MOVED = [np.dtype(name) for name in (np.bool_, ml_dtypes.bfloat16, np.float32, np.int64, np.complex128)]
 reductions = pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda x: getattr(x, "name", str(x)))
-DTYPES = [pytest.param(dtype, marks=() if dtype in MOVED else LEFT_OUT) for dtype in ALL_DTYPES]
+FEW = [np.dtype(np.float32)] if PROCESSES == "4" else MOVED
+DTYPES = [pytest.param(dtype, marks=() if dtype in FEW else LEFT_OUT) for dtype in ALL_DTYPES]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(failures), *vars(order)}]
 FLOATS = [np.dtype(name) for name in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
@@ -78,7 +82,13 @@ def test_scans_add_in_rank_order(ranks: Any, seed: int, dtype: np.dtype) -> None
     ranks.run(lambda comm: results.scans_add_in_rank_order(comm, seed, dtype))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int64], ids=["float32", "int64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(np.float32, id="float32"),
+        pytest.param(np.int64, id="int64", marks=LEFT_OUT if PROCESSES == "4" else ()),
+    ],
+)
 @pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
 def test_all_reduce_by_algorithm(ranks: Any, seed: int, algorithm: str, dtype: Any) -> None:
     by_algorithm(ranks, seed, "all_reduce", algorithm, dtype)

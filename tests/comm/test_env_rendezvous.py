@@ -236,7 +236,7 @@ def test_plain_shells() -> None:
 def test_the_rank_on_the_host_is_the_launchers() -> None:
     port = free_port()
     more = [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0"}]
-    command = [sys.executable, "-c", SCRIPT]
+    command = [*python(), "-c", SCRIPT]
     results = finish([start(command, r, 2, port, **more[r]) for r in range(2)])
     assert [text for _, text in results] == [f"rank {r} of 2, local 0, on tcp: 3\n" for r in range(2)]
 

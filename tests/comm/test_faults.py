@@ -81,9 +81,13 @@ def test_a_rank_that_stalls_or_sends_nothing(name: str, kind: str, message: str)
 
 
 def test_a_rank_that_stalls_is_named_after_a_timeout_of_ones_own() -> None:
+    launched = threading.Barrier(SIZE - 1)  # else it may name one that is merely late, too
+
     def body(comm: kos.Communicator) -> str:
+        work = comm.all_reduce(np.ones(3), timeout=0.1, async_op=True)
+        launched.wait(60)
         try:
-            comm.all_reduce(np.ones(3), timeout=0.1)
+            work.wait()
         except (CollectiveTimeout, RankLost) as error:
             return str(error)
         return "no error"

@@ -79,7 +79,7 @@ for memory in (shared, lambda _: (None, "switched off by the test")):
 
 
 @needs_mpirun
-@pytest.mark.parametrize(("leaver", "memory"), [(0, "shared"), (2, "none")])
+@pytest.mark.parametrize(("leaver", "memory"), [(0, "shared"), pytest.param(2, "none", marks=pytest.mark.slow)])
 def test_a_rank_that_ends_without_close_is_gone(tmp_path: Path, leaver: int, memory: str) -> None:
     text = f"""
 import kos.comm.host.backend as host

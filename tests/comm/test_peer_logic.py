@@ -123,7 +123,11 @@ def ranks(no_gpu: None) -> ThreadRanks:
     return ThreadRanks(SIZE)
 
 
-@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [pytest.param(*pair, marks=pytest.mark.slow if n in (1, 5) else ()) for n, pair in enumerate(REDUCTIONS)],
+    ids=lambda x: getattr(x, "name", str(x)),
+)
 def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     conformance.test_all_reduce(ranks, seed, dtype, op)
 
@@ -143,11 +147,19 @@ def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) ->
         ranks.run(lambda comm, d=deterministic: results.correct(comm, seed, "reduce_scatter", dtype, op, 0, d))
 
 
-@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.int64)], ids=str)
+OPERATIONS = (
+    "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
+    "gather_v_and_scatter_v", "scan",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
-     "gather_v_and_scatter_v", "scan"],
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=pytest.mark.slow if (i + j) % 2 else (), id=f"{name}-{dtype}")
+        for i, name in enumerate(OPERATIONS)
+        for j, dtype in enumerate((BF16, np.dtype(np.int64)))
+    ],
 )
 def test_operation(ranks: Any, seed: int, name: str, dtype: np.dtype) -> None:
     getattr(conformance, f"test_{name}")(ranks, seed, dtype)

@@ -21,6 +21,7 @@ from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.testing import spawn
 from tests.comm.test_jobs import mpirun, needs_mpirun, start
+from tests.forked import python
 
 # FlightRecorder.hpp and FlightRecorderDetail.hpp of PyTorch 2.13.
 TORCH_KEYS = {"version", "pg_config", "pg_status", "entries"}
@@ -336,7 +337,7 @@ def test_processes_of_which_one_leaves_a_call_out(tmp_path: Path) -> None:
     done = mpirun(2, str(program))
     assert done.returncode != 0 and "CollectiveTimeout" in done.stderr
     assert sorted(os.listdir(next(dumps.iterdir()))) == ["rank_0.json", "rank_1.json"]
-    read = start(sys.executable, "-m", "kos.comm.recorder", str(dumps), "--trace", str(tmp_path / "trace"))
+    read = start(*python(), "-m", "kos.comm.recorder", str(dumps), "--trace", str(tmp_path / "trace"))
     assert (read.returncode, read.stderr) == (1, "")
     assert "world: all_reduce #1 of float32[5] by SUM: rank 1 did not arrive; rank 0 called it at " in read.stdout
     assert f"{program}:7" in read.stdout

@@ -312,7 +312,10 @@ def test_the_first_call_that_a_rank_missed_though_nobody_waits_there(
     assert "broadcast #1 of float32[4]: rank 1 did not arrive; rank 0 called it" in read(tmp_path, capsys, 1)
 
 
-@pytest.mark.parametrize("command", ["comm.recorder", "comm.schedules", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["comm.recorder", *(pytest.param(name, marks=pytest.mark.slow) for name in ("comm.schedules", "doctor"))],
+)
 def test_readers_that_have_seen_enough(tmp_path: Path, command: str) -> None:
     """``| head -1``: no traceback, and the exit status is that of the command."""
     write(tmp_path, 0, 1, [])

@@ -171,8 +171,8 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (0, True, True, "barrier()"),
         (1, False, False, "all_reduce(x)"),
-        (3, True, True, "all_reduce(x, algorithm='ring')"),
-        (0, False, True, "all_reduce(x)"),
+        pytest.param(3, True, True, "all_reduce(x, algorithm='ring')", marks=pytest.mark.slow),
+        pytest.param(0, False, True, "all_reduce(x)", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool, call: str) -> None:

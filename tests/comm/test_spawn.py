@@ -214,7 +214,7 @@ def test_init_in_the_thread_of_a_rank_is_no_group_of_one() -> None:
         spawn(lambda comm: kos.init().size, 2)
 
 
-@pytest.mark.parametrize("debug", ["0", "1"])
+@pytest.mark.parametrize("debug", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_pytest_shows_the_frames_of_the_program(tmp_path: Path, debug: str) -> None:
     file = tmp_path / "test_mine.py"
     file.write_text(

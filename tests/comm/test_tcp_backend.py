@@ -55,9 +55,14 @@ def _sockets_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("memory", "dtype"), [("sockets", np.float32), ("shared", np.int64)], indirect=["memory"], ids=["sockets", "shared"]
+    ("algorithm", "memory", "dtype"),
+    [  # each on sockets or in shared memory
+        pytest.param(name, memory, dtype, id=f"{name}-{memory}", marks=() if i % 2 == j else pytest.mark.slow)
+        for i, name in enumerate(algorithms("all_reduce"))
+        for j, (memory, dtype) in enumerate((("sockets", np.float32), ("shared", np.int64)))
+    ],
+    indirect=["memory"],
 )
-@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
 def test_all_reduce_by_algorithm(ranks: TCPRanks, seed: int, algorithm: str, dtype: Any) -> None:
     conformance.test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype)
 

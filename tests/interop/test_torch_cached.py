@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -19,14 +19,19 @@ from tests.comm.fake_nccl import FakeNCCL, captures, no_gpu
 from tests.comm.gpu_ranks import Prepared
 from tests.interop.ranks import run
 
-if find_spec("torch") is None:
-    pytest.skip("needs torch", allow_module_level=True)
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
-import torch
-import torch.distributed as dist
 
-from kos.interop.torch import Options, ProcessGroupKos, launch
-from tests.interop.torch_on_host import CUDA, SIDE, connect_gpu, tensors_of_a_gpu
+@pytest.fixture(scope="module", autouse=True)
+def _torch() -> None:
+    """Imported where these tests run, and not by each worker that collects them: it takes seconds."""
+    global CUDA, SIDE, Options, ProcessGroupKos, connect_gpu, dist, launch, tensors_of_a_gpu, torch
+    import torch
+    import torch.distributed as dist
+
+    from kos.interop.torch import Options, ProcessGroupKos, launch
+    from tests.interop.torch_on_host import CUDA, SIDE, connect_gpu, tensors_of_a_gpu
+
 
 PROGRAMS = "tests.interop.torch_cached_programs"
 LIMIT = timedelta(seconds=20)
@@ -49,9 +54,9 @@ class OneRank:
         self.calls.append((name, *args[:1], *args[2:], stream))
         self.cuda.log.append(("run", max(stream, 1)))
 
-    def all_reduce(self, x: Any, op: Any = dist.ReduceOp.SUM, overlap: bool = False, **options: Any) -> Any:
+    def all_reduce(self, x: Any, op: Any = None, overlap: bool = False, **options: Any) -> Any:
         opts = dist.AllreduceOptions()
-        opts.reduceOp, opts.asyncOp = op, overlap
+        opts.reduceOp, opts.asyncOp = op or dist.ReduceOp.SUM, overlap
         for name, value in options.items():
             setattr(opts, name, value)
         return self.group.allreduce([x], opts)
@@ -321,11 +326,11 @@ def test_another_timeout_is_that_of_the_call(rank: OneRank) -> None:
     assert rank.comm.recorder.entries()[-1]["timeout_ms"] == 5000
 
 
-@pytest.mark.parametrize("end", [ProcessGroupKos.shutdown, ProcessGroupKos.abort])
-def test_a_group_that_has_ended_raises(rank: OneRank, end: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("end", ["shutdown", "abort"])
+def test_a_group_that_has_ended_raises(rank: OneRank, end: str) -> None:
     x = ones()
     rank.cache(x)
-    end(rank.group)
+    getattr(rank.group, end)()
     with pytest.raises(dist.DistBackendError, match="closed"):
         rank.all_reduce(x)
 

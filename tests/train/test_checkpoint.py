@@ -178,6 +178,18 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         huggingface.weight_files(found.path, {name: (24,)})
 
 
+def test_a_deletion_that_is_cut_short_leaves_no_damaged_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
+    """By a kill, of which one file is gone here."""
+    for step in (1, 2):
+        _save(tmp_path, step, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", lambda path, **_: next(path.iterdir()).unlink())
+        _save(tmp_path, 3, keep=2)
+    assert [checkpoint.verify(path).step for _, path in checkpoint.steps_in(tmp_path)] == [2, 3]
+    _save(tmp_path, 4, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-3", "step-4"]
+
+
 def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
     _save(tmp_path, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -135,10 +135,16 @@ def test_ranks_write_about_equally_much(layout: Layout) -> None:
         assert max(of_stage) - min(of_stage) <= largest
 
 
-@pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
-    ("layout", "zero"),
-    [(Layout(), False), (Layout(tp=2, dp=2), True), pytest.param(Layout(tp=4), False, marks=pytest.mark.slow)],
+    ("layout", "zero", "at_once"),
+    [
+        (Layout(), False, False),
+        (Layout(tp=2, dp=2), True, True),
+        *(pytest.param(Layout(), False, True, marks=pytest.mark.slow),
+          pytest.param(Layout(tp=2, dp=2), True, False, marks=pytest.mark.slow),
+          pytest.param(Layout(tp=4), False, True, marks=pytest.mark.slow),
+          pytest.param(Layout(tp=4), False, False, marks=pytest.mark.slow)),
+    ],
 )
 def test_host_memory_is_that_of_the_plan(
     tmp_path: Path, layout: Layout, zero: bool, at_once: bool, monkeypatch: pytest.MonkeyPatch

@@ -199,7 +199,8 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [int(child) for child in children if b"kos.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-@pytest.mark.parametrize("victim", ["rank", pytest.param("mpirun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["rank", "mpirun"])
 def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0"]
     process = _start(*flags)
@@ -278,7 +279,7 @@ def test_learns_the_text(text: Path, tmp_path: Path) -> None:
     assert len(rows) == checkpoint.find(tmp_path).step == 60
     assert rows[-1]["val_loss"] < 0.25 * np.log(256)
     sampled = subprocess.run(
-        [sys.executable, "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],
+        [*python(), "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],
         capture_output=True,
         text=True,
         timeout=SECONDS,

@@ -77,13 +77,17 @@ def test_layout(layout: Layout) -> None:
     assert differs(layout, layers, tied, seq_len=length(layout.cp), batch_size=batch) == []
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(dp=2), Layout(tp=2), *(pytest.param(x, marks=pytest.mark.slow) for x in (Layout(pp=2), Layout(cp=2)))],
+    ids=named,
+)
 def test_the_order_of_sums_shows(layout: Layout) -> None:
     """Without --deterministic the same runs differ, so that the tests of this file can fail."""
     assert differs(layout, 2, True, seq_len=length(layout.cp), deterministic=False)
 
 
-@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     "schedule", [pytest.param(name, marks=() if name == "zero-bubble-v" else pytest.mark.slow) for name in SCHEDULES]
 )

@@ -45,7 +45,7 @@ class Disk:
     def about_to_rename(self, source: Any, target: Any) -> None:
         source, target = Path(source), Path(target)
         self.renamed.append(target.name)
-        if target.name.startswith("replaced-"):  # out of the way: shows nothing
+        if target.name.startswith(("replaced-", ".saving-")):  # out of the way: shows nothing
             return
         within = [source, *source.rglob("*")] if source.is_dir() else [source]
         self.too_early += [f"{path.name} of {target.name}" for path in within if not self.is_durable(path)]

@@ -376,7 +376,7 @@ def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
     assert tensors_of_run(tmp_path / "bf16") == tensors_of_run(tmp_path / "fp32")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
     """By a signal to one rank between two steps: all end after the same step, saved, and can go on."""
     start_step = CudaEngine.start_step

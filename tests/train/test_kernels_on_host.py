@@ -83,7 +83,7 @@ def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, outside
         on_ops.test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outside)
 
 
-@shapes(["n", "d"], [(26, 768), (13, 11), (2, 5120)])
+@shapes(["n", "d"], [(26, 768), (13, 11)], [(2, 5120)])
 def test_rms_norm(ops, side, rng, arena, n, d):
     on_ops.test_rms_norm(ops, side, rng, arena, n, d)
 
@@ -119,7 +119,7 @@ def test_gelu(ops, side, rng, arena):
     on_ops.test_gelu_stands_large_inputs(ops, side, arena)
 
 
-@shapes(["n", "vocabulary"], [(5, 65), (5, 1000), (7, 60_008), (9, 20_008)])
+@shapes(["n", "vocabulary"], [(5, 65), (9, 20_008)], [(5, 1000), (7, 60_008)])
 def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
     on_ops.test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary)
 

@@ -126,7 +126,7 @@ def named(layout: Layout) -> str:
 
 
 EVERY = [layout for ranks in (2, 4, 8) for layout in layouts(ranks)] + [Layout(pp=3, tp=2), Layout(pp=6), Layout(pp=3)]
-QUICK = [*layouts(2), Layout(dp=2, tp=2), Layout(pp=2, tp=2), Layout(pp=3)]
+QUICK = [*layouts(2), Layout(dp=2, tp=2), Layout(pp=3)]
 
 
 @pytest.mark.parametrize(
@@ -138,16 +138,21 @@ def test_layout(layout: Layout) -> None:
     check(layout, Precise, max(2, layout.pp + layout.pp // 2), layout.dp % 2 == 0 or layout.pp % 3 == 0)
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(pp=2, tp=2), pytest.param(Layout(dp=2, tp=4), marks=pytest.mark.slow)], ids=named
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [Layout(pp=2, tp=2), Layout(dp=2, tp=4)], ids=named)
 def test_float32(layout: Layout) -> None:
     """At a learning rate at which rounding does not grow from step to step."""
     check(layout, CpuEngine, 3, True, 10, lr=2e-3)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [  # each tied or not
+        pytest.param(name, tied, marks=pytest.mark.slow if tied == (number % 2 == 0) else (), id=f"{name}-{how}")
+        for number, name in enumerate(SCHEDULES)
+        for tied, how in ((False, "untied"), (True, "tied"))
+    ],
+)
 def test_schedule(schedule: str, tied: bool) -> None:
     """Two ranks of 2 chunks, of which the last has fewer layers."""
     check(Layout(pp=2), Precise, 5, tied, pp_schedule=schedule)
@@ -156,8 +161,8 @@ def test_schedule(schedule: str, tied: bool) -> None:
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
     [
-        ("zero-bubble", "block"),
         ("zero-bubble-v", "norms"),
+        pytest.param("zero-bubble", "block", marks=pytest.mark.slow),
         pytest.param("zero-bubble", "none", marks=pytest.mark.slow),
         pytest.param("zero-bubble", "norms", marks=pytest.mark.slow),
         pytest.param("zero-bubble-v", "none", marks=pytest.mark.slow),

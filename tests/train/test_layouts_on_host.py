@@ -90,14 +90,15 @@ QUICK = [
     (Layout(tp=2), {"tied": True, "recompute": "norms", "graph": False}),
     (Layout(cp=2), {"zero": 1}),
     (Layout(dp=2, tp=2), {"zero": 1}),
-    *((Layout(pp=2), {"pp_schedule": name, "tied": number % 2 == 0}) for number, name in enumerate(SCHEDULES)),
+    (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "block", "graph": False}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "micro_batch_size": 8}),
-    (Layout(pp=4), {"pp_schedule": "zero-bubble", "recompute": "norms"}),
     (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble", "tied": True}),
 ]
 SLOW = [
+    *((Layout(pp=2), {"pp_schedule": name, "tied": number % 2 == 0}) for number, name in enumerate(SCHEDULES)),
+    (Layout(pp=4), {"pp_schedule": "zero-bubble", "recompute": "norms"}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble", "tied": True}),
     (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
     (Layout(tp=2), {}),
     (Layout(tp=4), {"recompute": "block"}),
@@ -203,7 +204,7 @@ def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatc
 
 
 PLANNED = [
-    (Layout(tp=2), {}),
+    pytest.param(Layout(tp=2), {}, marks=pytest.mark.slow),
     (Layout(cp=2), {}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     pytest.param(Layout(pp=2), {"tied": True, "deterministic": True}, marks=pytest.mark.slow),

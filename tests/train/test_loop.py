@@ -116,6 +116,7 @@ def test_the_number_of_ranks_does_not_matter(text: Path, tmp_path: Path) -> None
         assert many[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_deterministic_is_bit_identical_for_any_number_of_ranks(text: Path, tmp_path: Path) -> None:
     runs = {ranks: tmp_path / str(ranks) for ranks in (1, 2, 4)}
     rows = {ranks: _train(text, out, ranks, deterministic=True, steps=6) for ranks, out in runs.items()}

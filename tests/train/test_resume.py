@@ -163,7 +163,7 @@ def _pasted(said: str, what: str) -> str:
     return line.removeprefix(what).strip().replace(sys.executable, shlex.join(python()))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[needs_mpirun, pytest.mark.slow])])
 def test_the_commands_that_it_prints_work(text: Path, tmp_path: Path, ranks: int) -> None:
     """From where they were printed, without any setting typed again."""
     command = _command(

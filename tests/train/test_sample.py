@@ -50,7 +50,7 @@ def _odds(temperature: float, among: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5, 1e300])
-@pytest.mark.parametrize("top_k", [0, 3, 99])
+@pytest.mark.parametrize("top_k", [0, 3, pytest.param(99, marks=pytest.mark.slow)])
 def test_frequencies_are_those_of_softmax(temperature: float, top_k: int) -> None:
     """Within four standard deviations of the binomial, for each token."""
     count = 4000

@@ -20,6 +20,7 @@ from kos.train.checkpoint import checkpoint, saving
 from kos.train.engine.cpu import CpuEngine
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
+from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
 from tests.train.sharded import tensors_of_run
 from tests.train.test_cli import ENVIRONMENT
@@ -90,8 +91,10 @@ def test_no_more_tensors_wait_than_may(tmp_path: Path) -> None:
     assert sum(tensor.size for tensor in load_file(tmp_path / "optimizer").values()) == 16
 
 
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("failing", [4, 6])
+@pytest.mark.parametrize(
+    ("beside", "failing"),
+    [(False, 4), (True, 6), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 6), (True, 4)))],
+)
 def test_a_file_that_cannot_be_written_is_an_error_on_all(
     text: Path, tmp_path: Path, failing: int, beside: bool, monkeypatch: Any
 ) -> None:
@@ -176,7 +179,7 @@ FLAGS = [
 
 
 @needs_mpirun
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_leaves_whole_checkpoints(
     text: Path, tmp_path: Path, killed: int, rng: np.random.Generator
 ) -> None:
@@ -205,7 +208,7 @@ def test_a_killed_rank_leaves_whole_checkpoints(
     found = {path.name: checkpoint.verify(path).step for path in (tmp_path / "checkpoints").glob("*step-*")}
     assert max(found.values()) >= last - 2, (found, last)
     step = max(found.values())
-    command = [sys.executable, "-m", "kos.train", *flags[:-1], "--resume=auto", f"--steps={step + 1}"]
+    command = [*python(), "-m", "kos.train", *flags[:-1], "--resume=auto", f"--steps={step + 1}"]
     rest = run_program(*map(str, command), env=ENVIRONMENT)
     assert rest.returncode == 0, rest.stderr
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
@@ -217,7 +220,7 @@ def test_a_folder_that_a_rank_does_not_see(text: Path, tmp_path: Path) -> None:
     """Where it writes and where it begins: named with the rank."""
     (tmp_path / "elsewhere").mkdir()
     environment = {**ENVIRONMENT, "RANK_1": str(tmp_path / "elsewhere"), "PYTHONPATH": os.getcwd()}
-    command = [MPIRUN, "-n", "2", sys.executable, "-c", CODE, *FLAGS, "--data", str(text), "--steps=1"]
+    command = [MPIRUN, "-n", "2", *python(), "-c", CODE, *FLAGS, "--data", str(text), "--steps=1"]
     done = run_program(*command, "--out=run", env=environment, cwd=tmp_path)
     error = "--out run: expected a folder that all ranks share, for each writes its part of a checkpoint; on rank 1 got"
     assert f"kos: error: {error} [Errno 2]" in done.stderr and done.returncode == 2, done.stderr

@@ -157,8 +157,13 @@ MOMENTS = {
 }
 
 
+LIKE_OTHERS = ("loading", "validation")  # moments
+
+
 @needs_mpirun
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(each, marks=pytest.mark.slow if each in LIKE_OTHERS else ()) for each in MOMENTS]
+)
 def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: str) -> None:
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
     code += "from kos.comm.rendezvous.choose import launched_rank\ndef go():\n"

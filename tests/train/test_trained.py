@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from kos.errors import CheckpointError, InvalidArgument
 from kos.train.checkpoint import checkpoint
 from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
+from tests.forked import python
 from tests.train.models import small
 from tests.train.sharded import save_in, whole_state
 from tests.train.test_loop import SMALL, _train, text
@@ -50,7 +50,7 @@ def test_loss_logits_and_text_of_a_run(run: Path, text: Path) -> None:
     targets[[2, -1]] = -1
     expected = -np.mean([row[target] for row, target in zip(odds, targets, strict=True) if target >= 0])
     assert model.loss(PROMPT, targets) == pytest.approx(expected, rel=1e-5)
-    command = [sys.executable, "-m", "kos.train.sample", str(run), "--prompt", PROMPT, "--tokens", "9", "--seed", "3"]
+    command = [*python(), "-m", "kos.train.sample", str(run), "--prompt", PROMPT, "--tokens", "9", "--seed", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.stdout == model.generate(PROMPT, 9, seed=3) + "\n"
     assert model.generate(PROMPT, 9, temperature=0) == PROMPT + model.tokenizer.decode(_likeliest(model, 9))

@@ -20,7 +20,7 @@ import reprlib
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,7 +140,10 @@ def _publish(
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
-        shutil.rmtree(path, ignore_errors=True)
+        leaving = folder / f"{TEMPORARY}{path.name}"  # else a kill amid the deletion leaves a damaged checkpoint
+        with suppress(OSError):
+            path.rename(leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
 
 
 def verify(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:

@@ -146,7 +146,7 @@ def gives_right_result(schedule, elements, seed):
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), CASES)
-@pytest.mark.parametrize("ranks", [2, 3, 5])  # of five, four are a power of two
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(5, marks=pytest.mark.slow)])  # of five, four are a power of two
 def test_mutants_that_change_the_result_are_rejected(collective, algorithm, ranks):
     schedule = build(collective, algorithm, ranks, 1 if ranks > 3 else 2, ranks // 2)
     killed = survived = 0
