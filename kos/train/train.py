@@ -109,7 +109,7 @@ class Step:
     slots: list[Slot]  # those that no micro-batch is in
 
     count: Array
-    """(1,): what sums over a micro-batch's targets are divided by, how many those are."""
+    """(1,): what sums over a micro-batch's targets are divided by, ``Dataset.targets_per_micro_batch``."""
 
     report: Array
     """(1 + micro-batches,), float64: whether this rank was asked to stop, and its losses."""

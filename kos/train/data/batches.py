@@ -35,6 +35,8 @@ EVAL_BATCH_TOKENS = 16_384
 HASHED_BYTES = 64 << 20
 """Larger shards are fingerprinted by this many bytes of each end."""
 
+LEFT_OUT = -1  # a target that no loss counts
+
 Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Tokens and targets, both (sequences, seq_len): the target of a token is the one that follows it."""
 
@@ -95,6 +97,14 @@ class Dataset:
         draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
         starts = draws % np.uint64(len(self.train) - self.seq_len)
         return self.windows(self.train, starts[list(indices)])
+
+    def targets_per_micro_batch(self, step: int, micro_batch_size: int) -> float:
+        """What the sums of a micro-batch's losses and gradients are divided by, so that their mean is the step's.
+
+        It is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks.
+        """
+        counted = int(np.count_nonzero(self.batch(step)[1] != LEFT_OUT))
+        return max(1, counted) * micro_batch_size / self.batch_size
 
     def val_starts(self) -> NDArray[np.int64]:
         """Where the ``windows`` of ``val`` begin in each validation batch, (batches, sequences): the same on any ranks.

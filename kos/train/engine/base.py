@@ -13,7 +13,7 @@ import numpy as np
 
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Dataset
+from kos.train.data.batches import LEFT_OUT, Dataset
 from kos.train.engine.stage import make_stage
 from kos.train.model.gpt2 import make_model
 from kos.train.model.initial import InitialWeights
@@ -178,7 +178,7 @@ class Engine(Step):
         """The mean loss over the validation windows."""
         weights, starts, dp = self.whole_weights(), self.data.val_starts(), self.mesh.dp
         most = len(self.micro_batches[0])
-        sums, targets_of_batch = np.zeros(-(-len(starts) // dp.size)), starts.shape[1] * self.config.seq_len
+        sums, counts = np.zeros(-(-len(starts) // dp.size)), dict[int, int]()
         pieces = [
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
@@ -189,8 +189,11 @@ class Engine(Step):
             for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank]):
                 index, windows = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
+                if index not in counts:
+                    _, of_batch = self.data.windows(self.data.val, starts[index])
+                    counts = {index: max(1, int(np.count_nonzero(of_batch != LEFT_OUT)))}
                 tokens, targets = map(self.context.take, self.data.windows(self.data.val, windows))
-                sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, targets_of_batch)
+                sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, counts[index])
             self.pipeline.free_buffers()
         self.synchronize()
         said = self.mesh.world.all_gather_bytes(sums.tobytes())

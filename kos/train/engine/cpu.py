@@ -106,8 +106,7 @@ class CpuEngine(Engine):
         )  # fmt: skip
         self.state = self.make_state(model)
         self.schedule = config.make_schedule()
-        self.count = np.full(1, len(self.micro_batches[0]) * config.seq_len, self.dtype)
-        self.report = np.zeros(1 + self.accumulation_steps)
+        self.count, self.report = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
         self.reports = self.report[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.report.size))
 
     def describe(self) -> str:
@@ -131,6 +130,7 @@ class CpuEngine(Engine):
         """All of it."""
         began, self._step = time.perf_counter(), step
         self.report[0] = stop
+        self.count[0] = self.data.targets_per_micro_batch(step, len(self.micro_batches[0]))
         self.queue_step()
         self._result = self.result(self.reports, self._norm, self._lr, time.perf_counter() - began)
 

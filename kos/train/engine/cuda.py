@@ -117,8 +117,7 @@ class CudaEngine(Engine):
         )  # fmt: skip
         self.state = self.make_state(model)
         self.feed = Feed(data, self.micro_batches, self.context, ops)
-        count = np.full(1, len(self.micro_batches[0]) * config.seq_len, np.float32)
-        self.count = Array.from_numpy(count, device, stream=ops.stream)
+        self.count = self.feed.count
         # What a rank knows after a step: whether it was asked to stop, and its losses.
         self.report = ops.zeros(1 + accumulation_steps, np.float64)
         self.reports = self.report if comm.size == 1 else ops.zeros((comm.size, 1 + accumulation_steps), np.float64)

@@ -1,0 +1,109 @@
+"""Where targets are left out, a step's loss and gradients are means over all that remain, however they are cut."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.train import run
+from kos.train.data.batches import Batch, Dataset, load_data
+from kos.train.model.gpt2 import make_model
+from kos.train.model.initial import init_weights
+from kos.train.model.llama import Llama
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+from tests.train.sharded import tensors_of_run
+from tests.train.test_engine_on_host import emulated
+from tests.train.test_engine_on_host import train as train_on_host
+from tests.train.test_loop import _config, _losses, _train, text
+
+__all__ = ["emulated", "text"]
+
+
+class LeftOut(Dataset):
+    """Every row leaves out another share of its targets, some all but one."""
+
+    def rows(self, step: int, indices: Iterable[int]) -> Batch:
+        indices = list(indices)
+        tokens, targets = super().rows(step, indices)
+        targets = targets.copy()  # a single row's lie in the tokens' memory
+        for row, index in enumerate(indices):
+            keep = [1, self.seq_len, 3, self.seq_len // 2][(index + step) % 4]
+            targets[row, keep:] = -1
+        return tokens, targets
+
+
+@pytest.fixture
+def left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any) -> Dataset:
+        data = load_data(*arguments)
+        return LeftOut(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
+
+    monkeypatch.setattr(run, "load_data", load)
+
+
+CUTS = [(1, 8), (1, 2), (1, 1), (2, 2), (4, 1)]  # ranks, micro-batch size
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_micro_batch_size_does_not_matter(
+    left_out: None, text: Path, tmp_path: Path, deterministic: bool
+) -> None:
+    rows = [
+        _train(text, tmp_path / str(number), ranks, steps=6, micro_batch_size=size, deterministic=deterministic)
+        for number, (ranks, size) in enumerate(CUTS)
+    ]
+    for other in rows[1:]:
+        for key in ("loss", "grad_norm"):
+            np.testing.assert_allclose(_losses(other, key), _losses(rows[0], key), rtol=1e-5)
+
+
+def test_the_loss_is_the_mean_over_all_that_remain(left_out: None, text: Path, tmp_path: Path) -> None:
+    config = _config(text, None)
+    data = run.load_data(config)
+    tokens, targets = data.batch(0)
+    shape = config.model_config_for(256)
+    model, weights = make_model(shape, numpy_ops), Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
+    init_weights(shape, weights, config.seed)
+    logits = model.logits(weights, tokens).astype(np.float64)
+    odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    kept = targets >= 0
+    expected = -np.take_along_axis(odds, np.where(kept, targets, 0)[..., None], -1)[..., 0][kept].mean()
+    rows = _train(text, tmp_path, 2, steps=1, micro_batch_size=2)
+    assert rows[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(
+    emulated: None, text: Path, tmp_path: Path, device: str, monkeypatch: Any
+) -> None:
+    settings: dict[str, Any] = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3}
+    ours = train_on_host(text, tmp_path / "ours", device, **settings)
+    queue, counts = Llama.queue_backward, []
+
+    def with_its_own_count(*given: Any, count: Any = None, **options: Any) -> None:
+        counts.append(count)
+        queue(*given, **options)
+
+    monkeypatch.setattr(Llama, "queue_backward", with_its_own_count)
+    own = train_on_host(text, tmp_path / "own", device, **settings)
+    for key in ("loss", "grad_norm"):
+        assert _losses(ours, key).tobytes() == _losses(own, key).tobytes()
+    assert any(count is not None for count in counts)
+    assert tensors_of_run(tmp_path / "ours") == tensors_of_run(tmp_path / "own")
+
+
+def test_on_gpus_too(emulated: None, left_out: None, text: Path, tmp_path: Path) -> None:
+    runs = [
+        train_on_host(text, tmp_path / f"{ranks}-{size}-{graph}", ranks=ranks, micro_batch_size=size, graph=graph)
+        for ranks, size, graph in ((1, 8, True), (1, 2, True), (2, 2, True), (1, 2, False))
+    ]
+    runs.append(train_on_host(text, tmp_path / "cpu", "cpu", micro_batch_size=4))
+    for other in runs[1:]:
+        for key in ("loss", "grad_norm"):
+            np.testing.assert_allclose(_losses(other, key), _losses(runs[0], key), rtol=1e-5)
