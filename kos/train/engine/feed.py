@@ -42,7 +42,7 @@ class Feed:
             _Slot(
                 pinned_empty(shape, np.int32, device), ops.zeros(shape, np.int32),
                 pinned_empty(1, np.float32, device), ops.zeros(1, np.float32), Event(device), Event(device),
-            )  # fmt: skip
+            )
             for _ in range(2)
         ]
         for slot in self._slots:
