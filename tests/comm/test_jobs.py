@@ -318,7 +318,8 @@ sys.meta_path.insert(0, Nothing())
 """
 
 
-def test_without_mpi4py(tmp_path: Path) -> None:
+def test_without_mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir("/")  # as ``start`` does: the command is for that folder
     text = NO_MPI + """
 try:
     kos.init("mpi")
