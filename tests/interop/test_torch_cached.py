@@ -276,6 +276,19 @@ def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
         assert ("record", SIDE) not in [entry[:2] for entry in log], "nobody can wait for it"
 
 
+def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
+    first, second = torch.arange(6.0).view(2, 3), torch.arange(4.0) + 10
+    x, y = torch.zeros(6), torch.zeros(4)
+    works = [rank.group.recv([x], 0), rank.group.send([first], 0), rank.group.send([second], 0), rank.group.recv([y], 0)]
+    for work in works:
+        work.wait()
+    assert x.tolist() == first.flatten().tolist() and y.tolist() == second.tolist()
+    assert not rank.calls  # NCCL was not asked
+    work = rank.group.send([first], 0)
+    with pytest.raises(InvalidArgument, match="as many to send as to receive together, got 1 to send and 0 to receive"):
+        work.wait()
+
+
 def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
     x = ones()
     rank.cache(x)

@@ -542,19 +542,32 @@ class ProcessGroupKos(_ProcessGroup):
                 return
 
             def call(launch: Launch) -> None:
-                for message in messages:
+                for message in others:
                     tensor = message.tensors[0]
                     x = as_array(tensor) if message.name == "send" else launch.output(tensor)
                     launch(message.name, x, message.peer)
 
+            others = [message for message in messages if message.peer != self.rank()]
+            self._copy_own([message for message in messages if message.peer == self.rank()])
             try:
-                self._run_on_gpu(call, True, {}, True)
+                if others:
+                    self._run_on_gpu(call, True, {}, True)
             except KosError as error:
                 raise self.translated(error) from error
             event = PooledEvent(self.events, self.side)
             for message in messages:
                 message.tensors[0].record_stream(self.side)
                 message.event = event
+
+    def _copy_own(self, messages: Sequence[DeviceMessage]) -> None:
+        """Copy what this rank sends to itself, the k-th message into the k-th receive, as NCCL's groups allow."""
+        sends, recvs = ([m.tensors[0] for m in messages if m.name == name] for name in ("send", "recv"))
+        if len(sends) != len(recvs):
+            got = f"{len(sends)} to send and {len(recvs)} to receive"
+            raise InvalidArgument(f"messages to this rank: expected as many to send as to receive together, got {got}")
+        with torch.cuda.stream(self.side):
+            for sent, received in zip(sends, recvs, strict=True):
+                received.copy_(sent.view_as(received))
 
     def _start_coalescing(self, device: Any) -> None:
         self._coalesced = []
