@@ -107,7 +107,7 @@ def variant(row: Row) -> str:
 
 
 MOVES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
-MORE_MOVES = (*MOVES, "reduce")
+MORE_MOVES = (*MOVES, "reduce", "gather", "scatter", "send_recv")
 MOVED = "collectives-others-h200-4"
 MOVERS = {
     "kos, any buffers": {"backend": "auto", "algorithm": "auto"},

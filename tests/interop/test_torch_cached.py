@@ -279,7 +279,8 @@ def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
 def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
     first, second = torch.arange(6.0).view(2, 3), torch.arange(4.0) + 10
     x, y = torch.zeros(6), torch.zeros(4)
-    works = [rank.group.recv([x], 0), rank.group.send([first], 0), rank.group.send([second], 0), rank.group.recv([y], 0)]
+    send, recv = rank.group.send, rank.group.recv
+    works = [recv([x], 0), send([first], 0), send([second], 0), recv([y], 0)]
     for work in works:
         work.wait()
     assert x.tolist() == first.flatten().tolist() and y.tolist() == second.tolist()

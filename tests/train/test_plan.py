@@ -269,7 +269,9 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     [
         ("--ranks 4 --gpu H200 --dp 4", []),
         ("--ranks 2 --gpu H200 --cp 2", []),
-        ("--ranks 4 --gpu H200 --dp 2 --cp 2", ["only dp has been run"]),
+        ("--ranks 4 --gpu H200 --cp 4", []),
+        ("--ranks 4 --gpu H200 --dp 2 --cp 2", ["no two axes have been run together"]),
+        ("--ranks 8 --gpu H200 --pp 2", ["only dp has been run"]),
         ("--ranks 16 --gpu H100 --dp 16", ["on one machine", "scaled from those measured on H200"]),
         ("--ranks 2 --device cpu", []),
     ],

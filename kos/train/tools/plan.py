@@ -199,8 +199,10 @@ def notes(job: Job) -> list[str]:
     layout, found = job.layout, list[str]()
     if job.config.device == "cpu":
         return found
-    if layout.ranks > 2 and layout.dp < layout.ranks:
-        found.append("on more than 2 GPUs only dp has been run, see docs/guides/layouts.md")
+    if layout.ranks > 4 and layout.dp < layout.ranks:
+        found.append("on more than 4 GPUs only dp has been run, see docs/guides/layouts.md")
+    elif layout.ranks > 2 and layout.ranks not in (layout.dp, layout.tp, layout.pp, layout.cp):
+        found.append("on more than 2 GPUs no two axes have been run together, see docs/guides/layouts.md")
     if layout.ranks > 8:
         found.append("all ranks are taken to be on one machine")
     if "H200" not in job.rates.name:
