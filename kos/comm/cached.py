@@ -131,7 +131,11 @@ class CallCache:
         comm._group.note(call, 3)
         work = comm.backend.start(call)
         if work is not None:
-            work.wait()
+            try:
+                work.wait()
+            except BaseException:  # Ctrl-C, say: it may still be in flight, and a Call is in flight once
+                self._entries.pop(id(x), None)
+                raise
         return True
 
     def add(self, call: Call) -> None:

@@ -220,3 +220,37 @@ def test_a_start_that_is_complete_at_once_is_waited_for_before_the_next() -> Non
             assert (x == 2 ** (turn + 1)).all()
 
     shared_ranks.run(body, 2)
+
+
+def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
+    """By Ctrl-C, or a handler of a signal that raises.  The next call on the same arrays is another one."""
+    interrupted = threading.Event()
+
+    class Interrupting:
+        """What a rank waits by."""
+
+        def mark(self) -> int:
+            return 0
+
+        def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+    def body(comm: kos.Communicator) -> None:
+        x, out = np.full(SMALL_BYTES // 4, comm.rank, np.uint8), np.empty(SMALL_BYTES // 2, np.uint8)
+        for _ in range(3):
+            comm.all_gather(x, out)
+        if comm.rank == 0:
+            backend: Any = comm.backend
+            backend.idle = Interrupting
+            with pytest.raises(KeyboardInterrupt):
+                comm.all_gather(x, out)
+            del backend.idle
+            interrupted.set()
+        else:
+            assert interrupted.wait(20)
+            x[:] = 2
+            comm.all_gather(x, out)
+        comm.all_gather(x, out)
+        assert out.reshape(2, -1)[:, -1].tolist() == [0, 2]
+
+    shared_ranks.run(body, 2)
