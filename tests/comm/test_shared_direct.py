@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
 import os
 import threading
 from typing import Any
@@ -152,3 +154,24 @@ def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pyte
         given_up.set()
 
     run(body, 2)
+
+
+def test_memory_freed_after_a_failure_does_not_hide_it() -> None:
+    """The reader comes after the timeout of the rank whose memory it would read."""
+    given_up, memory = threading.Event(), mmap.mmap(-1, 1 << 20)
+    protect = ctypes.CDLL(None).mprotect
+    protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            x = np.frombuffer(memory, np.uint8)
+            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive"):
+                comm.broadcast(x, timeout=0.3)
+            assert protect(x.ctypes.data, x.nbytes, 0) == 0  # as if it had been freed
+            given_up.set()
+        else:
+            assert given_up.wait(20)
+            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive"):
+                comm.broadcast(np.empty(1 << 20, np.uint8))
+
+    run(body, 2, close=False)

@@ -188,6 +188,7 @@ class SharedCollectives:
             return
         deadline = time.monotonic() + ENDING_SECONDS
         while time.monotonic() < deadline:
+            self._calls.raise_failure(o.sequence)  # a rank whose call has failed may have freed its memory
             for rank in self._peers:
                 if (end := self._calls.end_of(rank, o)) is not None:
                     self._calls.raise_everywhere(end, o.sequence)
