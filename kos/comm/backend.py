@@ -96,6 +96,9 @@ class Backend(ABC):
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
         """Free the backend's resources.  Collective; nothing may be in flight."""
 
+    def signal_end(self, reason: str) -> None:  # noqa: B027
+        """Before ``abort`` or ``revoke``, of several communicators before any is ended: its end may wait for theirs."""
+
     def abort(self, reason: str) -> None:  # noqa: B027
         """End everything in flight without waiting for other ranks; notify them of the reason where possible."""
 

@@ -318,6 +318,7 @@ class Communicator(Operations):
         self.rendezvous.check_shrink()
         with self.rendezvous.ledger.board.held():
             reason = str(self.backend.broken or SHRINKS)
+            self._signal_end(reason)
             self._abort_groups(reason)
             self._end(reason, self.backend.revoke)
             with self._exchange("shrink"):
@@ -472,11 +473,13 @@ class Communicator(Operations):
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
         """End the operations in flight without waiting for other ranks, and close the communicator.
 
-        Ranks that wait for this one raise RankLost with the ``reason``, or end when this process exits, with ``code``
+        The groups split from it are aborted, too.  Ranks that wait for this one raise RankLost with the ``reason``, or end when this process exits, with ``code``
         as the job's exit status (mpi).
         """
         code = check_int("code", code)
         if not self._closed:
+            self._signal_end(str(reason))
+            self._abort_groups(str(reason))
             self._end(str(reason))
             self.rendezvous.abort(code)
 
@@ -491,8 +494,15 @@ class Communicator(Operations):
                 work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"aborted: {reason}")
 
+    def _signal_end(self, reason: str) -> None:
+        """Begin to end this communicator and what was split from it: on a GPU each end waits for all of them."""
+        if not self._closed:
+            self.backend.signal_end(reason)
+        for group in list(self._groups):
+            group._signal_end(reason)
+
     def _abort_groups(self, reason: str) -> None:
-        """Abort what was split from this communicator: ranks that wait there would not come to a shrink."""
+        """Abort what was split from this communicator: ranks wait there for this one."""
         for group in list(self._groups):
             group._abort_groups(reason)
             if not group._closed:

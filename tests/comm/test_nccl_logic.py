@@ -309,6 +309,43 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
     FakeRanks(SIZE).run(body)
 
 
+@pytest.mark.parametrize("version", [22700, 22809], ids=["abort", "revoke"])
+@pytest.mark.parametrize("end", [kos.Communicator.abort, kos.Communicator.shrink])
+def test_communicators_split_from_one_that_is_aborted_end_with_it(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, version: int, end: Callable[[kos.Communicator], Any]
+) -> None:
+    """An abort frees memory, and CUDA waits there for the kernels of all communicators: all of them end first."""
+    running, aborted = [set[Any]() for _ in range(SIZE)], list[tuple[int, bool]]()
+    changed = threading.Condition()
+
+    def stop(comm: Any) -> None:
+        with changed:
+            running[comm.rank].discard(comm)
+            changed.notify_all()
+
+    def abort(comm: Any) -> None:
+        stop(comm)
+        with changed:
+            aborted.append((comm.rank, changed.wait_for(lambda: not running[comm.rank], 5)))
+
+    monkeypatch.setattr(fake, "get_version", lambda: version)
+    monkeypatch.setattr(nccl_binding, "revoke", stop)
+    monkeypatch.setattr(nccl_binding, "abort", abort)
+
+    def body(gpu: Any) -> None:
+        world = gpu.comm
+        half = world.duplicate()
+        groups = [world, half, half.split(0), world.split(0)]
+        running[world.rank].update(each.backend._handle for each in groups)
+        world.rendezvous.barrier()
+        end(world)
+        assert all(each._closed for each in groups)
+
+    FakeRanks(SIZE).run(body)
+    revoked = end is kos.Communicator.shrink and version == 22809  # the survivors' own, which may serve again
+    assert len(aborted) >= (3 if revoked else 4) * SIZE and all(alone for _, alone in aborted), aborted
+
+
 def test_scratch_memory_does_not_grow_with_the_streams(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no graph can hold is free when the host has waited for all."""
     monkeypatch.setattr(memory, "capture_of", lambda stream: stream == 7)

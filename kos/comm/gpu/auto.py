@@ -232,16 +232,16 @@ class AutoBackend(Backend):
                 parts.callback(part.close)
 
     def abort(self, reason: str) -> None:
-        self._signal_end(reason)
+        self.signal_end(reason)
         for part in (self.host, *self.gpus):  # the host first: it reports to the other ranks at once
             part.abort(reason)
 
     def revoke(self, reason: str) -> None:
-        self._signal_end(reason)
+        self.signal_end(reason)
         for part in (self.host, *self.gpus):
             part.revoke(reason)
 
-    def _signal_end(self, reason: str) -> None:
+    def signal_end(self, reason: str) -> None:
         """Report the end to the other ranks, and let waiting kernels end, before the backends end."""
         for gpu in self.gpus:
             gpu.unwatch()

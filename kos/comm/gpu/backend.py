@@ -553,7 +553,7 @@ class DeviceBackend(Backend):
         return self.shared.explained(o, error)
 
     def signal_abort(self) -> None:
-        """Let kernels of our own that wait for other ranks end, without waiting for that."""
+        """Let kernels that wait for other ranks end, without waiting for that."""
 
     @abstractmethod
     def abort_device(self) -> None:
@@ -565,6 +565,11 @@ class DeviceBackend(Backend):
             self._closing = True
             self.ledger.board.post_queued(self, ())
         watchdog.remove(self)
+
+    def signal_end(self, reason: str) -> None:
+        self.unwatch()
+        self.shared.report_end(reason)
+        self.signal_abort()
 
     def abort(self, reason: str) -> None:
         self.unwatch()

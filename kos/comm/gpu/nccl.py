@@ -76,6 +76,8 @@ class NCCLBackend(DeviceBackend):
         self._nccl = binding.library()
         self._handle = comm
         self._joining = self._join(rendezvous) if comm is None else None
+        self._ending: tuple[Any, Callable[[Any], None], Callable[[float | None], Any]] | None = None
+        """The communicator that ends on a thread, the function that ends it, and one that waits for that."""
         self._revoked: Any = None  # the communicator after a failure
         self._shrinkable = _can_shrink(rendezvous)
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
@@ -179,15 +181,29 @@ class NCCLBackend(DeviceBackend):
             rest.callback(setattr, self, "_comm", None)
             self._windows.free(self._windows.unused())
 
+    def signal_abort(self) -> None:
+        """Revoke the communicator if the group can shrink, so that ``shrink`` can use it; else abort it: on a thread.
+
+        An abort frees memory, for which CUDA waits for the kernels of every communicator of the GPU.
+        """
+        with self.shared.lock:
+            comm, self._comm = self._handle, None
+            if comm is not None:
+                end = binding.revoke if self._shrinkable and binding.has("revoke") else binding.abort
+                self._ending = comm, end, self._begin_end(end, comm)
+
     def abort_device(self) -> None:
-        """Revoke the communicator if the group can shrink, so that ``shrink`` can use it; else abort it."""
-        comm, self._comm = self._handle, None
-        if comm is None:
+        """Wait for what ``signal_abort`` has begun."""
+        self.signal_abort()
+        ending, self._ending = self._ending, None
+        if ending is None:
             return
-        if self._shrinkable and binding.has("revoke") and self._end(binding.revoke, comm):
+        comm, end, finish = ending
+        if not self._ended(end, finish):
+            if end is not binding.abort:
+                self._end(binding.abort, comm)
+        elif end is not binding.abort:
             self._revoked = comm
-        else:
-            self._end(binding.abort, comm)
 
     def abort(self, reason: str) -> None:
         self.revoke(reason)
@@ -197,8 +213,14 @@ class NCCLBackend(DeviceBackend):
 
     def _end(self, function: Callable[[Any], None], comm: Any) -> bool:
         """Whether ``function`` has ended the operations in flight on ``comm``."""
+        return self._ended(function, self._begin_end(function, comm))
+
+    def _begin_end(self, function: Callable[[Any], None], comm: Any) -> Callable[[float | None], Any]:
+        return on_thread(partial(function, comm), f"nccl: {function.__name__}", self.device, self.check_others)
+
+    def _ended(self, function: Callable[[Any], None], finish: Callable[[float | None], Any]) -> bool:
         try:
-            self.bounded(lambda: function(comm), _ABORT_SECONDS, f"nccl: {function.__name__}")
+            self.finish(finish, _ABORT_SECONDS)
         except CollectiveTimeout:
             log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
         except Exception as error:
