@@ -473,8 +473,8 @@ class Communicator(Operations):
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
         """End the operations in flight without waiting for other ranks, and close the communicator.
 
-        The groups split from it are aborted, too.  Ranks that wait for this one raise RankLost with the ``reason``, or end when this process exits, with ``code``
-        as the job's exit status (mpi).
+        The groups split from it are aborted, too.  Ranks that wait for this one raise RankLost with the ``reason``, or
+        end when this process exits, with ``code`` as the job's exit status (mpi).
         """
         code = check_int("code", code)
         if not self._closed:
