@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import itertools
 import os
 import queue
@@ -345,10 +346,13 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(nccl_binding, "unique_id", lambda: os.urandom(128))
     monkeypatch.setattr(nccl_binding, "join", join)
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
+    monkeypatch.setattr(windows, "_memories", {})
     try:
         yield fake
-    finally:  # what is left open must not be looked at without the stand-ins
+    finally:  # what is left open must not be looked at without the stand-ins, nor freed by the collector
         watchdog._end()
+        if windows._memories:
+            gc.collect()
 
 
 def _file(path: Path, name: str) -> str:
