@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -14,6 +15,9 @@ import numpy as np
 from kos.comm.rendezvous.mpi_job import keep_unfinished
 from kos.comm.rendezvous.wire import Connection, Waiting
 from kos.errors import RendezvousError
+
+
+_receiving = threading.RLock()  # threads that read for several groups would change the order of a rank's notices
 
 
 class Notices(Protocol):
@@ -90,7 +94,7 @@ class MPINotices:
 
     def receive(self) -> list[list[Any]]:
         MPI = self._MPI
-        with contextlib.suppress(MPI.Exception):
+        with _receiving, contextlib.suppress(MPI.Exception):
             while not MPI.Is_finalized() and (probed := self._comm.Improbe(status=self._status)):
                 data = bytearray(self._status.Get_count())
                 probed.Recv([data, MPI.BYTE])

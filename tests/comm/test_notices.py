@@ -1,0 +1,62 @@
+"""Notices over MPI, whose communicator several groups and threads share; a stand-in has its messages."""
+
+from __future__ import annotations
+
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from kos.comm.rendezvous.notices import MPINotices
+
+WAIT = 20.0  # seconds
+
+
+class Message:
+    """One that was matched: whoever receives it has it."""
+
+    def __init__(self, data: bytes, wait: threading.Event | None) -> None:
+        self.data, self.wait = data, wait
+
+    def Recv(self, buffer: list[Any]) -> None:
+        if self.wait is not None:
+            assert self.wait.wait(WAIT)
+        buffer[0][:] = self.data
+
+
+class Arrived:
+    """The communicator, of messages to group "b" that have arrived; the first takes long to receive."""
+
+    def __init__(self) -> None:
+        self.first, self.probed = threading.Event(), threading.Event()
+        data = [json.dumps(["b", [number]]).encode() for number in range(3)]
+        self.messages = [Message(each, None if number else self.first) for number, each in enumerate(data)]
+
+    def Improbe(self, status: Any) -> Message | None:
+        if not self.messages:
+            return None
+        message = self.messages.pop(0)
+        status.count = len(message.data)
+        self.probed.set()
+        return message
+
+
+def test_notices_of_a_rank_keep_their_order_where_threads_read_for_two_groups() -> None:
+    class Status:
+        def Get_count(self) -> int:
+            return int(self.count)  # type: ignore[attr-defined]
+
+    MPI = SimpleNamespace(Status=Status, Exception=OSError, Is_finalized=lambda: False, BYTE=None)
+    comm, readers = Arrived(), WeakValueDictionary[str, MPINotices]()
+    a, b = (MPINotices(MPI, comm, readers, name, [1]) for name in "ab")
+    got: list[Any] = []
+    threads = [threading.Thread(target=a.receive), threading.Thread(target=lambda: got.extend(b.receive()))]
+    threads[0].start()
+    assert comm.probed.wait(WAIT)
+    threads[1].start()
+    threads[1].join(0.2)  # long enough to read the others, if it may
+    comm.first.set()
+    for thread in threads:
+        thread.join(WAIT)
+    assert [*got, *b.receive()] == [[0], [1], [2]]
