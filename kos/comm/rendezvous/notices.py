@@ -16,7 +16,6 @@ from kos.comm.rendezvous.mpi_job import keep_unfinished
 from kos.comm.rendezvous.wire import Connection, Waiting
 from kos.errors import RendezvousError
 
-
 _receiving = threading.RLock()  # threads that read for several groups would change the order of a rank's notices
 
 
