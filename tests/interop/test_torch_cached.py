@@ -290,6 +290,24 @@ def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
         work.wait()
 
 
+def test_messages_of_parameters_to_this_rank(rank: OneRank) -> None:
+    """Autograd records nothing, as of messages to other ranks."""
+    x, out = (torch.nn.Parameter(ones(4)) for _ in range(2))
+    x.data.fill_(3)
+    works = [rank.group.send([x], 0), rank.group.recv([out], 0)]
+    assert all(work.wait() for work in works)
+    assert out.tolist() == [3.0] * 4 and out.is_leaf and out.requires_grad
+
+
+def test_a_message_that_was_not_launched_is_not_complete(rank: OneRank) -> None:
+    work = rank.group.send([ones(4)], 0)
+    with pytest.raises(InvalidArgument, match="messages to this rank: .* got 1 to send and 0 to receive"):
+        work.wait()
+    for wait in (work.wait, work.is_completed, work.get_future):
+        with pytest.raises(torch.distributed.DistBackendError, match="send: the messages launched with it failed"):
+            wait()
+
+
 def test_a_call_on_the_current_stream_takes_no_event(rank: OneRank) -> None:
     x = ones()
     rank.cache(x)

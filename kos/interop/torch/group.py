@@ -567,7 +567,7 @@ class ProcessGroupKos(_ProcessGroup):
             raise InvalidArgument(f"messages to this rank: expected as many to send as to receive together, got {got}")
         with torch.cuda.stream(self.side):
             for sent, received in zip(sends, recvs, strict=True):
-                received.copy_(sent.view_as(received))
+                received.detach().copy_(sent.detach().view_as(received))
 
     def _start_coalescing(self, device: Any) -> None:
         self._coalesced = []

@@ -242,6 +242,8 @@ class DeviceMessage(DeviceWork):
     def launch(self) -> None:
         if self.event is None:
             self._group.send_all()
+            if self.event is None:
+                raise dist.DistBackendError(f"kos: {self.name}: the messages launched with it failed, and it was not")
 
 
 class CoalescedWork(_Work):
