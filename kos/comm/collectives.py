@@ -501,7 +501,7 @@ class Operations:
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
         key, other = (out, None) if x is None else (x, out)
-        if plain and self._cache.repeat(self, "scatter", key, other, None, root):
+        if plain and x is not out and self._cache.repeat(self, "scatter", key, other, None, root):
             return out
         options = self._options("scatter", stream, async_op, timeout, algorithm)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
@@ -531,7 +531,7 @@ class Operations:
         """
         plain = stream is timeout is None and async_op is False and type(counts) is list and type(root) is int
         key, other = (out, None) if x is None else (x, out)
-        if plain and self._cache.repeat(self, "scatter_v", key, other, None, (root, counts, None)):
+        if plain and x is not out and self._cache.repeat(self, "scatter_v", key, other, None, (root, counts, None)):
             return out
         options = self._options("scatter_v", stream, async_op, timeout)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)

@@ -254,3 +254,17 @@ def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
         assert out.reshape(2, -1)[:, -1].tolist() == [0, 2]
 
     shared_ranks.run(body, 2)
+
+
+def test_a_cached_scatter_takes_no_input_of_another_rank_than_the_root() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, out = np.ones(2), np.empty(1)
+        for name, counts in (("scatter", ()), ("scatter_v", ([1, 1],))):
+            call = getattr(comm, name)
+            for _ in range(3):
+                call(None if comm.rank else x, *counts, out)
+            if comm.rank:
+                with pytest.raises(InvalidArgument, match="x: expected None on rank 1"):
+                    call(out, *counts, out)
+
+    shared_ranks.run(body, 2)
