@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"
 
 @pytest.fixture(scope="module", autouse=True)
 def _torch() -> None:
-    """Imported where these tests run, and not by each worker that collects them: it takes seconds."""
+    """Imported only when these tests run: the import takes seconds, and every worker collects the tests."""
     global CUDA, SIDE, Options, ProcessGroupKos, connect_gpu, dist, launch, tensors_of_a_gpu, torch
     import torch
     import torch.distributed as dist

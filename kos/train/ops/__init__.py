@@ -182,7 +182,7 @@ class Ops(Protocol):
         self, logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array,
         arena: Arena,
     ) -> None:  # fmt: skip
-        """As ``cross_entropy`` of a vocabulary in parts, of which ``logits`` (N, v) is the one from ``first`` on.
+        """``cross_entropy`` of a vocabulary in parts; ``logits`` (N, v) is the part that begins at ``first``.
 
         ``statistics`` (parts, 3, N) are those of all parts.
         """

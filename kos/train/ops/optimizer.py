@@ -118,11 +118,11 @@ class AdamW:
 def split(
     held: Parameters | Shard, size: int, places: Mapping[str, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of what is held, chunks of ``size`` elements at most, each of one tensor; the tensor's name of each; all starts.
+    """Chunks of ``held`` of at most ``size`` elements, each of one tensor; the tensor's name of each; all starts.
 
-    A chunk begins at a multiple of ``size`` or where a tensor begins, and so does what is held: ``index`` counts the
-    same chunks on all ranks.  ``start`` is its place in the layout, ``local`` in ``held.flat``, and ``place`` in the
-    layout of the whole model, where tensors begin at ``places``.
+    A chunk begins at a multiple of ``size`` or where a tensor begins, and so do the parts of ``held``.  So ``index``
+    counts the same chunks on all ranks.  ``start`` is a chunk's position in the layout, ``local`` in ``held.flat``, and
+    ``place`` in the layout of the whole model, where tensors begin at ``places``.
     """
     first_of, end = np.array([span.start for span in held.spans.values()]), [*held.spans.values()][-1].stop
     starts = np.union1d(np.arange(0, end, size), first_of)

@@ -188,7 +188,7 @@ class DataParallel:
     def finish(self, *, whole: bool = False) -> None:
         """Called after the last backward: now ``gradients`` hold the sum over all micro-batches.
 
-        With ``whole`` a ``tree``'s are whole even where they are ``sharded``.
+        With ``whole`` the sums of a ``tree`` are whole even if they are ``sharded``.
         """
         if self.tree is not None:
             self.tree.finish(whole=whole or not self.sharded)
