@@ -286,7 +286,7 @@ def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
     assert x.tolist() == first.flatten().tolist() and y.tolist() == second.tolist()
     assert not rank.calls  # NCCL was not asked
     work = rank.group.send([first], 0)
-    with pytest.raises(InvalidArgument, match="as many to send as to receive together, got 1 to send and 0 to receive"):
+    with pytest.raises(InvalidArgument, match="as many sends as receives in a batch, got 1 sends and 0 receives"):
         work.wait()
 
 

@@ -563,8 +563,8 @@ class ProcessGroupKos(_ProcessGroup):
         """Copy what this rank sends to itself, the k-th message into the k-th receive, as NCCL's groups allow."""
         sends, recvs = ([m.tensors[0] for m in messages if m.name == name] for name in ("send", "recv"))
         if len(sends) != len(recvs):
-            got = f"{len(sends)} to send and {len(recvs)} to receive"
-            raise InvalidArgument(f"messages to this rank: expected as many to send as to receive together, got {got}")
+            got = f"{len(sends)} sends and {len(recvs)} receives"
+            raise InvalidArgument(f"messages to this rank: expected as many sends as receives in a batch, got {got}")
         with torch.cuda.stream(self.side):
             for sent, received in zip(sends, recvs, strict=True):
                 received.copy_(sent.view_as(received))
