@@ -196,8 +196,8 @@ class Engine(Step):
                 sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, counts[index])
             self.pipeline.free_buffers()
         self.synchronize()
-        said = self.mesh.world.all_gather_bytes(sums.tobytes())
-        return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(starts)
+        gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
+        return math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
 
     def evaluated_at_once(self) -> set[int]:
         """The numbers of sequences that a pass of validation has, a micro-batch at most."""
