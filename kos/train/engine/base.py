@@ -160,17 +160,17 @@ class Engine(Step):
         return StepResult(total / self.micro_batches_of_all, norm, lr, seconds, bool(reports[:, 0].any()))
 
     def synchronize(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait for what all communicators have queued, or ``until`` that is true; raises what stopped any of it.
+        """Wait for all queued work of all communicators, or until ``until()`` is true; raises the error of any of it.
 
-        A GPU goes on without the data that a failed one has not brought.
+        After a failed collective the GPU continues without its data.
         """
         for comm in (*self.mesh.communicators(), *self.pipeline.communicators()):
             comm.synchronize(until=until)
 
     def first_of_all(self, name: str | None) -> str | None:
         """The first tensor that any rank names, in the order in which a backward goes through the model."""
-        said = {each.decode() for each in self.mesh.world.all_gather_bytes((name or "").encode())} - {""}
-        return min(said, key=[*self.model.config.parameter_shapes()].index, default=None)
+        named = {each.decode() for each in self.mesh.world.all_gather_bytes((name or "").encode())} - {""}
+        return min(named, key=[*self.model.config.parameter_shapes()].index, default=None)
 
     # --- validation --------------------------------------------------------------------------------------
 

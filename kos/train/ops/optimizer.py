@@ -64,11 +64,11 @@ class AdamW:
         return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
 
     def exact_squares(self, gradients: Parameters, counted: Container[str], largest: float, count: int) -> np.ndarray:
-        """Two float64, of which every sum over ranks and blocks is exact: together the sum of squares.
+        """Two float64 that add up over ranks and blocks without rounding; together they are the sum of squares.
 
-        Squares are rounded to a multiple of a unit, and what is left to one of a smaller unit, so that the sum of
-        ``count`` of them, of numbers of magnitude ``largest`` at most, fits in 53 bits; so its order does not matter
-        (Demmel & Nguyen 2013, "Fast reproducible floating-point summation").
+        Squares are rounded to a multiple of a unit, and the remainders to a multiple of a smaller one.  So the sum of
+        ``count`` squares of numbers of at most ``largest`` fits in 53 bits, and its order does not matter (Demmel &
+        Nguyen 2013, "Fast reproducible floating-point summation").
         """
         bits = count.bit_length()
         unit = 2.0 ** (2 * math.frexp(largest)[1] + bits - 52)

@@ -168,7 +168,7 @@ class Matmul:
         finally:
             lt.matmul_preference_destroy(preference)
         found = found[: count[0]]
-        found = found[found["state"] == 0]  # CUBLAS_STATUS_SUCCESS: of others nothing is said
+        found = found[found["state"] == 0]  # CUBLAS_STATUS_SUCCESS: the fields of others are undefined
         if not found.size:
             raise BackendUnavailable(f"cuBLASLt has no algorithm for {a} {b} -> {out}")
         return [row[:ALGORITHM_BYTES].copy() for row in found.view(np.uint8).reshape(found.size, -1)]
