@@ -2,7 +2,7 @@
 
 A *dialect* is a module (or object) with these functions: ``kos.train.ops.numpy`` is the first.  Every
 operation writes into arrays that it is given.  It takes scratch memory from the given arena, and frees it
-before it returns.  Its backward is the next function.
+before it returns.  Its backward is written by hand beside it.
 
 Shapes: N tokens of a micro-batch (B samples of T), D hidden, F features out of a linear, V vocabulary,
 H query heads, K key/value heads, d head size, W = (H + 2K) d.  Linears are (out, in) as in Hugging Face.
