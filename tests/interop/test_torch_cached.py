@@ -276,6 +276,15 @@ def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
         assert ("record", SIDE) not in [entry[:2] for entry in log], "nobody can wait for it"
 
 
+def test_the_flight_recorder_of_torch_leaves_groups_of_kos_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.15 attaches to C++ groups alone, and failed on one in Python."""
+    from kos.interop import autoload
+
+    monkeypatch.setattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", recorders := set(), raising=False)
+    autoload.register()
+    assert recorders == {"kos"}
+
+
 def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
     first, second = torch.arange(6.0).view(2, 3), torch.arange(4.0) + 10
     x, y = torch.zeros(6), torch.zeros(4)
