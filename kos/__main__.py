@@ -57,7 +57,7 @@ def _no_benchmark(name: str) -> str:
     """Why there is no benchmark of that name; empty if there is one."""
     clone = Path(kos.__file__).resolve().parent.parent
     if not (clone / "benchmarks" / "__init__.py").exists():
-        remedy = f"{install('')}, or there: {sys.executable} -m benchmarks.NAME"
+        remedy = f"{install('')}, or in that folder: {sys.executable} -m benchmarks.NAME"
         return f"expected a clone of kos with the folder benchmarks, got the package installed in {clone}; {remedy}"
     if str(clone) not in sys.path:
         sys.path.insert(0, str(clone))

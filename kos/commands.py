@@ -1,4 +1,4 @@
-"""Words of the commands that kos prints, to be pasted where it was started: this Python, its pip, mpirun."""
+"""The commands that kos prints for the user to paste in the same folder: this Python, its pip and its mpirun."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from pathlib import Path
 _VERSION_SECONDS = 10.0
 AS_ROOT = "--allow-run-as-root"
 ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-"""Open MPI's mpirun refuses root without that flag, or these two variables."""
+"""Open MPI's mpirun refuses to run as root without that flag or these two variables."""
 
 
 typed = ""
-"""The command that ``python -m kos`` runs, as its user typed it: ``kos doctor``."""
+"""The command that ``python -m kos`` runs, as the user typed it: ``kos doctor``."""
 
 
 def program(module: str) -> str:
-    """What the user typed to run ``module``, for its usage and errors: ``kos doctor`` or ``python -m kos.doctor``."""
+    """The command that runs ``module``, for its usage and errors: ``kos doctor`` or ``python -m kos.doctor``."""
     return typed or f"python -m {module}"
 
 
 def near(path: str | Path) -> str:
-    """A path as a user would type it here: relative to the current folder where it lies within."""
+    """A path as a user would type it: relative if it lies within the current folder."""
     try:
         typed = os.path.relpath(path)
     except (OSError, ValueError):  # the current folder is gone; the path is empty
         return str(path)
     if typed.startswith(".."):
         return str(path)
-    return typed if os.sep in typed or os.path.isdir(typed) else os.path.join(".", typed)  # a bare name is one of PATH
+    return typed if os.sep in typed or os.path.isdir(typed) else os.path.join(".", typed)  # else looked up on PATH
 
 
 def python() -> str:
@@ -39,17 +39,17 @@ def python() -> str:
 
 
 def pip_install(*words: str, here: bool = True) -> str:
-    """A command that installs packages for this Python, which need not be the one whose ``pip`` is on the PATH.
+    """A command that installs packages for this Python.  The ``pip`` on the PATH may be that of another Python.
 
-    ``here``: it is to be typed in the current folder.
+    ``here``: the user types it in the current folder.
     """
     return shlex.join([python() if here else sys.executable or "python", "-m", "pip", "install", *words])
 
 
 def mpirun(ranks: int) -> list[str]:
-    """The words that start ``ranks`` ranks, for root too: this Python's own mpirun, else that of the PATH.
+    """The words that start ``ranks`` ranks: the mpirun beside this Python, else that on the PATH.
 
-    The variables may be set for this process alone, as ``make train`` does: for root the flag is always there.
+    For root they always have the flag: ``ROOT`` may be set for this process alone, as by ``make train``.
     """
     launcher = find_mpirun()
     if launcher is None:
@@ -59,7 +59,7 @@ def mpirun(ranks: int) -> list[str]:
 
 
 def refuses_root(launcher: str) -> bool:
-    """Whether this mpirun would not start here: it is Open MPI's, the user is root, and nothing allows it."""
+    """Whether this mpirun refuses to start: it is Open MPI's, the user is root, and ``ROOT`` is not set."""
     return _is_root_of_open_mpi(launcher) and not all(os.environ.get(name) == "1" for name in ROOT)
 
 
@@ -68,15 +68,15 @@ def _is_root_of_open_mpi(launcher: str) -> bool:
 
 
 def find_mpirun() -> str | None:
-    """The path of the mpirun beside this Python, else of that on the PATH."""
-    import shutil  # here and below: every program that imports kos would load them
+    """The path of the mpirun beside this Python, else of the one on the PATH."""
+    import shutil  # imported here and below: at the top, every program that imports kos would load it
 
     beside = Path(sys.executable).with_name("mpirun") if sys.executable else None
     return str(beside) if beside is not None and beside.exists() else shutil.which("mpirun")
 
 
 def mpi_of(launcher: str) -> str:
-    """Whose mpirun this is: ``Open MPI``, ``Intel``, ``MPICH``, or nothing where it does not say."""
+    """The MPI library of this mpirun: ``Open MPI``, ``Intel``, ``MPICH``, or an empty text if unknown."""
     import subprocess
 
     try:

@@ -28,7 +28,8 @@ def test_worst_rows_are_first() -> None:
         row("mpi", 64, 10.0), row("mpi-native", 64, 2.0), row("mpi-native", 64, 1.0, in_place=False),
         row("mpi", 64, 1.0, ranks=1), row("mpi", 8, 1.0, mode="single_shot"),
     ]  # fmt: skip
-    title, heading, *lines, end = summary(rows)
+    names, title, heading, *lines, end = summary(rows)
+    assert names == "# kos: mpi; others: mpi-native (the MPI library itself), gloo (PyTorch's)"
     assert title.startswith("# summary: all_reduce on 2 ranks, eager; a peer's column is its time / the time of kos")
     assert heading.split()[-2:] == ["mpi-native", "gloo"]
     said = [line.split() for line in lines]
@@ -43,7 +44,7 @@ def test_worst_rows_are_first() -> None:
 def test_peers_with_several_algorithms_count_by_their_best() -> None:
     rows = [row("peer", 8, 4.0, mode="graph"), row("torch-symm", 8, 12.0, mode="graph", algorithm="one_shot"),
             row("torch-symm", 8, 8.0, mode="graph", algorithm="two_shot"), row("peer", 8, 1.0)]  # fmt: skip
-    title, _, line, end = summary(rows)
+    _, title, _, line, end = summary(rows)
     assert "graph" in title and line.split()[-1] == "2.00" and end == "# kos is the fastest in 1 of 1 rows"
 
 
@@ -52,14 +53,15 @@ def test_a_long_run_is_cut() -> None:
     rows = [row("mpi", nbytes, 1.0) for nbytes in sizes]
     rows += [row("mpi-native", nbytes, 2.0 + index) for index, nbytes in enumerate(sizes)]
     lines = summary(rows)
-    assert len(lines) == MOST_LINES + 4
+    assert len(lines) == MOST_LINES + 5
     assert lines[-2] == f"# 3 more rows, each at least {2 + MOST_LINES:.2f} times as fast as every peer"
 
 
 def test_without_peers_the_fastest_by_size_is_named() -> None:
     lines = summary([row("mock", 64, 2.0), row("mock", 8, 3.0), row("mock", 8, 1.5, call="persistent")])
-    assert len(lines) == 4 and "peer" not in lines[0]
-    assert [line.split()[:5] for line in lines[2:]] == [["8", "in", "mock", "persistent", "1.50"],
+    assert lines[0] == "# kos: mock (threads of one process)"
+    assert len(lines) == 5 and "peer" not in lines[1]
+    assert [line.split()[:5] for line in lines[3:]] == [["8", "in", "mock", "persistent", "1.50"],
                                                         ["64", "in", "mock", "2.00", "0.50"]]  # fmt: skip
 
 

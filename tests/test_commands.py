@@ -1,4 +1,4 @@
-"""The commands that kos prints start what they name: this Python, its own mpirun, as root too."""
+"""The commands that kos prints run this Python and its own mpirun, as root too."""
 
 from __future__ import annotations
 

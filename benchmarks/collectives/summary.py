@@ -15,6 +15,12 @@ BUSY = 10
 """The least p99 / median that only a busy machine shows."""
 MOST_LINES = 12
 """Of one operation."""
+ABOUT = {
+    "mock": "threads of one process", "mpi-native": "the MPI library itself", "gloo": "PyTorch's",
+    "nccl": "NCCL itself", "nccl-window": "NCCL in symmetric windows", "torch-nccl": "PyTorch's NCCL group",
+    "torch-symm": "PyTorch's symmetric memory",
+}  # fmt: skip
+"""What the name of a backend does not say."""
 
 
 def summary(rows: list[Row]) -> list[str]:
@@ -22,11 +28,21 @@ def summary(rows: list[Row]) -> list[str]:
     ranks = max(row["ranks"] for row in rows)
     mode = next(mode for mode in MODES if any(row["mode"] == mode for row in rows))
     rows = [row for row in rows if row["ranks"] == ranks and row["mode"] == mode]
-    lines: list[str] = []
+    lines = [legend(rows)]
     for op in dict.fromkeys(row["op"] for row in rows):
         title = f"{op} on {ranks} rank{'s' * (ranks > 1)}, {mode}"
         lines += _operation([row for row in rows if row["op"] == op], title)
     return lines
+
+
+def legend(rows: list[Row]) -> str:
+    """Which of the backends are kos', and what the others are."""
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for row in {row["backend"]: row for row in rows}.values():
+        about = f" ({ABOUT[row['backend']]})" if row["backend"] in ABOUT else ""
+        names[is_ours(row)].append(row["backend"] + about)
+    parts = [f"{of}: {', '.join(names[ours])}" for ours, of in ((True, "kos"), (False, "others")) if names[ours]]
+    return f"# {'; '.join(parts)}"
 
 
 def busy(rows: list[Row]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which parts of a page are code: what looks like a link there is none."""
+"""Which parts of a page are code, in which no text is a link."""
 
 import re
 

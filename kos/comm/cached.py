@@ -1,13 +1,12 @@
 """Cached calls: an eager call repeated on the same arrays skips the checks of its arguments.
 
-The cache key is the input array, or the output of a rank without input; a barrier has none.  A call is a hit if
-operation, reduce op, root or message, output and streams are those of the cached call.  The first call on an array only
-marks it: an array that is used once, such as a view, is not cached.  A hit reads little memory and takes a third of the
-time of a full call.
+The cache key is the input array, or the output on a rank without input; a barrier has none.  A call is a hit if its
+operation, reduce op, root or message, output and streams equal those of the cached call.  The first call on an array
+only marks it, so an array that is used once, such as a view, is not cached.  A hit takes a third of the time of a full
+call.
 
-The cache holds weak references to arrays on GPUs.  An ndarray may change its shape, and has the same address only as
-long as there is a view of it.  So the cache holds ndarrays of at most ``SMALL_BYTES``, and compares their shapes,
-dtypes and flags.
+The cache holds weak references to arrays on GPUs.  An ndarray may change its shape, and keeps its address only while a
+view of it exists.  So the cache holds ndarrays of at most ``SMALL_BYTES``, and compares their shapes, dtypes and flags.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class Operations:
     def _reduction(
         self, name: str, x: Any, out: Any, op: Op, options: Options, gets: bool = True, root: int | None = None
     ) -> Operation:
-        """A reduction whose result is written on the ranks that get one (``gets``)."""
+        """A reduction whose result is written on the ranks that receive one (``gets``)."""
         send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
         if name != "reduce" and op is ReduceOp.AVG:
             raise InvalidArgument("op: expected another one than AVG for a scan, got AVG")
@@ -551,7 +551,7 @@ class Operations:
         return self._submit(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
 
     def _is_root(self, what: str, given: Any, root: int) -> bool:
-        """Whether this rank is ``root``.  Raises InvalidArgument where another rank passes the argument ``what``."""
+        """Whether this rank is ``root``.  Raises InvalidArgument if another rank passes the argument ``what``."""
         if self.rank != root and given is not None:
             raise InvalidArgument(f"{what}: expected None on rank {self.rank}, which is not root {root}")
         return self.rank == root

@@ -79,9 +79,9 @@ class Tables:
 
 
 class Board:
-    """The ranks that this rank waits for, and its last failure, in world ranks, and what is known of other ranks.
+    """The failures and awaited ranks of this rank, and those that are known of other ranks, in world ranks.
 
-    Ranks that are threads have the same ``tables``.  A subclass shares them with other processes.
+    Ranks that are threads share ``tables``.  A subclass shares them with other processes.
     """
 
     def __init__(self, rank: int = -1, tables: Tables | None = None) -> None:

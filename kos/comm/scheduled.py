@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-# The schedule of each collective, and where another one adds in rank order, that one.
+# The schedule of each collective. Those of ``_ORDERED`` add in rank order.
 _DEFAULTS = {
     "all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "scan": "chain", "exscan": "chain",
     "broadcast": "tree", "all_gather": "ring", "all_to_all": "pairwise", "gather": "direct", "scatter": "direct",
@@ -91,7 +91,7 @@ class ScheduledBackend(Backend):
         return self._by_messages(call)
 
     def _by_messages(self, call: Call, all_arrived: Callable[[], bool] | None = None) -> Steps:
-        """``all_arrived``: the poll of ``agree``, where the ranks compare this call already."""
+        """``all_arrived``: the poll of ``agree``, if the ranks already compare this call."""
         carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
         all_arrived = all_arrived or (self.agree(call) if call.collective else None)
         if all_arrived is None:
@@ -176,7 +176,7 @@ class ScheduledBackend(Backend):
     _all_gather_v = _gather_v = _scatter_v = _all_to_all_v
 
     def _pieces(self, x: Buffer | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
-        """The piece of ``x`` for each rank, or from each; without counts all of it, for the root or for every rank."""
+        """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
         if x is None:
             return [None] * self.size
         if counts is not None:

@@ -86,7 +86,7 @@ def _time(part: Any, recorder: Recorder) -> None:
 
     @contextmanager
     def beside() -> Iterator[None]:
-        """The block calls ``queue`` on the communicator's own stream, behind what it waits for."""
+        """The block calls ``queue`` on the communicator's own stream, after the work that it waits for."""
         nonlocal overlaps
         overlaps = True
         try:

@@ -107,8 +107,8 @@ class _Exported:
 def kept_stream(x: Any) -> Any:
     """The stream that ``x`` exports, for memory of kos that is freed in its order, perhaps after ``x``.
 
-    ``__cuda_array_interface__`` gives a handle, which is valid while ``x`` lives.  So the stream object of ``x``, as
-    Numba's arrays have, is kept with the handle, or else ``x``.
+    ``__cuda_array_interface__`` gives a handle, which is valid while ``x`` lives.  So the handle is kept with the
+    stream object of ``x``, which Numba's arrays have, or else with ``x``.
     """
     stream = current_stream(x)
     if type(stream) is not int:

@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
-    """Say the error and its note on one line, once for all ranks if all have it; end the job: 2 bad settings, else 1.
+    """Print the error and its note on one line and end the job, with exit code 2 for bad settings, else 1.
 
-    Not by ``sys.exit``: MPI_Finalize would wait for ranks that are not coming. mpirun ends the others as soon
-    as one process exits with an error; a rank that only saw another fail leaves that one the word, and what
-    several see, each for itself, the lowest of them says, as it does of settings that not all refuse.
+    ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it. mpirun ends the other ranks as soon
+    as one process exits with an error. So a rank that only saw another rank fail lets that rank print first. If several
+    ranks have the same error, the lowest of them prints it, once.
     """
     Stop.ignore()
     shared = isinstance(error, KosError) and error.on_every_rank

@@ -1,7 +1,7 @@
 """A run: its folder, where it begins, its checkpoints and metrics, and how it ends. ``kos.train.train`` has the loop.
 
-The batch of a step is a pure function of (seed, step) and everything else that a step depends on is in the checkpoint,
-so a resumed run continues bit for bit.
+The batch of a step is a pure function of (seed, step). The checkpoint has everything else that a step depends on, so a
+resumed run continues bit for bit.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 with one rank F0 B0 F1 B1 …; then losses, norm and update. CPUs run it at once (``engine/cpu.py``), GPUs queue it, to be
 captured as a CUDA graph (``engine/cuda.py``).
 
-Follow one gradient: ``_backward`` has the model compute it (``model/llama.py``), and the model says when it is
-complete. ``parallel/gradients.py`` then sums it over the ranks of tp if each has a term of it, and passes it to
-``parallel/data.py``. That fills a bucket and calls ``comm.all_reduce``, beside the rest of the backward. ``queue_norm``
-and ``queue_update`` come after all sums.
+The path of a gradient: ``_backward`` runs the model's backward (``model/llama.py``), which reports each complete
+gradient. ``parallel/gradients.py`` then sums it over the ranks of tp if each has a term of it, and passes it to
+``parallel/data.py``. That fills a bucket and calls ``comm.all_reduce``, which overlaps the rest of the backward.
+``queue_norm`` and ``queue_update`` follow after all sums.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class Step:
     weights: Any  # what passes read, by name
     parallel: DataParallel
     sums: GradientSums
-    slots: list[Slot]  # those that no micro-batch is in
+    slots: list[Slot]  # the free ones, which no micro-batch uses
 
     count: Array
-    """(1,): what sums over a micro-batch's targets are divided by, ``Dataset.targets_per_micro_batch``."""
+    """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.targets_per_micro_batch``."""
 
     report: Array
     """(1 + micro-batches,), float64: whether this rank was asked to stop, and its losses."""
@@ -210,7 +210,7 @@ class Step:
         self._clear(action)
 
     def _clear(self, action: Action) -> None:
-        """The end of a micro-batch's backward through a stage: another may take its memory."""
+        """End a micro-batch's backward through a stage: another micro-batch may use its memory."""
         slot = self._in_flight.pop((action.micro_batch, action.chunk))
         slot.clear()
         self.slots.append(slot)

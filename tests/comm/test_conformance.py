@@ -20,9 +20,9 @@ from tests.comm.ranks import TIMEOUT
 
 __all__ = ["LARGE", "SIZES", "check"]
 
-# Two processes and threads take two different thirds of the pairs of a dtype and an operation, each dtype and each
-# operation among them.  Two processes take every dtype that is only moved, threads one of each size.  Four processes
-# take less, for they take turns on two cores: a ninth of the pairs, and one dtype that is moved.
+# Two processes and threads run two different thirds of the pairs of dtype and operation; each third has every dtype and
+# every operation.  For data movement, two processes run every dtype, and threads run one dtype of each size.  Four
+# processes share two cores, so they run less: a ninth of the pairs, and one dtype of data movement.
 PROCESSES = os.environ.get("OMPI_COMM_WORLD_SIZE")
 LEFT_OUT = () if PROCESSES == "2" else pytest.mark.slow
 PART, OF = {"2": (1, 3), "4": (2, 9)}.get(PROCESSES or "", (0, 3))

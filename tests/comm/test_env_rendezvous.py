@@ -386,7 +386,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
             with pytest.raises(RendezvousError) as caught:
                 rendezvous.connect()
             problem = str(caught.value)
-        said = "tcp: rank {} waited for the ranks above it: ranks [2] did not connect within {:g} s"
+        said = "tcp: rank {} waited for ranks with higher numbers: ranks [2] did not connect within {:g} s"
         expected = [said.format(rank, rendezvous.timeout).encode() for rank in (0, 1)]
         assert rendezvous.allgather(problem.encode()) == [*expected, b""]
 

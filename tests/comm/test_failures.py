@@ -158,7 +158,7 @@ def test_asking_whether_it_is_done_times_out_as_waiting_does(several: Any) -> No
                     assert time.monotonic() - began < 30
             assert comm.size > 2 or time.monotonic() - began >= 0.3
             comm.send(np.ones(1), 0)
-        else:  # asks, too: one that waited for a rank that asks later than others would be late because of that
+        else:  # asks too: a rank that waited for a later one would itself be late
             works = [comm.recv(np.zeros(1), rank, async_op=True) for rank in range(1, comm.size)]
             while not all(work.done() for work in works):
                 time.sleep(0.01)

@@ -81,7 +81,7 @@ def test_a_rank_that_stalls_or_sends_nothing(name: str, kind: str, message: str)
 
 
 def test_a_rank_that_stalls_is_named_after_a_timeout_of_ones_own() -> None:
-    launched = threading.Barrier(SIZE - 1)  # else it may name one that is merely late, too
+    launched = threading.Barrier(SIZE - 1)  # else it may also name a rank that is merely late
 
     def body(comm: kos.Communicator) -> str:
         work = comm.all_reduce(np.ones(3), timeout=0.1, async_op=True)

@@ -69,7 +69,7 @@ def test_a_repeated_call_gives_what_a_new_one_gives(run: Any, size: int, name: s
             assert results[0] == results[1]
 
     if name.endswith("_v") and (size == 1 or dtype is np.float16):
-        run = spawn  # these go by messages, which the other has not
+        run = spawn  # these use messages, which the other backend does not have
     run(body, size)
 
 

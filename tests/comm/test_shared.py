@@ -29,9 +29,9 @@ F32 = np.dtype(np.float32)
 
 @pytest.fixture(params=["slots", "direct"])
 def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Slots of one page, so that small arrays take several stages; and nothing in one shot for three or more.
+    """Slots of one page, so that small arrays take several stages; three or more ranks use no one-shot calls.
 
-    Then the same with all that can be read in one copy read so.
+    Then the same, with one copy wherever it is possible.
     """
     for name in ("DIRECT_BYTES", "CROWDED_BYTES"):
         monkeypatch.setattr(f"kos.comm.host.shared.direct.{name}", 1 << 40 if request.param == "slots" else 0)

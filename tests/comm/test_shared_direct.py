@@ -1,4 +1,4 @@
-"""Collectives in which a rank reads the memory of another: counts of ranks, memory that cannot be read, lost ranks."""
+"""Collectives in one copy: numbers of ranks, memory that cannot be read, lost ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, R
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
 
-COUNT = 16384  # elements of float64, as many as are read in one copy also with more ranks than cores
+COUNT = 16384  # elements of float64: enough for one copy, even with more ranks than cores
 
 
 def contributions(comm: kos.Communicator) -> np.ndarray:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"
 
 @pytest.fixture(scope="module", autouse=True)
 def _torch() -> None:
-    """Imported where these tests run, and not by each worker that collects them: it takes seconds."""
+    """Imported only when these tests run: the import takes seconds, and every worker collects the tests."""
     global CUDA, SIDE, Options, ProcessGroupKos, connect_gpu, dist, launch, tensors_of_a_gpu, torch
     import torch
     import torch.distributed as dist
@@ -276,6 +276,15 @@ def test_a_future_is_complete_on_the_stream_of_the_call(rank: OneRank) -> None:
         assert ("record", SIDE) not in [entry[:2] for entry in log], "nobody can wait for it"
 
 
+def test_the_flight_recorder_of_torch_leaves_groups_of_kos_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of torch 2.15 attaches to C++ groups alone, and failed on one in Python."""
+    from kos.interop import autoload
+
+    monkeypatch.setattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", recorders := set(), raising=False)
+    autoload.register()
+    assert recorders == {"kos"}
+
+
 def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
     first, second = torch.arange(6.0).view(2, 3), torch.arange(4.0) + 10
     x, y = torch.zeros(6), torch.zeros(4)
@@ -286,7 +295,7 @@ def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
     assert x.tolist() == first.flatten().tolist() and y.tolist() == second.tolist()
     assert not rank.calls  # NCCL was not asked
     work = rank.group.send([first], 0)
-    with pytest.raises(InvalidArgument, match="as many to send as to receive together, got 1 to send and 0 to receive"):
+    with pytest.raises(InvalidArgument, match="as many sends as receives in a batch, got 1 sends and 0 receives"):
         work.wait()
 
 

@@ -1,13 +1,13 @@
-"""What a call through torch.distributed costs the CPU, without a GPU.
+"""The CPU time of a call through torch.distributed, without a GPU.
 
     python -m tests.interop.torch_call_cost gpu                    # the calls of this tree
     python -m tests.interop.torch_call_cost gpu --old TREE         # TREE and this tree by turns
     python -m tests.interop.torch_call_cost gpu --profile NAME     # where the time of one call goes
 
 Two ranks.  With ``gpu``, tensors, streams, events and NCCL are stand-ins that take less time than the real ones, so the
-figures are the cost of Python: microseconds of the calling thread, and elapsed ones of a call with cold caches, as DDP
-makes them.  With ``host``, kos and gloo reduce tensors of the host by turns: microseconds of the process on rank 0,
-elapsed ones, and elapsed ones with cold caches.
+figures are the cost of Python.  They are the microseconds of the calling thread, and the elapsed microseconds of a call
+with cold caches, as DDP makes it.  With ``host``, kos and gloo reduce host tensors by turns.  The figures are the CPU
+microseconds of the process on rank 0, and elapsed microseconds with warm and with cold caches.
 """
 
 from __future__ import annotations

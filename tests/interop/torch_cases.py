@@ -1,8 +1,8 @@
 """PyTorch's own tests of torch.distributed, from its wheel, as a TestCase; BACKEND and WORLD_SIZE choose what runs.
 
 The ranks are forked from a process that has imported torch: PyTorch's runner starts each rank of each test anew.  On
-CPUs that is this process.  On GPUs, which a process that has asked CUDA for anything cannot share with those that it
-forks, it is a server of ``multiprocessing`` that only imports this file.
+CPUs that is this process.  On GPUs it is a server of ``multiprocessing`` that only imports this file, since a process
+that has used CUDA cannot share a GPU with processes that it forks.
 Many tests run for some backends only, which the suite names.  With TORCH_SUITE_ON_KOS every group is one of kos, so
 that the tests of gloo, MPI or NCCL run on kos: BACKEND=gloo, BACKEND=mpi or BACKEND=nccl.
 """
@@ -53,7 +53,7 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 
 
 class ServedProcess(ForkServerProcess):
-    """A process with the environment of the one that makes it, not that of the server, which is older."""
+    """A process with the environment of its creator; the server's environment is older."""
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)

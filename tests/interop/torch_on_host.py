@@ -27,7 +27,7 @@ SIDE = 7000
 
 
 class CUDA:
-    """What stands for ``torch.cuda``: the current stream, and all that was done with streams and events, in order.
+    """A stand-in for ``torch.cuda``: the current stream, and every use of streams and events, in order.
 
     ``log`` has ("record" or "wait", handle of a stream, number of an event), and ("use", handle) for each
     ``Tensor.record_stream``, and ("future", handle of the current stream) for each Future that was completed.

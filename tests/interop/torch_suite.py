@@ -2,7 +2,7 @@
 
 Writes tests/interop/torch_suite.json: of each test, for each number of ranks, what it did on each backend.  "kos as
 gloo" and "kos as mpi" are the tests of these backends with groups of kos: the suite runs many tests only for backends
-that it names, those of all_to_all on CPUs only for MPI, which PyTorch's wheel does not have.  On GPUs:
+that it names.  It runs those of all_to_all on CPUs only for MPI, which PyTorch's wheel does not have.  On GPUs:
 ``--ranks 2 4 --backends nccl kos "kos as nccl" --jobs 8``, where each test imports torch's tests anew.
 """
 

@@ -76,7 +76,7 @@ def queue_loss_and_gradients(
 
 
 def loss_and_gradients(model: Llama, weights: Any, tokens: Any, targets: Any, gradients: Any, **options: Any) -> float:
-    """The mean loss, and its gradients written to ``gradients``, or added; options as above."""
+    """The mean loss; its gradients are written to ``gradients``, or added. Options as above."""
     with model.ops.step(model.arena):
         loss = model.arena.take((1,), np.dtype(np.float64))
         queue_loss_and_gradients(model, weights, tokens, targets, gradients, loss, **options)

@@ -179,7 +179,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_deletion_that_is_cut_short_leaves_no_damaged_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
-    """By a kill, of which one file is gone here."""
+    """By a kill amid its deletion: one file is missing."""
     for step in (1, 2):
         _save(tmp_path, step, keep=2)
     with monkeypatch.context() as patch:

@@ -146,7 +146,7 @@ def test_only_a_search_times(library, monkeypatch, caplog):
 
 
 def test_what_is_chosen_depends_on_no_address(library):
-    """Of a tensor that begins elsewhere in another layout; addresses must be multiples of what is promised."""
+    """A tensor begins elsewhere in another layout; addresses must be multiples of the promised alignment."""
     asked = []
     library.matmul_preference_set_attribute.side_effect = lambda _, name, value, nbytes: asked.append(
         ctypes.string_at(value, nbytes)

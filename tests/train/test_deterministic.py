@@ -116,7 +116,7 @@ def test_options(layout: Layout, changes: dict[str, Any]) -> None:
 
 
 def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ZeRO-1 the two ends of a pipeline hold other parts of it."""
+    """With ZeRO-1 the two ends of a pipeline hold different parts of it."""
     for module in (optimizer, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setitem(SHAPE, "vocab_size", 400)

@@ -305,7 +305,7 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
 @pytest.mark.parametrize(
     ("axis", "expected"),
     [
-        ("tp", "--deterministic: expected --tp 1 on GPUs, where products are not added in fixed parts, got 2"),
+        ("tp", "--deterministic: expected --tp 1 on GPUs, where sums over features are not split, got 2"),
         ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 2048"),
     ],
 )

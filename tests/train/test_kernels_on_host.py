@@ -235,7 +235,7 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
 
 @pytest.mark.parametrize("gradient_dtype", on_ops.DTYPES)
 def test_the_exact_norm_does_not_depend_on_cuts(ops, rng, gradient_dtype):
-    """Numbers of very different magnitudes: the CPU's two sums, whole and in three stages, whatever begins where."""
+    """Numbers of very different magnitudes give the CPU's two sums, whole and in three stages, in every layout."""
     sizes = {"a": (7,), "b": (3, 6001), "c": (1, 1), "d": (5, 13), "e": (131, 130)}
     dtype = DTYPES[gradient_dtype].numpy
     spread = {name: (rng.normal(size=x) * 10.0 ** rng.integers(-9, 3, x)).astype(dtype) for name, x in sizes.items()}

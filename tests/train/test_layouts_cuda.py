@@ -152,7 +152,7 @@ def test_deterministic_float32(train, flags: str) -> None:
 
 
 def test_deterministic_is_the_same_up_to_rounding(train) -> None:
-    """A sequence in pieces, beside the one that is not split."""
+    """A sequence in pieces, compared with the same sequence that is not split."""
     flags = ("--dtype", "float32", "--seq-len", "4096", "--batch-size", "4")
     np.testing.assert_allclose(train(1, *flags, "--deterministic")[0], train(1, *flags)[0], rtol=2e-5)
 

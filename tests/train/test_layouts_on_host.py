@@ -161,7 +161,7 @@ FIXED_SLOW = [
     ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in FIXED + FIXED_SLOW],
 )
 def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkeypatch) -> None:
-    """Every bit of one rank, though a rank's chunks of the norm and its places in the layout are others."""
+    """The bits of one rank, although a rank's chunks of the norm and positions in the layout differ."""
     monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
     monkeypatch.setattr(adamw, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "CHUNK", 256)
@@ -184,7 +184,7 @@ def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkey
 
 
 def test_deterministic_products_have_the_shapes_of_one_rank(emulated, monkeypatch) -> None:
-    """For on a GPU their bits depend on these."""
+    """On a GPU the bits of a product depend on its shape."""
     monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
     real, found = host_kernels._numpy, set()
 

@@ -237,7 +237,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     out = tmp_path / "run" if which == "permission" else tmp_path / which / "run"
-    got = f"{tmp_path / which}, which is no folder"
+    got = f"{tmp_path / which}, which is not a folder"
     if which == "permission":  # which root always has
         monkeypatch.setattr(folders.os, "access", lambda path, mode: False)
         got = f"no permission to write into {tmp_path}"

@@ -162,7 +162,7 @@ def test_bfloat16_gradients_are_rounded_once(ops, shape):
     single = Pair(ops, (SHAPES | GPT2)[shape], "bfloat16")
     short = Pair(ops, single.config, "bfloat16", "bfloat16")
     for pair in (single, short):
-        pair.tokens[:, :9] = 7  # of tokens that all come once, lookups have gradients that are no sums: exact
+        pair.tokens[:, :9] = 7  # each token occurs once, so gradients of lookups are not sums: exact
     assert len(short.model._chunks(short.tokens.size)) == 3 and short.run() == single.run()
     for name, gradient in single.gradients.items():
         want, got = (array.numpy(ops.stream).astype(np.float64) for array in (gradient, short.gradients[name]))

@@ -237,6 +237,29 @@ def test_ctrl_c_says_within_the_step_what_it_does(
     assert checkpoint.find(tmp_path / "run").step == 4
 
 
+@pytest.mark.parametrize(
+    ("number", "launcher", "then"),
+    [
+        ("SIGINT", "", "Ctrl-C again to end now"),
+        ("SIGINT", "OMPI_COMM_WORLD_SIZE", "but mpirun kills its ranks in half a second, saved or not "),
+        ("SIGUSR1", "OMPI_COMM_WORLD_SIZE", "Ctrl-C again to end now"),
+    ],
+)
+def test_what_comes_after_the_signal_depends_on_the_launcher(number: str, launcher: str, then: str) -> None:
+    code = f"""
+import os, signal, time
+from kos.train.parallel.stopping import Stop
+os.environ |= {{name: "2" for name in [{launcher!r}] if name}}
+stop = Stop()
+stop.listen()
+stop.announce(lambda line: print(line, flush=True))
+os.kill(os.getpid(), signal.{number})
+time.sleep(0.5)
+"""
+    done = subprocess.run([*python(), "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.stdout.startswith(f"kos: stopping before the first step; {then}"), done
+
+
 def test_what_ctrl_c_does_depends_on_the_moment(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     plans = {}
 

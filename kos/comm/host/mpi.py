@@ -55,7 +55,7 @@ class MPIBackend(HostBackend):
         if not self.one_host:
             self._comms.append(self._dup(rendezvous))  # for the comparison of calls
             notices = rendezvous.open_notices([r for r in range(self.size) if r != self.rank], any_thread=False)
-        rendezvous.barrier()  # Open MPI 5.0.11 crashes by MPI_Comm_revoke of a communicator that a rank still creates
+        rendezvous.barrier()  # Open MPI 5.0.11 crashes if a communicator is revoked while a rank still creates it
         self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, self.ledger)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number

@@ -130,7 +130,7 @@ class Messages:
     def end_of(self, peer: int, processes: bool = True) -> KosError | None:
         """The error of a message that cannot complete: the group has failed, or that rank is lost; else None.
 
-        Without ``processes``, not whether a process has ended, which takes as long as a message.
+        Without ``processes`` it does not check whether a process has ended, which takes as long as a message.
         """
         ledger, calls = self.ledger, self._calls
         if ledger.failure is not None:

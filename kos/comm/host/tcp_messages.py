@@ -107,7 +107,7 @@ class Mesh:
             peer.cancel(cancelled)
 
     def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
-        """Compare ``o`` with the other ranks' collectives of that tag."""
+        """Compare ``o`` with the other ranks' collectives of the same tag."""
         mark, self._group = fingerprints.mark(o), o.group
         self._calls[tag] = mark, fingerprints.texts[mark]
         self._calls.pop(tag - _RECENT, None)

@@ -84,7 +84,7 @@ class TCPRendezvous(Rendezvous):
                 others, missing = admit_all(self._listener.dup(), key, above, self.size, deadline)
                 found |= others
                 if missing:
-                    raise self.absent(missing, f"tcp: {me} waited for the ranks above it", "did not connect")
+                    raise self.absent(missing, f"tcp: {me} waited for ranks with higher numbers", "did not connect")
             except (OSError, RendezvousError) as error:
                 for connection in found.values():
                     connection.close()

@@ -1,6 +1,6 @@
-"""Ranks of a job that something else has started: what ``kos.init(rendezvous=...)`` accepts, and stores of keys.
+"""Rendezvous of a job that another program has started: the arguments of ``kos.init(rendezvous=...)``, and stores.
 
-No process-wide hook is set: the program that started the ranks ends and reports them.
+No process-wide hook is set: the program that started the ranks ends them and reports their errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPTIONAL = ("local_rank", "secret")
 def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
     """The rendezvous of the ranks of ``given``, whose kinds ``kos.init`` lists.  Collective.
 
-    Raises InvalidArgument for anything else, RendezvousError where the ranks do not find each other.
+    Raises InvalidArgument for anything else, RendezvousError if the ranks do not find each other.
     """
     if isinstance(given, Rendezvous):
         return given
@@ -141,9 +141,9 @@ class StoreRendezvous(JobRendezvous):
 
 
 def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socket.socket | None, dict[str, Any]]:
-    """On rank 0 its listener, and on all ranks its offer, or the ranks that are missing."""
+    """The listener (rank 0 only) and rank 0's offer, or the ranks that are missing."""
     deadline = time.monotonic() + timeout
-    # A group that is made again in the same store, after it was closed, must not read the former keys.
+    # A new group in the same store, after an earlier one was closed, must not read its keys.
     prefix = f"kos/{store.add(f'kos/joined/{rank}', 1)}"
     store.set(f"{prefix}/host/{rank}", host_id())
 
@@ -166,7 +166,7 @@ def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socke
 
 
 def _listen(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:
-    """A listener of rank 0 for the ranks on ``hosts``, and its offer: what they need to call it, or the error."""
+    """Rank 0's listener for the ranks on ``hosts``, and its offer: the data needed to connect, or the error."""
     host = "127.0.0.1" if len(set(hosts)) == 1 else _own_address()
     try:
         listener = Network(b"", host, "", is_loopback(host)).listen()
@@ -183,7 +183,7 @@ def _place(rank: int, size: int, name: str, offer: Mapping[str, Any]) -> Place:
 
 
 def _own_address() -> str:
-    """The address by which other hosts reach this one: of the route to MASTER_ADDR, else of its name, else the name."""
+    """The address by which other hosts reach this one: of the route to MASTER_ADDR, else of its name, else its name."""
     for host in (os.environ.get("MASTER_ADDR"), platform.node()):
         try:
             family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]

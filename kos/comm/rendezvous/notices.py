@@ -72,7 +72,7 @@ class TCPNotices:
 
 
 class MPINotices:
-    """Notices of the group ``name`` over an MPI communicator of more ranks, to the ``ranks`` of that one.
+    """Notices of the group ``name`` to ``ranks`` of an MPI communicator, which may have more ranks.
 
     ``readers`` are those of all groups that share the communicator.  It is never freed: Open MPI would deliver a late
     message to the next communicator.

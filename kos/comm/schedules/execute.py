@@ -1,6 +1,6 @@
 """Executes one rank's part of a schedule over a transport: the sends, receives, copies and sums of its rounds.
 
-``execute`` is a generator: it does what can be done now, and yields where every instruction left waits for a message.
+``execute`` is a generator: it runs all instructions that are ready, and yields when all others wait for messages.
 All ranks of the group run it with the same schedule and sizes, each over its own buffers.
 
 A schedule's steps are compiled into instructions on ranges of elements, once for a schedule, rank, size and dtype
@@ -66,17 +66,17 @@ class _Instruction(NamedTuple):
 def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mapping[str, np.ndarray],
             reduce: Callable[[np.ndarray, np.ndarray], None], tag: int = 0,
             empty: Callable[..., np.ndarray] = np.empty) -> Iterator[None]:
-    """Execute ``rank``'s steps; yields None wherever all instructions left wait for messages.
+    """Execute ``rank``'s steps; yields None whenever all remaining instructions wait for messages.
 
     Args:
-        schedule: of as many ranks as the transport connects; the same on all of them.
+        schedule: the same on all ranks, with as many ranks as the transport connects.
         rank: this rank, from 0 to ``schedule.ranks - 1``.
         transport: moves messages; ``peer`` is a rank of the schedule.
         buffers: a contiguous 1-D array for each space in ``schedule.spaces(rank)``, all of one dtype.  ``data`` is
             reduced or filled in place; after a ``reduce`` its contents are undefined on all ranks but the root.
-            ``input`` is only read, ``output`` only written.  Of a space of ``units`` units, n elements each, the
-            array has ``(units * n,)``: a block for each rank.  Input and output do not overlap, except that the
-            input of an all_gather or a gather may be this rank's block of the output.
+            ``input`` is only read, ``output`` only written.  The array of a space of ``units`` units has the shape
+            ``(units * n,)``, n elements per unit.  Input and output do not overlap, except that the input of an
+            all_gather or a gather may be this rank's block of the output.
         reduce: ``reduce(dst, src)`` does dst = op(dst, src) in place, on two arrays of one length.
         tag: of all messages; the transport keeps it apart from the tags of other calls.
         empty: ``empty(elements, dtype)`` allocates scratch memory, uninitialised.
@@ -84,10 +84,10 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     Raises:
         ScheduleError: the schedule is not made of valid moves.
         KeyError: ``buffers`` lacks a space.
-        KosError: what the transport's ``isend``, ``irecv`` or ``done`` raise, as of a lost rank.  Requests may then
-            still be in flight: the caller cancels them by ``transport.cancel``.
+        KosError: raised by the transport's ``isend``, ``irecv`` or ``done``, for example for a lost rank.  Requests
+            may then still be in flight: the caller cancels them by ``transport.cancel``.
 
-    Sizes are not checked here: they are the caller's, which knows the operation.
+    Sizes are not checked here.  The caller checks them, since it knows the operation.
     """
     space = schedule.spaces(rank)[0]
     elements, dtype = buffers[space].size // schedule.units[space], buffers[space].dtype

@@ -1,12 +1,12 @@
 """ProcessGroupKos: what torch.distributed calls.
 
 Each operation is a function of a ``Launch``, which gives it the communicator's methods and the tensors as arrays.
-``ProcessGroupKos._launch`` runs it, or starts what is cached (``launch.py``): on host memory it gives a Work that a
-wait advances; on a GPU it runs on the current stream, or on the stream ``side`` of the group, which waits for the
-current one first.  An event after it is recorded only if its Work is alive when the next one begins, or is polled.
+``ProcessGroupKos._launch`` runs it, or starts a cached call (``launch.py``).  On host memory it returns a Work that a
+wait advances.  On a GPU it runs on the current stream, or on the group's stream ``side`` after the current stream.  An
+event after it is recorded only if its Work is polled, or still alive when the next operation begins.
 
-torch 2.11 to 2.13 let Python replace a whole ProcessGroup, not one backend of it, so that one group serves all devices.
-Their C++ reaches the operations that DDP and the functional collectives use; Python reaches all.
+torch 2.11 to 2.13 let Python replace a whole ProcessGroup, not one backend of it.  So one group serves all devices.
+torch's C++ calls only the operations that DDP and the functional collectives use; Python calls all.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ class ProcessGroupKos(_ProcessGroup):
         self, call: Callable[[Launch], None], tensors: Sequence[Tensor], opts: Any, what: str,
         arguments: tuple[Any, ...] | None = None, batch: bool = False,
     ) -> Any:  # fmt: skip
-        """Launch ``call`` on ``tensors``, or start what is cached; ``opts`` are torch's options.
+        """Launch ``call`` on ``tensors``, or start the cached call; ``opts`` are torch's options.
 
-        ``arguments`` are those of the call besides the tensors; None: it is not cached.  A ``batch`` has several
+        ``arguments`` are the other arguments of the call; with None it is not cached.  A ``batch`` has several
         operations of kos.
         """
         timeout, overlap = None if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
@@ -238,7 +238,7 @@ class ProcessGroupKos(_ProcessGroup):
         return work
 
     def _options(self, timeout: timedelta | None) -> dict[str, Any]:
-        """The keywords of kos for a timeout of torch; below 0: none was set."""
+        """kos's keywords for a timeout of torch, which is below 0 if none was set."""
         seconds = 0.0 if timeout is None else timeout.total_seconds()
         return {"timeout": seconds} if seconds > 0 and seconds != self._timeout else {}
 
@@ -563,8 +563,8 @@ class ProcessGroupKos(_ProcessGroup):
         """Copy what this rank sends to itself, the k-th message into the k-th receive, as NCCL's groups allow."""
         sends, recvs = ([m.tensors[0] for m in messages if m.name == name] for name in ("send", "recv"))
         if len(sends) != len(recvs):
-            got = f"{len(sends)} to send and {len(recvs)} to receive"
-            raise InvalidArgument(f"messages to this rank: expected as many to send as to receive together, got {got}")
+            got = f"{len(sends)} sends and {len(recvs)} receives"
+            raise InvalidArgument(f"messages to this rank: expected as many sends as receives in a batch, got {got}")
         with torch.cuda.stream(self.side):
             for sent, received in zip(sends, recvs, strict=True):
                 received.detach().copy_(sent.detach().view_as(received))

@@ -182,7 +182,7 @@ class PooledEvent:
 
 
 class DeviceWork(_Work):
-    """An operation on a GPU: ``aside``, on the stream of the group, or on the stream that was current."""
+    """An operation on a GPU, on the group's stream (``aside``) or on the stream that was current."""
 
     def __init__(self, group: Group, tensors: Sequence[Tensor], aside: bool) -> None:
         dist.Work.__init__(self)
@@ -193,7 +193,7 @@ class DeviceWork(_Work):
         """Nothing: it is launched."""
 
     def recorded(self) -> PooledEvent:
-        """An event after the operation, recorded at the first need, or before the next operation aside."""
+        """An event after the operation, recorded when first needed, or before the next one on the group's stream."""
         group = self._group
         with group.lock:
             if self.event is None:
@@ -224,7 +224,7 @@ class DeviceWork(_Work):
     def get_future(self) -> Any:
         """A Future of the tensors that is complete on the stream of the operation; the host does not wait."""
         self.launch()
-        future = _C.Future([self._group.device])  # the class of ProcessGroupNCCL's
+        future = _C.Future([self._group.device])  # the class that ProcessGroupNCCL returns
         if self._aside:
             self._group.complete_aside(future, self.tensors)
         else:

@@ -141,9 +141,9 @@ def messages(comm: Communicator) -> None:
 
 
 def cancelled(comm: Communicator) -> None:
-    """What is written to an array after its send timed out is not received: the receiver has the message, or raises.
+    """Data written to an array after its send timed out is not received: the receiver gets the message, or raises.
 
-    It calls after the timeout; or before it, and stops in the midst of the message, as a rank that computes.
+    The receiver calls after the timeout, or calls before it and stops amid the message, as a rank that computes.
     """
     for begun in (False, True):
         pair = comm.split(0 if comm.rank < 2 else None)

@@ -33,7 +33,7 @@ def correct(
     comm: Communicator, seed: int, name: str, dtype: Any, op: ReduceOp = ReduceOp.SUM, algorithm: int = 0,
     deterministic: bool = False, sizes: Sequence[int] = SIZES,
 ) -> None:  # fmt: skip
-    """An operation: into a given array, into one that it makes, with sizes that travel, and in place."""
+    """An operation: into a given array, into a new array, with sizes exchanged first, and in place."""
     n, me, factors = comm.size, comm.rank, factors_of(comm.size)
     given = PremulSum(factors[me]) if op is ReduceOp.PREMUL_SUM else op
     several = range(1 + len(algorithms(name))) if name == "all_gather" else [algorithm]

@@ -170,9 +170,9 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
 
 
 def set_by_file(argv: Sequence[str], message: str) -> str:
-    """What to add to a refusal whose flags nobody typed: that the file of ``--config`` sets them, and what to type.
+    """A note for an error in settings of the ``--config`` file: which flags it sets, and how to override them.
 
-    Its flags are those before ``: expected``, and those in parentheses.
+    The flags are those that ``message`` names before ``: expected`` or in parentheses.
     """
     layers = read_command_line(argv)
     (source, values), typed = layers[0], {key for label, given in layers if label == "flags" for key in given}

@@ -107,10 +107,10 @@ class Dataset:
         return max(1, counted) * micro_batch_size / self.batch_size
 
     def val_starts(self) -> NDArray[np.int64]:
-        """Where the ``windows`` of ``val`` begin in each validation batch, (batches, sequences): the same on any ranks.
+        """The starts of the windows of each validation batch in ``val``, (batches, sequences); the same on all ranks.
 
-        They are evenly spread over the validation tokens, none overlapping another.  Every batch has ``eval_shape``,
-        or as many sequences as there are windows.
+        The windows are evenly spread over the validation tokens and do not overlap.  Every batch has ``eval_shape``, or
+        as many sequences as there are windows.
         """
         windows = (len(self.val) - 1) // self.seq_len
         rows = min(eval_shape(self)[0], windows)

@@ -39,15 +39,15 @@ class Buckets(NamedTuple):
 
     multiple: int  # elements
     nbytes: int  # of a bucket
-    least: int  # of the last ones
-    staging: int = 0  # bytes to which copy engines bring what is added
+    least: int  # bytes of the last buckets
+    staging: int = 0  # bytes into which copy engines write the terms of a sum
 
 
 class Engine(Step):
-    """A model in training: its weights and moments live where the engine computes. All calls are collective.
+    """A model in training, with weights and moments on the device that computes. All calls are collective.
 
-    An engine sets what is declared here and in ``Step``, with ``build`` and ``make_state``. ``parts`` are the parts of
-    the model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
+    An engine sets the attributes declared here and in ``Step``, with ``build`` and ``make_state``. ``parts`` are the
+    parts of the model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
     """
 
 
@@ -111,9 +111,9 @@ class Engine(Step):
         self, model: LlamaConfig, ops: Ops, gradients: Parameters, dtype: Any, buckets: Buckets,
         head_rows: int | None = None,
     ) -> None:  # fmt: skip
-        """``models``: this rank's stages, a model each; their messages, slots and sums of ``gradients``.
+        """Make ``models`` (this rank's stages, a model each), their message buffers, slots and sums of ``gradients``.
 
-        ``dtype`` is that of activations. ``head_rows``: tokens whose logits are in memory at once.
+        ``dtype`` is the dtype of activations. ``head_rows``: tokens whose logits are in memory at once.
         """
         config, mesh, schedule = self.config, self.mesh, self.pipeline.schedule
         options: dict[str, Any] = {"arena": ops.make_arena(), "recompute": config.recompute, "head_rows": head_rows}
@@ -154,23 +154,23 @@ class Engine(Step):
         return self.mesh.reporters(self.pipeline.schedule.place(self.pipeline.schedule.stages - 1).rank)
 
     def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float) -> StepResult:
-        """Of the ``reports`` of all ranks, on the host."""
+        """The result of a step from the ``reports`` of all ranks, on the host."""
         losses = reports[self.reporters(), 1:]
         total = math.fsum(losses.flat) if np.isfinite(losses).all() else float(losses.sum())
         return StepResult(total / self.micro_batches_of_all, norm, lr, seconds, bool(reports[:, 0].any()))
 
     def synchronize(self, until: Callable[[], bool] | None = None) -> None:
-        """Wait for what all communicators have queued, or ``until`` that is true; raises what stopped any of it.
+        """Wait for all queued work of all communicators, or until ``until()`` is true; raises the error of any of it.
 
-        A GPU goes on without the data that a failed one has not brought.
+        After a failed collective the GPU continues without its data.
         """
         for comm in (*self.mesh.communicators(), *self.pipeline.communicators()):
             comm.synchronize(until=until)
 
     def first_of_all(self, name: str | None) -> str | None:
         """The first tensor that any rank names, in the order in which a backward goes through the model."""
-        said = {each.decode() for each in self.mesh.world.all_gather_bytes((name or "").encode())} - {""}
-        return min(said, key=[*self.model.config.parameter_shapes()].index, default=None)
+        named = {each.decode() for each in self.mesh.world.all_gather_bytes((name or "").encode())} - {""}
+        return min(named, key=[*self.model.config.parameter_shapes()].index, default=None)
 
     # --- validation --------------------------------------------------------------------------------------
 
@@ -196,11 +196,11 @@ class Engine(Step):
                 sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, counts[index])
             self.pipeline.free_buffers()
         self.synchronize()
-        said = self.mesh.world.all_gather_bytes(sums.tobytes())
-        return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(starts)
+        gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
+        return math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
 
     def evaluated_at_once(self) -> set[int]:
-        """How many sequences the pieces of a validation have, a micro-batch at most."""
+        """The numbers of sequences that a pass of validation has, a micro-batch at most."""
         (batches, rows), most = self.data.val_starts().shape, len(self.micro_batches[0])
         return {min(most, rows), rows % most} - {0} if batches else set()
 

@@ -30,7 +30,7 @@ def make_engine(
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
         if config.deterministic and mesh.tp.size > 1:
-            why = "where products are not added in fixed parts"
+            why = "where sums over features are not split"
             raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {mesh.tp.size}")
         from kos.train.engine.cuda import CudaEngine
 

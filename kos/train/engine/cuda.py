@@ -92,7 +92,7 @@ class CudaEngine(Engine):
             ops.algorithms.update(self._search(model, accumulation_steps))
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
-        gradients.zeros = ops.zeros  # nobody reaches into what else is like them
+        gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
         self.build(model, ops, gradients, DTYPES[config.dtype], buckets, HEAD_ROWS)
         for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self.slots)):
             arena.reserve(size, partial(_reachable, mesh.tp.comm, ops) if _reaches(mesh.tp) else None)

@@ -29,7 +29,7 @@ class _Slot(NamedTuple):
 class Feed:
     """This rank's rows of a step: ``batch`` (micro_batches, 2, B, T), tokens and targets, where it reads them.
 
-    ``count`` (1,) is what the sums of a micro-batch are divided by (``Dataset.targets_per_micro_batch``).
+    ``count`` (1,) is the divisor of a micro-batch's sums (``Dataset.targets_per_micro_batch``).
     """
 
     def __init__(self, data: Dataset, micro_batches: Sequence[range], context: ContextParallel, ops: CudaOps) -> None:

@@ -73,7 +73,7 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_buckets(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, reaches: bool) -> Buckets:
-    """Of a rank of ``mesh`` with ``parts``; ``reaches``: the ranks of a machine reach into one another's memory."""
+    """The buckets of a rank of ``mesh`` with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
     ranks, nbytes, sharded = mesh.gradients.size, BUCKET_BYTES, config.zero == 1 and mesh.gradients.size > 1
     if config.device == "cpu":
         return Buckets(BLOCK * ranks if sharded else mesh.dp.size, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES)
@@ -86,10 +86,10 @@ def plan_buckets(config: TrainConfig, model: LlamaConfig, parts: Sequence[Local]
 
 
 class Rehearsal(Engine):
-    """A rank's step on arrays without memory, by operations that compute nothing: what it takes is counted.
+    """A rank's step on arrays without memory, with operations that compute nothing: it counts the memory of a step.
 
-    ``mesh`` sends nothing. ``sizing`` makes the arrays; ``ops`` are its operations, unless others stand before them.
-    ``bucketed``: gradients are summed in the buckets of a run, on which time depends and memory does not.
+    ``mesh`` sends nothing. ``sizing`` makes the arrays, and is also ``ops`` unless another wraps it. ``bucketed``:
+    gradients are summed in the buckets of a run, which affect its time but not its memory.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Rehearsal(Engine):
         self.pipeline, self.accumulation_steps = Pipeline(mesh.pp, schedule), schedule.micro_batches
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         buckets = plan_buckets(config, model, self.parts, mesh, reaches=True)
-        if not bucketed:  # a model that fits nowhere would have too many to list
+        if not bucketed:  # a model that fits on no machine would have too many buckets to list
             buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
         shapes, groups = model.parameter_shapes(*self.parts), model.fused_groups(*self.parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, sizing.zeros, buckets.multiple)
@@ -118,7 +118,7 @@ class Rehearsal(Engine):
         return self._tokens, self._tokens
 
     def peaks(self) -> tuple[int, int]:
-        """The most bytes that passes take from the arena of scratch memory, and a micro-batch from its own."""
+        """The most bytes that passes take from the scratch arena, and a micro-batch from its slot's arena."""
         arena, self._in_flight = self.model.arena, {}
         actions = [action for action in self.pipeline.actions if action.micro_batch == 0]
         for action, received in self.pipeline.inputs(actions):
@@ -129,7 +129,7 @@ class Rehearsal(Engine):
                 x = model.evaluate_stage(self.weights, self._tokens, x)
                 if model.local.last:
                     model.evaluate_loss(self.weights, x, self._tokens, self.report[:1])
-        from_host = 4 * self._tokens.nbytes + ALIGNMENT * 4  # validation brings its tokens from there
+        from_host = 4 * self._tokens.nbytes + ALIGNMENT * 4  # tokens of validation, copied from the host
         return arena.peak + from_host, max(slot.arena.peak for slot in self.slots)
 
 
@@ -137,9 +137,9 @@ def plan_memory(
     config: TrainConfig, model: LlamaConfig, ops: CudaOps, mesh: Mesh, schedule: Schedule, reaches: bool = True,
     sharing: int = 1, free: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank of ``mesh``, a silent one.
+    """The plan of one rank of ``mesh``, which sends nothing.
 
-    ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of a GPU that is not there."""
+    ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of an absent GPU."""
     rehearsal = Rehearsal(config, model, mesh, schedule, ops if isinstance(ops, Sizing) else Sizing(ops))
     scratch, slot = rehearsal.peaks()
     buckets = plan_buckets(config, model, rehearsal.parts, mesh, reaches)

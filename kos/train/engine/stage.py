@@ -18,9 +18,9 @@ from kos.train.parallel.tensor import TensorParallel
 
 
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
-    """How the sums within a layer are split, in every layout; None: not at all, and in a GPT-2 only dp has ranks.
+    """How the sums within a layer are split, in every layout.  None: not split, as in a GPT-2, where only dp has ranks.
 
-    On GPUs sequences are split alone, and only long ones.  ConfigError where a rank would not hold whole subtrees.
+    On GPUs only long sequences are split.  ConfigError if a rank would not hold whole subtrees.
     """
     if not config.deterministic or isinstance(model, GPT2Config):
         return None

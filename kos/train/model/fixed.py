@@ -17,9 +17,9 @@ from kos.train.parallel.mesh import Axis
 
 
 class FixedLlama(Llama):
-    """A rank's part of ``Llama``, with the bits of every other layout; gradients are written, never added to.
+    """A rank's part of ``Llama``, with the same bits in every layout; gradients are written, never added to.
 
-    ``by_rows``: with the products and the attention of ``fixed_rows``.
+    ``by_rows``: use the products and the attention of ``fixed_rows``.
     """
 
     tensor: FixedTensor
@@ -33,7 +33,7 @@ class FixedLlama(Llama):
         self.order = kinds[0](ops, split, tp, cp)
         tensor, context = kinds[1](self.order, local.vocabulary.start), kinds[2](self.order)
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
-        self._stacked: dict[str, list[slice]] = {}  # of a group, the rows of its members
+        self._stacked: dict[str, list[slice]] = {}  # the rows of each member of a group
         shapes = config.parameter_shapes(local)
         for name, members in self._groups.items():
             ends = [0, *accumulate(shapes[member][0] for member in members)]

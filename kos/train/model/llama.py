@@ -27,7 +27,7 @@ from kos.train.parallel.tensor import TensorParallel
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 
 LOOKUPS = "lookups"
-"""In ``Gradients.of``, with ``--deterministic``: a tied embedding's gradient by its lookups, apart from the head's."""
+"""The name of the gradient of a tied embedding's lookups; ``--deterministic`` sums it apart from the head's."""
 
 Weights = Mapping[str, Array]
 
@@ -141,9 +141,9 @@ class Llama:
     ) -> None:  # fmt: skip
         """The gradients of this rank's stage for the micro-batch in ``slot``.
 
-        ``dx_nD`` comes as the gradient of the stage's output and goes as that of its input.  The last stage only writes
-        it. Its mean loss over ``targets`` goes to ``loss`` (1,), float64.  ``count`` (1,), of ``ops.statistics_dtype``,
-        is what sums over targets are divided by; default: their number.
+        ``dx_nD`` enters as the gradient of the stage's output and leaves as that of its input.  The last stage only
+        writes it. Its mean loss over ``targets`` goes to ``loss`` (1,), float64.  Sums over targets are divided by
+        ``count`` (1,), of ``ops.statistics_dtype``; default: the number of targets.
         """
         assert slot.tokens_N is not None and slot.out_nD is not None  # there was a forward
         if self.local.last:
@@ -232,7 +232,7 @@ class Llama:
         return x_nD
 
     def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
-        """The last of all; a tied head has already put its share there, unless lookups are summed apart."""
+        """The last gradient; a tied head has already written its term there, unless lookups are summed apart."""
         name = LOOKUPS if LOOKUPS in into.of else self.config.embedding
         adds = name != LOOKUPS and self.config.tie_word_embeddings and self.holds_last
         accumulate = into.accumulate or adds

@@ -16,7 +16,7 @@ from kos.train.model.shapes import Local, Placement, Stages, split_layers
 
 
 class Section(BaseModel):
-    """A table of a configuration: its values are of the types that are said, its keys those that are known."""
+    """A section of a configuration, with typed values; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 

@@ -1,8 +1,8 @@
 """The vocabulary that the model is written in.
 
 A *dialect* is a module (or object) with these functions: ``kos.train.ops.numpy`` is the first.  Every
-operation writes into arrays that it is given, takes its scratch memory from the arena that it is given
-and gives it back before it returns, and has its backward spelled out beside it.
+operation writes into arrays that it is given.  It takes scratch memory from the given arena, and frees it
+before it returns.  Its backward is written by hand beside it.
 
 Shapes: N tokens of a micro-batch (B samples of T), D hidden, F features out of a linear, V vocabulary,
 H query heads, K key/value heads, d head size, W = (H + 2K) d.  Linears are (out, in) as in Hugging Face.
@@ -182,7 +182,7 @@ class Ops(Protocol):
         self, logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array,
         arena: Arena,
     ) -> None:  # fmt: skip
-        """As ``cross_entropy`` of a vocabulary in parts, of which ``logits`` (N, v) is the one from ``first`` on.
+        """``cross_entropy`` of a vocabulary in parts; ``logits`` (N, v) is the part that begins at ``first``.
 
         ``statistics`` (parts, 3, N) are those of all parts.
         """

@@ -1,9 +1,9 @@
 """The numpy dialect of ``kos.train.ops``: the reference, and what CPUs train with.
 
-Three habits make it fast.  What is split by columns (heads, gate and up) lies with the tokens contiguous
-(``empty_columns``), so that the halves of a rotation, the statistics of a softmax and every operand of a
-matrix product are long contiguous rows, and BLAS copies nothing.  Elementwise chains run over blocks that
-stay in the cache.  And nothing is allocated: outputs are given, scratch comes from the arena.
+Three habits make it fast.  Arrays that are split by columns (heads, gate and up) have contiguous tokens
+(``empty_columns``).  So the halves of a rotation, the statistics of a softmax and every operand of a matrix
+product are long contiguous rows, and BLAS copies nothing.  Elementwise chains run over blocks that stay in
+the cache.  Nothing is allocated: outputs are given, and scratch memory comes from the arena.
 """
 
 from __future__ import annotations

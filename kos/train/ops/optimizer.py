@@ -64,11 +64,11 @@ class AdamW:
         return max((top if math.isfinite(top) else math.inf for top in tops), default=0.0)
 
     def exact_squares(self, gradients: Parameters, counted: Container[str], largest: float, count: int) -> np.ndarray:
-        """Two float64, of which every sum over ranks and blocks is exact: together the sum of squares.
+        """Two float64 that add up over ranks and blocks without rounding; together they are the sum of squares.
 
-        Squares are rounded to a multiple of a unit, and what is left to one of a smaller unit, so that the sum of
-        ``count`` of them, of numbers of magnitude ``largest`` at most, fits in 53 bits; so its order does not matter
-        (Demmel & Nguyen 2013, "Fast reproducible floating-point summation").
+        Squares are rounded to a multiple of a unit, and the remainders to a multiple of a smaller one.  So the sum of
+        ``count`` squares of numbers of at most ``largest`` fits in 53 bits, and its order does not matter (Demmel &
+        Nguyen 2013, "Fast reproducible floating-point summation").
         """
         bits = count.bit_length()
         unit = 2.0 ** (2 * math.frexp(largest)[1] + bits - 52)
@@ -118,11 +118,11 @@ class AdamW:
 def split(
     held: Parameters | Shard, size: int, places: Mapping[str, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of what is held, chunks of ``size`` elements at most, each of one tensor; the tensor's name of each; all starts.
+    """Chunks of ``held`` of at most ``size`` elements, each of one tensor; the tensor's name of each; all starts.
 
-    A chunk begins at a multiple of ``size`` or where a tensor begins, and so does what is held: ``index`` counts the
-    same chunks on all ranks.  ``start`` is its place in the layout, ``local`` in ``held.flat``, and ``place`` in the
-    layout of the whole model, where tensors begin at ``places``.
+    A chunk begins at a multiple of ``size`` or where a tensor begins, and so do the parts of ``held``.  So ``index``
+    counts the same chunks on all ranks.  ``start`` is a chunk's position in the layout, ``local`` in ``held.flat``, and
+    ``place`` in the layout of the whole model, where tensors begin at ``places``.
     """
     first_of, end = np.array([span.start for span in held.spans.values()]), [*held.spans.values()][-1].stop
     starts = np.union1d(np.arange(0, end, size), first_of)

@@ -26,7 +26,7 @@ Parts = Iterator[tuple[int, Array, Array | None]]
 
 
 def seen(owner: int, rank: int, length: int) -> tuple[slice, slice]:
-    """Which queries of ``rank`` come after which keys of another, ``owner``; both have ``length`` tokens."""
+    """The queries of ``rank`` and the keys of another, ``owner``, that they attend to; both have ``length`` tokens."""
     half, every = length // 2, slice(0, length)
     return (every, slice(0, half)) if owner < rank else (slice(half, length), every)
 

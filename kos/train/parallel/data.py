@@ -7,12 +7,12 @@ gradient are summed over the ranks as the backward finishes them.
 
 *Deterministic*: gradients are summed as a binary tree over all micro-batches of the step, ``((g0 + g1) + (g2 + g3)) +
 …``. A rank adds up the subtrees that it has whole, tensor by tensor; the ranks exchange these once a step and add the
-rest of the tree. So losses and weights do not depend on the number of ranks by a single bit. The price is memory for
-subtrees that wait for their neighbour, as many as the logarithm of the micro-batches, and no overlap.
+rest of the tree. So losses and weights have the same bits for any number of ranks. The cost is memory for subtrees that
+wait for their neighbour, as many as the logarithm of the micro-batches. Sums do not overlap the backward.
 
-*ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): a bucket is reduce-scattered, a rank updates its part
-of each with its share of the optimizer's state, and the parts of the new weights are gathered, bucket by
-bucket in the order of the forward, while the next step begins.
+*ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): each bucket is reduce-scattered, and a rank updates its part with
+its shard of the optimizer's state. The new weights are gathered while the next step begins, bucket by bucket in the
+order of the forward.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class DataParallel:
     def finish(self, *, whole: bool = False) -> None:
         """Called after the last backward: now ``gradients`` hold the sum over all micro-batches.
 
-        With ``whole`` a ``tree``'s are whole even where they are ``sharded``.
+        With ``whole`` the sums of a ``tree`` are whole even if they are ``sharded``.
         """
         if self.tree is not None:
             self.tree.finish(whole=whole or not self.sharded)

@@ -86,7 +86,7 @@ class FixedOrder:
                 self.ops.add_tree(terms, x)
 
     def scatter_over_ranks(self, axis: Axis, x: Array, out: Array, arena: Arena) -> None:
-        """out = this rank's part, by the first dimension, of the sum over ``axis``; with one rank it is ``x``."""
+        """out = this rank's part (first dimension) of the sum over ``axis``; with one rank it is ``x``."""
         if axis.size > 1:
             with arena.scope():
                 terms = arena.take((axis.size, *out.shape), out.dtype)

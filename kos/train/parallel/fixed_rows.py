@@ -1,8 +1,8 @@
-"""``--deterministic`` on GPUs, of context parallelism: the pieces of ``fixed.py``, each of whose rows lie together.
+"""Context parallelism with ``--deterministic`` on GPUs: the pieces of ``fixed.py``, each in consecutive rows.
 
-Every product, norm and attention is queued for a piece at a time, in shapes that no layout changes, and sums over
-tokens are a tree over the pieces. Attention is that of ``context.py`` with a piece in place of a rank: to its own keys
-with the causal mask, then to those of every other piece, in one order. Features are not split.
+Every product, norm and attention runs on one piece at a time, in the same shapes in every layout. Sums over tokens are
+a tree over the pieces. Attention is that of ``context.py`` with a piece in place of a rank: to its own keys with the
+causal mask, then to those of every other piece, in a fixed order. Features are not split.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kos.train.ops import Array
 from kos.train.parallel.context import seen
 from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor
 
-LEAST_ROWS_CHUNK = 512  # tokens: shorter ones leave multiprocessors idle
+LEAST_ROWS_CHUNK = 512  # tokens: shorter chunks leave multiprocessors idle
 
 
 class RowOrder(FixedOrder):
     """Sums over the pieces of this rank, then over the ranks of cp."""
 
     def each(self, rows: int) -> list[slice]:
-        """Of so many rows, those of each piece."""
+        """The rows of each piece, of so many in all."""
         n = rows // self.pieces
         return [slice(start, start + n) for start in range(0, rows, n)]
 
@@ -91,7 +91,7 @@ class RowTensor(FixedTensor):
 
 
 class RowContext(FixedContext):
-    """Attention of this rank's pieces to those of all ranks."""
+    """Attention of this rank's pieces to the pieces of all ranks."""
 
     order: RowOrder
 
@@ -150,13 +150,13 @@ class RowContext(FixedContext):
                 ops.copy(total, d_qkv)
 
     def _pieces(self, qkv: Array, log_sum_exp: Array) -> Iterator[tuple[int, slice, Array]]:
-        """Of each of this rank: its number of all, its rows, its part of ``log_sum_exp``."""
+        """For each piece of this rank: its number, its rows, its part of ``log_sum_exp``."""
         samples = self.order.each(len(log_sum_exp))
         for piece, rows, here in zip(self.mine, self.order.each(len(qkv)), samples, strict=True):
             yield piece, rows, log_sum_exp[here]
 
     def _others(self, piece: int, length: int) -> list[tuple[int, slice, slice]]:
-        """All other pieces, with which queries of ``piece`` come after which of their keys."""
+        """Every other piece, with the queries of ``piece`` and the keys that they attend to."""
         return [(owner, *seen(owner, piece, length)) for owner in range(self.order.split.tokens) if owner != piece]
 
     def _of_all(self, kv: Array, arena: Arena) -> Array:

@@ -1,7 +1,8 @@
-"""From a backward to the optimizer: the sums of a rank's gradients, over all that have a term of them.
+"""The sums of a rank's gradients, between the backward and the optimizer.
 
-A gradient is summed over the micro-batches of a rank; over tp, if each rank has the term of its own rows; over both
-ends of the pipeline, if it is that of an embedding tied to the head; and over dp and cp (``kos.train.parallel.data``).
+A gradient is summed over the micro-batches of a rank, and over dp and cp (``kos.train.parallel.data``). It is also
+summed over tp, if each rank has the term of its own rows. That of an embedding tied to the head is also summed over
+both ends of the pipeline.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from kos.train.parallel.pipeline import Pipeline
 
 
 class GradientSums:
-    """Of a rank whose first stage is ``model``, with as many ``micro_batches`` a step.
+    """The sums of a rank whose first stage is ``model``, with ``micro_batches`` per step.
 
-    ``tied_apart``: it holds a tied embedding or its head, and another rank the other. ``lookups`` sums the term of a
-    tied embedding's lookups, with ``--deterministic``.
+    ``tied_apart``: this rank holds only one of a tied embedding and its head. ``lookups``: with ``--deterministic``,
+    the sum of the gradients of a tied embedding's lookups.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class GradientSums:
         """Tensors that all ranks of tp hold whole."""
 
     def of(self, micro_batch: int, deferred: list[tuple[str, Array, Array]] | None) -> Gradients:
-        """Where a backward puts gradients, and what happens when one is complete."""
+        """Where a backward writes gradients, and the function to call when one is complete."""
         if self.parallel.tree is not None:
             into: Weights = self.gradients
             if self.lookups is not None:
@@ -56,13 +57,13 @@ class GradientSums:
         self.parallel.gradient_ready(name)
 
     def finish(self) -> None:
-        """After the last backward: the end of all sums."""
+        """Complete all sums, after the last backward."""
         name, in_order = self.model.config.embedding, self.parallel.tree is not None
         embedding = self.gradients.get(name)
         if self.tied_apart and embedding is not None and not in_order:
             self.pipeline.sum_tied(embedding)
             self.parallel.gradient_ready(name)
-        self.parallel.finish(whole=self.tied_apart)  # of it, the other end may update other parts
+        self.parallel.finish(whole=self.tied_apart)  # the other end of the pipeline may update other parts of it
         if embedding is None or not in_order:
             return
         if self.lookups is not None:  # the head's term is in the embedding's gradient, if this rank has the head

@@ -20,7 +20,7 @@ from kos.train.parallel.schedules import Action, Place, Schedule
 
 @dataclass
 class Buffer:
-    """Memory for a message between two stages, and the send that still reads it."""
+    """Memory for a message between two stages, and the send that may still read it."""
 
     array: Array
     sent: Work[None] | None = None
@@ -39,7 +39,7 @@ class Pipeline:
         self.axis, self.schedule, self.actions = axis, schedule, schedule.actions[axis.rank]
         self._links: dict[tuple[int, int, bool], Communicator] = {}
         self._ends: Communicator | None = None
-        self._buffers: dict[bool, list[Buffer]] = {True: [], False: []}  # by whether they are for forwards
+        self._buffers: dict[bool, list[Buffer]] = {True: [], False: []}  # by direction: True for forwards
         if axis.size == 1:
             return
         ranks = [schedule.place(stage).rank for stage in range(schedule.stages)]
@@ -54,26 +54,26 @@ class Pipeline:
             self._ends = axis.comm.split(0 if axis.rank in (ranks[0], ranks[-1]) else None)
 
     def make_buffers(self, make: Callable[[], Array]) -> None:
-        """Memory for messages: received into, computed with, sent from, each way. One rank alone computes with one."""
+        """Buffers for each direction: one to receive, one to compute, one to send. A single rank needs one in all."""
         sizes = {True: 3, False: 3} if self.axis.size > 1 else {True: 0, False: 1}
         self._buffers = {forward: [Buffer(make()) for _ in range(size)] for forward, size in sizes.items()}
 
     def buffer(self, forward: bool) -> Buffer:
-        """The least recently used."""
+        """The least recently used buffer, once no send reads it."""
         buffers = self._buffers[forward]
         buffers.append(buffers.pop(0))
         return buffers[-1].free()
 
     def free_buffers(self) -> None:
-        """Wait until no send reads them."""
+        """Wait until no send reads a buffer."""
         for buffer in (*self._buffers[True], *self._buffers[False]):
             buffer.free()
 
     def connect(self, rows: int) -> None:
-        """A message of so many rows in each direction, in one order on all ranks.
+        """Send a message of so many rows in each direction, in one order on all ranks.
 
-        NCCL connects two ranks in their first call of a size and waits on the host for it. Amid a schedule each could
-        wait for another's.
+        In its first call of a size, NCCL connects two ranks and waits on the host. Within a schedule, ranks could wait
+        for each other in this way.
         """
         x = self.buffer(forward=True).array[:rows]
         for (sender, _, _), link in self._links.items():
@@ -83,7 +83,7 @@ class Pipeline:
                 link.recv(x, 0)
 
     def inputs(self, actions: Sequence[Action] | None = None) -> Iterator[tuple[Action, Buffer | None]]:
-        """Each action (of the schedule) and what another rank sent for it. The next one's input comes meanwhile."""
+        """Each action (default: of the schedule) and its input from another rank. The next input arrives meanwhile."""
 
         def begin(action: Action) -> tuple[Buffer, Work[Array]] | None:
             if (link := self._incoming(action)) is None:

@@ -17,6 +17,9 @@ from kos.errors import KosError
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """What asks for it: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
 
+KILLED = "but mpirun kills its ranks in half a second, saved or not (SIGUSR1 to mpirun, or make train, would wait)"
+"""What Open MPI does after Ctrl-C and SIGTERM."""
+
 
 class Stopped(KosError):
     """Raised on all ranks at once, where nothing is half done."""
@@ -29,6 +32,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = self._at_once = False
+        self._number = SIGNALS[0]  # of the signal
         self.plan = "stopping before the first step"
         """What a stop does now."""
         self._listens = False
@@ -44,19 +48,20 @@ class Stop:
             return
 
         def watch() -> None:
-            while os.read(reader, 1)[0] not in SIGNALS:
+            while (number := os.read(reader, 1)[0]) not in SIGNALS:
                 pass
-            say(f"kos: {self.plan}; Ctrl-C again to end now")
+            killed = number != signal.SIGUSR1 and "OMPI_COMM_WORLD_SIZE" in os.environ
+            say(f"kos: {self.plan}; {KILLED if killed else 'Ctrl-C again to end now'}")
 
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=watch, name="kos-signals", daemon=True).start()
         if self.asked:
-            os.write(writer, bytes(SIGNALS[:1]))
+            os.write(writer, bytes([self._number]))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.asked, self._number = True, signal.Signals(number)
         self.ignore()
         self._check()
 

@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 from kos.comm.rendezvous import mpi_job
 
-SILENCE = 10.0  # seconds without a line, after which a part of what takes long is worth one
+SILENCE = 10.0  # seconds without a line, after which progress is printed
 LEAST_BAR = 6  # columns; a narrower bar shows nothing
-ECHO = len("^C")  # columns left free: what a terminal shows for the key would begin a line that nothing erases
+ECHO = len("^C")  # columns left free: the terminal's echo of Ctrl-C would wrap to a line that nothing erases
 
 # How each value of a row is shown, in this order.
 _SHOWN = {

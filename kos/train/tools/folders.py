@@ -36,10 +36,10 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """ConfigError where ``rank`` cannot write into ``out``, or cannot make it. Makes nothing."""
+    """ConfigError if ``rank`` can neither write into ``out`` nor make it. Creates no folder."""
     existing = next(folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder))
     if not existing.is_dir():
-        got = f"{existing}, which is no folder"
+        got = f"{existing}, which is not a folder"
     elif not os.access(existing, os.W_OK | os.X_OK):
         got = f"no permission to write into {existing}"
     else:

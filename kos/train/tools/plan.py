@@ -211,7 +211,7 @@ def notes(job: Job) -> list[str]:
 
 
 def command(proposal: Prediction, words: Sequence[str]) -> str:
-    """The run that was proposed: the settings that ``words`` name, then the others."""
+    """The command of the proposed run: the settings in ``words``, then the others."""
     typed = {word.partition("=")[0] for word in words}
     layout, config = proposal.job.layout, proposal.job.config
     chosen = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1}

@@ -158,7 +158,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         backward = name == "attention_backward"
         out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
         flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
-    elif name in ("squares", "exact_squares", "largest"):  # of the grid's chunks, this rank's share
+    elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
         from kos.train.ops.cuda.adamw import CHUNK
 
         nbytes = min(CHUNK * arguments[2], arrays[0].size) * arrays[0].dtype.itemsize
@@ -206,7 +206,7 @@ class Profiler:
         return run
 
     def note(self, label: str, lane: str, function: Callable[[], Any], nbytes: int = 0, flops: float = 0.0) -> Any:
-        """What ``function`` returns. Its time is noted; of a captured step not that of its rehearsal."""
+        """Return ``function()`` and record its time. For a captured step, the rehearsal is not recorded."""
         if not self.began or (self.graph and not self.marks.captured()):
             return function()
         begin = self.marks.mark()

@@ -55,7 +55,7 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         start = about["start"]
-        own = f".{time.time_ns()}"  # else a run that follows within a second writes into the same file
+        own = f".{time.time_ns()}"  # else a run that starts within a second writes into the same file
         self._writer = SummaryWriter(str(out / "tensorboard"), purge_step=start + 1, flush_secs=5, filename_suffix=own)
         self._writer.add_text("config", f"```json\n{json.dumps(about['config'], indent=2)}\n```", start)
 

@@ -32,9 +32,9 @@ SPINS, CROWDED_SPINS = 300, 30
 """Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
 There each poll also yields the core, since a spinning rank may keep the awaited rank from running."""
 READ_SPINS = 4000
-"""Polls in which other ranks read this rank's memory, unless there are more ranks than cores."""
+"""Polls that wait for other ranks to read this rank's memory, unless there are more ranks than cores."""
 ENDING_SECONDS = 1.0
-"""In which a process that ends is found to have ended, once its memory cannot be read."""
+"""Time to detect that a process has ended, once its memory cannot be read."""
 
 
 class SharedCollectives:
@@ -120,7 +120,7 @@ class SharedCollectives:
                     spins -= 1
                     if crowded:
                         sched_yield()
-        if words[failure]:  # a rank that has failed may have changed what was read
+        if words[failure]:  # a rank that has failed may have changed the data after it was read
             self._calls.raise_failure(sequence)
         return None
 
@@ -172,7 +172,7 @@ class SharedCollectives:
         yield from self._until_read(o, first, readers)
 
     def _until_read(self, o: Call, stage: int, readers: Sequence[int]) -> Steps:
-        """The end of an operation whose data the ``readers``, if any, read where they lie."""
+        """The end of an operation whose data the ``readers``, if any, read in place."""
         if not self._reached(readers, stage + 1):
             yield from self._wait_for(o, GOT, stage + 1, self._peers)
         if self._words[self._failure]:
@@ -180,7 +180,7 @@ class SharedCollectives:
         self._served += 1
 
     def _unread(self, o: Call, error: OSError) -> Steps:
-        """The end of an operation in which the memory of a rank could not be read."""
+        """The end of an operation in which a rank's memory could not be read."""
         if isinstance(error, Unreadable):
             self._words[self._mine + GOT] = self._stage
             self._served += 1

@@ -1,11 +1,11 @@
-"""Plans of collectives in which every rank reads what it gets from the memory of the other ranks, in one copy.
+"""Collectives in one copy: every rank reads its data directly from the memory of the other ranks.
 
-Linux copies between processes (process_vm_readv, "cross memory attach") if it allows one to debug the other.  Through a
-slot data would be copied twice, and its lines fetched from the cache of the core that has just written them.
+Linux copies between processes (process_vm_readv, "cross memory attach") if one may debug the other.  A slot would need
+two copies, and its cache lines would come from the core that has just written them.
 
-A rank puts into its slot where each other rank finds its data, and waits at the end until they have read it.  An
-all_reduce goes through slots: to write memory that another core has just read takes longer than the copy.  So does a
-reduce, in which all ranks add, not the root alone.
+A rank writes the addresses of its data into its slot, and waits at the end until the other ranks have read the data.
+An all_reduce uses slots, since writing memory that another core has just read takes longer than the copy.  A reduce
+uses slots too: there all ranks add, and here only the root would.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from kos.comm.scheduled import wrong_message
 Array = np.ndarray[Any, Any]
 
 DIRECT_BYTES, CROWDED_BYTES = 32 << 10, 128 << 10
-"""The least bytes that a rank reads of another one in one copy; the second number is for more ranks than cores.
+"""The least bytes that a rank reads from another rank in one copy; the second number is for more ranks than cores.
 
-Below, two copies through a slot are faster, as they need one wait less; in a reduce_scatter up to twice as many bytes.
-2 and 4 ranks on 2 cores of an EPYC 9004, November 2026: a broadcast of 64 KB takes 12 us in one copy, and through
-slots 13, or 32 where the two cores share no cache.
+Below this size slots are faster, since they need one wait less; for a reduce_scatter the limit is twice as large.
+Measured with 2 and 4 ranks on 2 cores of an EPYC 9004, November 2026: a broadcast of 64 KB takes 12 us in one copy.
+Through slots it takes 13 us, or 32 us if the two cores share no cache.
 """
 CHUNK_BYTES = 256 << 10
-"""Bytes read before they are reduced."""
+"""The bytes that are read at a time and then reduced."""
 
 _FROM_ROOT = ("broadcast", "scatter")
 _DIRECT = frozenset({*_FROM_ROOT, "gather", "all_gather", "all_to_all", "reduce_scatter"})
 
 
 class Unreadable(OSError):
-    """The kernel does not copy from the memory of an array, such as that of a device.  All ranks raise it."""
+    """Linux cannot copy from the memory of an array, such as memory of a device.  All ranks raise it."""
 
 
 class _Vector(ctypes.Structure):
@@ -52,7 +52,7 @@ class _Vector(ctypes.Structure):
 
 
 class Direct:
-    """Makes the plans of one rank."""
+    """Makes the plans of one rank; collective."""
 
     def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans, crowded: bool) -> None:
         self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
@@ -74,7 +74,7 @@ class Direct:
         self._offers = [[memoryview(table) for table in slot] for slot in zip(*self._tables, strict=True)]  # by slot
 
     def make(self, o: Operation) -> Plan | None:
-        """The plan of ``o``; None if it has none, or copies through slots are faster."""
+        """The plan of ``o`` in one copy; None if there is none, or if slots are faster."""
         name, buffer, me = o.name.removesuffix("_v"), o.send or o.recv, self.rank
         if not self.usable or name not in _DIRECT or buffer is None or o.options.algorithm != AUTO:
             return None
@@ -88,7 +88,7 @@ class Direct:
         elif name == "gather":
             readers = [r for r in self.peers if r == o.root]
         x, out = (None if each is None else each.flat for each in (o.send, o.recv))
-        counts, starts = [0] * self.size, [0] * self.size  # what each rank reads here
+        counts, starts = [0] * self.size, [0] * self.size  # the elements of this rank that each rank reads
         if x is not None and ("scatter" in name or name == "all_to_all"):
             counts = list(o.send_counts or [x.size // self.size] * self.size)
             starts = [0, *accumulate(counts)]
@@ -106,7 +106,7 @@ class Direct:
         return Plan(1, 1, self.peers, self._offer(x if readers else None, starts, counts), get, self._puts, True, gots)
 
     def _offer(self, x: Array | None, starts: list[int], counts: list[int]) -> Step:
-        """Puts whether ``x`` can be read, and for each rank the address and the bytes of its part."""
+        """Writes into the slot whether ``x`` can be read, and for each rank the address and bytes of its part."""
         parts = [1]
         if x is not None:
             address, itemsize = _address(x), x.itemsize
@@ -124,7 +124,7 @@ class Direct:
     def _copy(
         self, mine: Array | None, out: Array | None, sources: Sequence[int], counts: Sequence[int] | None
     ) -> Step:
-        """Copies ``mine``, and what the other sources offer, one after another to ``out``."""
+        """Copies ``mine`` and the data of the other sources to ``out``, in rank order."""
         reads, own, end, at = [], None, 0, 1 + 2 * self.rank
         if out is not None:
             address, itemsize = _address(out), out.itemsize
@@ -154,7 +154,7 @@ class Direct:
         return get
 
     def _reduce(self, x: Array, out: Array, reduction: Reduction) -> Step:
-        """Reduces ``x`` and what the other ranks offer to ``out``, a chunk at a time."""
+        """Reduces ``x`` and the data of the other ranks to ``out``, a chunk at a time."""
         step, offers, at = self._scratch.size // len(self.peers) // x.itemsize, self._offers, 1 + 2 * self.rank
         typed = self._scratch[: step * len(self.peers) * x.itemsize].view(x.dtype).reshape(len(self.peers), step)
         first, scratch = _address(typed), list(typed)
@@ -176,9 +176,9 @@ class Direct:
         return get
 
     def _reader(self, rank: int, to: int) -> Callable[[int, int], None]:
-        """A function that copies from an address of that rank, so many bytes, to the address ``to``.
+        """A function ``read(address, nbytes)`` that copies from that rank's memory to the address ``to``.
 
-        It raises OSError if the kernel refuses, or the process has ended.
+        It raises OSError if Linux refuses the call or the process has ended.
         """
         local, remote, readv = _Vector(to), _Vector(), self._readv
         arguments = self._pids[rank], ctypes.byref(local), 1, ctypes.byref(remote), 1, 0

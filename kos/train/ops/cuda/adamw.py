@@ -23,16 +23,16 @@ STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", 
 
 
 class CudaAdamW:
-    """AdamW over ``weights``; ``copy``, in their layout, gets them rounded to its dtype.
+    """AdamW over ``weights``; ``copy``, in their layout, receives them rounded to its dtype.
 
-    Weights of bfloat16 are rounded up or down at random, so that they are right on average: by bits that follow from
-    ``seed``, step and place in the layout alone, the same in any Shard (Gupta et al. 2015, arXiv:1502.02551).
-    ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), of parts that
+    Weights of bfloat16 are rounded stochastically (Gupta et al. 2015, arXiv:1502.02551).  The random bits depend only
+    on ``seed``, step and position in the layout, so they are the same in any Shard.
+    ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), with parts that
     begin and end at multiples of CHUNK; gradients and copy are whole.  Matrices are decayed, vectors are not.
     ``places``: where each tensor begins in the layout of the whole model, if ``weights`` are a stage of it.
     ``counted`` names the tensors that count in this rank's part of the norm; None: all.
-    ``exact``, the elements of the whole model: its norm has the same bits however ranks and chunks cut it; 0: not so.
-    ``skip_outliers`` > 0 leaves out steps of a norm beyond it, or not finite, instead of stopping at the latter.
+    ``exact`` > 0, the elements of the whole model: the norm has the same bits for every split into ranks and chunks.
+    ``skip_outliers`` > 0 skips steps whose norm exceeds it or is not finite; otherwise a norm that is not finite stops.
     ``state`` (11,) float64 holds what ``STATE`` names.
     """
 
@@ -81,10 +81,11 @@ class CudaAdamW:
         self, gradients: Parameters, add_up: Callable[[Array], object] | None = None,
         add_models: Callable[[Array], object] | None = None, find_largest: Callable[[Array], object] | None = None,
     ) -> None:  # fmt: skip
-        """The sum of squares of ``gradients`` goes to ``state[8]``, and with ``exact`` what it lacks to ``state[9]``.
+        """The sum of squares of ``gradients`` goes to ``state[8]``, with ``exact`` its low-order part to ``state[9]``.
 
-        ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks,
-        ``add_models(totals)`` those that hold one model together, and ``find_largest(bits)`` (1,) all find the maximum.
+        ``add_up(partial)`` adds the sums of squares over ranks with a shard each; they are 0 for others' chunks.
+        ``add_models(totals)`` adds over the ranks that hold one model together.  ``find_largest(bits)`` (1,) takes the
+        maximum over all ranks.
         """
         flat = gradients.flat
         if add_up is not None or self._sparse:

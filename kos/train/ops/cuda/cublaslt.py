@@ -50,8 +50,8 @@ class Plan(NamedTuple):
 class Matmul:
     """out (M, N) = op(a) op(b) + c + bias, in the order of one stream; fp32 inside, whatever the operands are.
 
-    ``algorithms`` holds those to take, by shape; with ``search`` what it lacks is timed and added to it.
-    ``multiple``: all operands begin at multiples of so many elements, and what is chosen depends on no address.
+    ``algorithms`` holds the algorithm of each shape; with ``search`` missing ones are timed and added.  ``multiple``:
+    all operands begin at multiples of this many elements, and the choice of an algorithm depends on no address.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Matmul:
         finally:
             lt.matmul_preference_destroy(preference)
         found = found[: count[0]]
-        found = found[found["state"] == 0]  # CUBLAS_STATUS_SUCCESS: of others nothing is said
+        found = found[found["state"] == 0]  # CUBLAS_STATUS_SUCCESS: the fields of others are undefined
         if not found.size:
             raise BackendUnavailable(f"cuBLASLt has no algorithm for {a} {b} -> {out}")
         return [row[:ALGORITHM_BYTES].copy() for row in found.view(np.uint8).reshape(found.size, -1)]

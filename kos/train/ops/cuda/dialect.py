@@ -37,8 +37,8 @@ FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
-    Matrix products take their ``algorithms``, which may be added to before a shape's first use; ``search`` times those
-    that are missing then, and adds them.  ``multiple`` is that of ``Matmul``.
+    Matrix products use ``algorithms``, to which callers may add before a shape's first use; ``search`` times those
+    that are then missing, and adds them.  ``multiple`` is that of ``Matmul``.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class CudaOps:
         self._elementwise("add", out, a, b, out)
 
     def add_tree(self, terms: Array, out: Array) -> None:
-        """out = ((t0 + t1) + (t2 + t3)) + …, of as many ``terms`` as a power of two, which are overwritten."""
+        """out = ((t0 + t1) + (t2 + t3)) + …; the number of ``terms`` is a power of two, and they are overwritten."""
         count = len(terms)
         while count > 1:
             count //= 2
@@ -151,7 +151,7 @@ class CudaOps:
         self._elementwise("gelu_backward", dx, d_out, x, dx)
 
     def _elementwise(self, name: str, of: Array, *arguments: Any, row: int = 0, **defines: str | int) -> None:
-        """A thread takes as many elements of the array ``of`` as one access; ``row``: what accesses divide, or all."""
+        """A thread computes the elements of ``of`` in one memory access; accesses divide ``row``, or the whole."""
         width = _width(row or of.size, of, *(x for x in arguments if isinstance(x, Array)))
         every: dict[str, Any] = {"DTYPE": of.dtype.name, "WIDTH": width, "COLUMNS": width, "SOURCE": "float32"}
         if packs := of.size // width:

@@ -2,13 +2,13 @@
 //
 // `squares` leaves the sum of squares of each chunk of the gradients, `finish_norm` adds them up (between the two,
 // ranks that hold parts of the gradients may add up each other's).  The chunks do not depend on how many ranks there
-// are, so neither do the bits of the norm.  Where tensors are cut otherwise too, in a pipeline, `exact_squares` leaves
-// sums without rounding, by the `largest` gradient of all ranks.  `prepare`, one thread, reads the step counter, evaluates the schedule,
-// folds averaging and clipping into one factor, and counts the step.  A norm that is not finite leaves everything as
-// it is, in this step and all later ones; where outliers are to be skipped, it and one that is too large only lose
-// their own step.  `adamw` updates fp32 master weights and both moments and writes the bf16 copy in the same pass:
-// 28 bytes an element with bf16 gradients, 30 with fp32, 24 of weights without an fp32 copy.  A block takes one chunk,
-// whose elements are all decayed or all not.
+// are, so neither do the bits of the norm.  In a pipeline the chunks differ too.  There `exact_squares` adds squares
+// without rounding, in units that follow from the `largest` gradient of all ranks.  `prepare`, one thread, reads the
+// step counter, evaluates the schedule, folds averaging and clipping into one factor, and counts the step.  A norm that
+// is not finite leaves everything as it is, in this step and all later ones.  If outliers are skipped, a norm that is
+// not finite or too large skips its own step only.  `adamw` updates fp32 master weights and both moments and writes the
+// bf16 copy in the same pass: 28 bytes an element with bf16 gradients, 30 with fp32, 24 of weights without an fp32 copy.
+// A block takes one chunk, whose elements are all decayed or all not.
 //
 // -DMASTER (dtype of the weights: float32, or bfloat16, which is rounded at random) -DGRADIENT -DWEIGHT (dtype of the
 // copy; -DCOPY=0: there is none)
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(256) squares(const GRADIENT* gradie
     if (threadIdx.x == 0) partial[chunk.index] = total;
 }
 
-// most: the bits of the largest magnitude so far, which are in its order, and those of a NaN are above all.
+// most: the bits of the largest magnitude so far.  Bits have the order of magnitudes, and a NaN's exceed all others.
 extern "C" __global__ void __launch_bounds__(256) largest(const GRADIENT* gradients, const Chunk* chunks, int* most) {
     constexpr int V = 16 / sizeof(GRADIENT);
     const Chunk chunk = chunks[blockIdx.x];
@@ -72,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(256) largest(const GRADIENT* gradie
     if (threadIdx.x % 32 == 0) atomicMax(most, bits);
 }
 
-// partial (2, stride): sums of which every sum over chunks and ranks is exact, of 2^count_bits gradients at most, as
-// `AdamW.exact_squares` of kos.train.ops.optimizer has them.  Where a gradient is not finite, its chunk's sum is not.
+// partial (2, stride): sums that add up over chunks and ranks without rounding, for at most 2^count_bits gradients
+// (see `AdamW.exact_squares` of kos.train.ops.optimizer).  If a gradient is not finite, its chunk's sum is not either.
 extern "C" __global__ void __launch_bounds__(256)
 exact_squares(const GRADIENT* gradients, const Chunk* chunks, double* partial, long stride, const int* most,
               int count_bits) {
