@@ -310,7 +310,7 @@ def test_messages_of_parameters_to_this_rank(rank: OneRank) -> None:
 
 def test_a_message_that_was_not_launched_is_not_complete(rank: OneRank) -> None:
     work = rank.group.send([ones(4)], 0)
-    with pytest.raises(InvalidArgument, match="messages to this rank: .* got 1 to send and 0 to receive"):
+    with pytest.raises(InvalidArgument, match="messages to this rank: .* got 1 sends and 0 receives"):
         work.wait()
     for wait in (work.wait, work.is_completed, work.get_future):
         with pytest.raises(torch.distributed.DistBackendError, match="send: the messages launched with it failed"):
