@@ -15,7 +15,8 @@ def register() -> None:
     if not dist.is_available():
         return
     # From torch 2.15 on: those whose calls torch's flight recorder leaves alone. It takes no ProcessGroup in Python.
-    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("kos")
+    recorders: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recorders.add("kos")
     if "kos" not in dist.Backend.backend_list:
         dist.Backend.register_backend("kos", _create, extended_api=True, devices=["cpu", "cuda"])
 
