@@ -64,10 +64,15 @@ class Direct:
             self._readv.argtypes = ctypes.c_int, *vectors, *vectors, ctypes.c_ulong
         self._scratch = np.empty(min(CHUNK_BYTES, plans.block), np.uint8)
         self._byte = _address(self._scratch)
-        mine = np.array([os.getpid(), self._byte], np.int64)
-        everyone = [np.frombuffer(each, np.int64).tolist() for each in rendezvous.allgather(mine.tobytes())]
-        self._pids = [pid for pid, _ in everyone]
-        able = self._readv is not None and all(self._reads(rank, at) for rank, (_, at) in enumerate(everyone))
+        token = np.frombuffer(os.urandom(16), np.uint8)
+        mine = np.array([os.getpid(), _address(token)], np.int64)
+        everyone = rendezvous.allgather(mine.tobytes() + token.tobytes())
+        places = [np.frombuffer(each[: mine.nbytes], np.int64).tolist() for each in everyone]
+        self._pids = [pid for pid, _ in places]
+        able = self._readv is not None and all(
+            self._read_token(rank, at, token.nbytes) == each[mine.nbytes :]
+            for rank, ((_, at), each) in enumerate(zip(places, everyone, strict=True))
+        )
         self.usable = all(each == b"1" for each in rendezvous.allgather(b"1" if able else b"0"))
         """Whether every rank can read the memory of every other one."""
         self._tables = plans.typed(np.dtype(np.int64))
@@ -193,6 +198,15 @@ class Direct:
             self._reader(rank, to + count)(address + count, nbytes - count)  # Linux copies at most 2 GiB at a time
 
         return read
+
+    def _read_token(self, rank: int, address: int, nbytes: int) -> bytes:
+        """What is there; nothing if it cannot be read.  In another PID namespace a number may be another process's."""
+        found = np.empty(nbytes, np.uint8)
+        try:
+            self._reader(rank, _address(found))(address, nbytes)
+        except OSError:
+            return b""
+        return found.tobytes()
 
     def _reads(self, rank: int, address: int) -> bool:
         """Whether the byte at that address of that rank can be read."""
