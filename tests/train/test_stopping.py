@@ -31,7 +31,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.parallel import failures, schedules
 from kos.train.parallel.failures import alone, together
 from kos.train.parallel.mesh import Layout, Mesh
-from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.parallel.stopping import KILLED, Stop, Stopped
 from kos.train.run import Trainer
 from kos.train.tools import console, trackers
 from kos.train.tools.metrics import read_metrics
@@ -175,7 +175,7 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
     done = run_program(*map(str, command), env=ENVIRONMENT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     early = "kos: stopped before the first step, nothing to save"
-    said = [line for line in done.stderr.splitlines() if not line.endswith("; Ctrl-C again to end now")]
+    said = [line for line in done.stderr.splitlines() if not line.endswith(f"; {KILLED}")]
     assert said == [early] * (moment in ("imports", "loading", "weights", "validation"))
     steps = {"checkpoint": 4, "last step": 6, "sample": 6}.get(moment)
     assert steps is None or checkpoint.find(tmp_path / "run").step == steps
@@ -241,7 +241,7 @@ def test_ctrl_c_says_within_the_step_what_it_does(
     ("number", "launcher", "then"),
     [
         ("SIGINT", "", "Ctrl-C again to end now"),
-        ("SIGINT", "OMPI_COMM_WORLD_SIZE", "but mpirun kills its ranks in half a second, saved or not "),
+        ("SIGINT", "OMPI_COMM_WORLD_SIZE", KILLED),
         ("SIGUSR1", "OMPI_COMM_WORLD_SIZE", "Ctrl-C again to end now"),
     ],
 )

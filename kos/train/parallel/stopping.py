@@ -17,7 +17,7 @@ from kos.errors import KosError
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """What asks for it: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
 
-KILLED = "but mpirun kills its ranks in half a second, saved or not (SIGUSR1 to mpirun, or make train, would wait)"
+KILLED = "after Ctrl-C mpirun kills its ranks in half a second, saved or not (SIGUSR1 to mpirun, or make train, waits)"
 """What Open MPI does after Ctrl-C and SIGTERM."""
 
 
