@@ -299,6 +299,16 @@ def test_messages_to_this_rank_are_copied_in_their_order(rank: OneRank) -> None:
         work.wait()
 
 
+@pytest.mark.parametrize("given", [(3, "float32"), (4, "float64")])
+def test_a_message_to_this_rank_that_does_not_fit(rank: OneRank, given: tuple[int, str]) -> None:
+    count, dtype = given
+    out = torch.zeros(count, dtype=getattr(torch, dtype))
+    rank.group.send([ones(4)], 0)
+    with pytest.raises(InvalidArgument, match=rf"expected \(4, torch.float32\) .* got \({count}, torch.{dtype}\)"):
+        rank.group.recv([out], 0).wait()
+    assert not out.any()
+
+
 def test_messages_of_parameters_to_this_rank(rank: OneRank) -> None:
     """Autograd records nothing, as of messages to other ranks."""
     x, out = (torch.nn.Parameter(ones(4)) for _ in range(2))

@@ -563,10 +563,13 @@ class ProcessGroupKos(_ProcessGroup):
         """Copy what this rank sends to itself, the k-th message into the k-th receive, as NCCL's groups allow."""
         sends, recvs = ([m.tensors[0] for m in messages if m.name == name] for name in ("send", "recv"))
         if len(sends) != len(recvs):
-            got = f"{len(sends)} sends and {len(recvs)} receives"
-            raise InvalidArgument(f"messages to this rank: expected as many sends as receives in a batch, got {got}")
+            counts = f"{len(sends)} sends and {len(recvs)} receives"
+            raise InvalidArgument(f"messages to this rank: expected as many sends as receives in a batch, got {counts}")
         with torch.cuda.stream(self.side):
             for sent, received in zip(sends, recvs, strict=True):
+                expected, got = (sent.numel(), sent.dtype), (received.numel(), received.dtype)
+                if got != expected:
+                    raise InvalidArgument(f"message to this rank: expected {expected} to be received, got {got}")
                 received.detach().copy_(sent.detach().view_as(received))
 
     def _start_coalescing(self, device: Any) -> None:
