@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -134,20 +135,12 @@ class Watch:
 
 def _cycle(waits: dict[int, Waits]) -> list[int]:
     """A cycle of ranks, each waiting for the next, with the first repeated at the end; empty if there is none."""
-    peers = {rank: [peer for _, ranks in works for peer in ranks] for rank, works in waits.items()}
-    seen: set[int] = set()
-    for start in sorted(peers):
-        path, iterators = [start], [iter(peers[start])]
-        while path:
-            peer = next(iterators[-1], None)
-            if peer in path:
-                return [*path[path.index(peer) :], peer]
-            if peer is None:
-                seen.add(path.pop())
-                iterators.pop()
-            elif peer not in seen:
-                path.append(peer)
-                iterators.append(iter(peers.get(peer, ())))
+    peers = {rank: [peer for _, ranks in works for peer in ranks] for rank, works in sorted(waits.items())}
+    try:
+        TopologicalSorter(peers).prepare()
+    except CycleError as error:
+        cycle: list[int] = error.args[1]  # each is waited for by the next
+        return cycle[::-1]
     return []
 
 

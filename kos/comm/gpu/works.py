@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Call
@@ -23,18 +23,6 @@ _POLL_SECONDS = 0.02
 """Between two looks at the other ranks while a call of a library has not returned."""
 
 
-class Waiting(Protocol):
-    """What a Work asks of its backend: a DeviceBackend."""
-
-    device: int
-    broken: KosError | None
-
-    def raise_failure(self, what: object) -> None: ...
-    def check(self, call: Call) -> None: ...
-    def is_idle(self, stream: int, keeper: Any) -> bool: ...
-    def wait_on_host(self, call: Call, over: Callable[[], bool], timeout: float | None) -> None: ...
-
-
 class DeviceWork(Work[Any]):
     """An operation queued on a GPU.
 
@@ -44,11 +32,9 @@ class DeviceWork(Work[Any]):
 
     __slots__ = ("event",)
 
-    backend: Any
-
-    def __init__(self, call: Call, backend: Waiting, event: PooledEvent | None = None) -> None:
+    def __init__(self, call: Call, backend: Any, event: PooledEvent | None = None) -> None:
         self.call = call
-        self.backend = backend
+        self.backend = backend  # a DeviceBackend
         self.event = event  # recorded after an operation on the communicator's own stream
 
     def over(self) -> bool:
