@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import wait
 from typing import Any
 
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Call
 from kos.comm.recorder import completed
+from kos.comm.rendezvous import mpi_job
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
@@ -158,28 +159,16 @@ def on_thread(
     What this returns waits for it, and gives its result.  Meanwhile it calls ``check``, with ``what``, the seconds that
     it has waited and its timeout, and raises what that raises.
     """
-    outcome: list[Any] = []
+    def run() -> Any:
+        with driver.on_device(device), relaxed_capture():  # another thread may be capturing a graph
+            return function()
 
-    def run() -> None:
-        try:
-            with driver.on_device(device), relaxed_capture():  # another thread may be capturing a graph
-                outcome[:] = function(), None
-        except BaseException as error:
-            outcome[:] = None, error
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
+    future = mpi_job.on_thread(run, what)
 
     def finish(timeout: float | None) -> Any:
         began = time.monotonic()
-        while True:
-            thread.join(_POLL_SECONDS)
-            if not thread.is_alive():
-                break
+        while not wait([future], _POLL_SECONDS).done:
             check(what, time.monotonic() - began, timeout)
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
+        return future.result()
 
     return finish
