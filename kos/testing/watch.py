@@ -63,7 +63,10 @@ class Watch:
         self._waiting[threading.current_thread()] = rank, world.events[rank], until, waits_for
         if not self._deadlock or len(self._waiting) + len(world.ends) < self._size:
             return seconds
-        stuck = {thread for thread, wait in self._waiting.items() if self._is_stuck(world, wait)}
+        stuck = {
+            thread for thread, (waiter, seen, end, _) in self._waiting.items()
+            if world.events[waiter] == seen and end >= self.deadline
+        }  # fmt: skip
         ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.ends]
         if not stuck.issuperset(ranks):
             return seconds
@@ -77,10 +80,6 @@ class Watch:
     def end_wait(self) -> None:
         """Record that the calling thread no longer waits."""
         self._waiting.pop(threading.current_thread(), None)
-
-    def _is_stuck(self, world: ThreadWorld, wait: tuple[int, int, float, Callable[[], Waits]]) -> bool:
-        rank, seen, until, _ = wait
-        return world.events[rank] == seen and until >= self.deadline
 
     def _describe(self, world: ThreadWorld) -> str:
         waits = {rank: waits_for() for rank, _, _, waits_for in self._waiting.values()}
