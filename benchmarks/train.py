@@ -318,7 +318,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             "measurements": [1e3 * seconds for seconds in group.seconds],
             **group.facts,
         }
-        rows.append({key: _rounded(row[key]) for key in (*ROW_KEYS, "stages") if key in row})
+        rows.append({key: _rounded(row[key]) for key in (*ROW_KEYS, *row.keys() & {"stages"})})
     return rows
 
 

@@ -15,9 +15,9 @@ from kos.errors import ConfigError
 from kos.train.model.shapes import Local, Placement, Stages, split_layers
 
 HEAD = 0.7
-"""Seconds that the head's products take, of those of a layer with as many flops.
+"""The time of the head, relative to that of layers whose matrix products have as many flops.
 
-benchmarks/results/profile-1b-h200-1.txt (0.67) and profile-8b-h200-8.txt (0.76)."""
+Measured: 0.67 in benchmarks/results/profile-1b-h200-1.txt, 0.76 in profile-8b-h200-8.txt."""
 
 
 class Section(BaseModel):
