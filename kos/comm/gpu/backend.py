@@ -134,11 +134,6 @@ class DeviceBackend(Backend):
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
     ) -> DeviceBackend | None: ...
 
-    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> DeviceBackend:
-        backend = self.split(rendezvous, 0, rendezvous.rank, host)
-        assert backend is not None
-        return backend
-
     def idle(self) -> Idle:
         return mpi_job.Backoff()
 

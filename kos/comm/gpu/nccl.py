@@ -13,7 +13,6 @@ timeout, and raises its error.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -76,10 +75,7 @@ class NCCLBackend(DeviceBackend):
         self._nccl = binding.library()
         self._handle = comm
         self._joining = self._join(rendezvous) if comm is None else None
-        self._ending: tuple[Any, Callable[[Any], None], Callable[[float | None], Any]] | None = None
-        """The communicator that ends on a thread, the function that ends it, and one that waits for that."""
-        self._revoked: Any = None  # the communicator after a failure
-        self._shrinkable = _can_shrink(rendezvous)
+        self._ending: Callable[[float | None], Any] | None = None  # waits for the thread that aborts the communicator
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, lambda: self._handle is None)
@@ -142,29 +138,6 @@ class NCCLBackend(DeviceBackend):
         comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options))
         return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
 
-    def revoke(self, reason: str) -> None:
-        super().abort(reason)
-
-    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> NCCLBackend:
-        """Use NCCL's own shrink if every surviving rank holds a revoked communicator; else create a new one."""
-        revoked, self._revoked, comm = self._revoked, None, None
-        mine = json.dumps([self.rank, revoked is not None])
-        survivors = [json.loads(theirs) for theirs in rendezvous.allgather(mine.encode())]
-        excluded = sorted(set(range(self.size)) - {rank for rank, _ in survivors})
-        if excluded and all(able for _, able in survivors):
-            try:
-                comm = self._bounded(lambda: binding.shrink(revoked, excluded, "kos", rendezvous.nccl))
-            except KosError as error:
-                log.warning(
-                    "rank %d: NCCL could not shrink the group; creating a new communicator: %s", self.rank, error
-                )
-        agreed = b"" not in rendezvous.allgather(b"" if comm is None else b"1")
-        if revoked is not None:
-            self._end(binding.abort, revoked)
-        if comm is not None and not agreed:
-            self._end(binding.abort, comm)
-        return type(self)(rendezvous, self.device, comm if agreed else None, host)
-
     def close(self) -> None:
         self.unwatch()
         try:
@@ -182,53 +155,28 @@ class NCCLBackend(DeviceBackend):
             self._windows.free(self._windows.unused())
 
     def signal_abort(self) -> None:
-        """Revoke the communicator if the group can shrink, so that ``shrink`` can use it; else abort it: on a thread.
+        """Begin to abort the communicator, on a thread.
 
         An abort frees memory, for which CUDA waits for the kernels of every communicator of the GPU.
         """
         with self.shared.lock:
             comm, self._comm = self._handle, None
             if comm is not None:
-                end = binding.revoke if self._shrinkable and binding.has("revoke") else binding.abort
-                self._ending = comm, end, self._begin_end(end, comm)
+                abort = partial(binding.abort, comm)
+                self._ending = on_thread(abort, "nccl: abort", self.device, self.check_others)
 
     def abort_device(self) -> None:
         """Wait for what ``signal_abort`` has begun."""
         self.signal_abort()
         ending, self._ending = self._ending, None
-        if ending is None:
-            return
-        comm, end, finish = ending
-        if not self._ended(end, finish):
-            if end is not binding.abort:
-                self._end(binding.abort, comm)
-        elif end is not binding.abort:
-            self._revoked = comm
-
-    def abort(self, reason: str) -> None:
-        self.revoke(reason)
-        revoked, self._revoked = self._revoked, None
-        if revoked is not None:
-            self._end(binding.abort, revoked)
-
-    def _end(self, function: Callable[[Any], None], comm: Any) -> bool:
-        """Whether ``function`` has ended the operations in flight on ``comm``."""
-        return self._ended(function, self._begin_end(function, comm))
-
-    def _begin_end(self, function: Callable[[Any], None], comm: Any) -> Callable[[float | None], Any]:
-        return on_thread(partial(function, comm), f"nccl: {function.__name__}", self.device, self.check_others)
-
-    def _ended(self, function: Callable[[Any], None], finish: Callable[[float | None], Any]) -> bool:
         try:
-            self.finish(finish, _ABORT_SECONDS)
+            if ending is not None:
+                self.finish(ending, _ABORT_SECONDS)
         except CollectiveTimeout:
             log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
         except Exception as error:
             if not isinstance(self.broken, CudaError):  # else this error follows from that one
-                log.warning("rank %d: %s of NCCL: %s", self.rank, function.__name__, error)
-        else:
-            return True
-        return False
+                log.warning("rank %d: abort of NCCL: %s", self.rank, error)
 
     def inspect(self, o: Call) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None
@@ -442,14 +390,6 @@ def _native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
 def _real_type(dtype: DType) -> DType:
     """The real type of a complex dtype; other dtypes themselves."""
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
-
-
-def _can_shrink(rendezvous: Rendezvous) -> bool:
-    try:
-        rendezvous.check_shrink()
-    except BackendUnavailable:
-        return False
-    return rendezvous.size > 1
 
 
 def _bare(route: Any) -> Any:
