@@ -273,8 +273,8 @@ class Llama:
         A turn ends where a half waits for a collective, or would keep the other half from starting one. The second half
         is a turn behind::
 
-            half 0: gather | qkv, attention |        | o, sum |                | add, gather |        | gate_up |
-            half 1:                         | gather |        | qkv, attention |             | o, sum |         | …
+            half 0: gather | qkv |        | attention, o, sum |     | add, gather |                   | gate_up |
+            half 1:              | gather |                   | qkv |             | attention, o, sum |         | …
 
         So each collective has a product of the other half beside it, but for the first and the last of ``blocks``.
         """
@@ -299,8 +299,9 @@ class Llama:
         """Yields at the end of each turn. ``exchange_ND``: for what is gathered, and for the terms of sums."""
         rows, own = half
         for layer, kept, out_nD in blocks:
-            names, (samples, _, seq_len) = self._layers[layer], kept.lse_BHT.shape
-            apart = (rows.stop - rows.start) % seq_len == 0  # or a sequence is in both halves
+            names, qkv_NW, heads_NA, lse_BHT = self._layers[layer], kept.qkv_NW, kept.heads_NA, kept.lse_BHT
+            start, stop = (row // lse_BHT.shape[-1] for row in (rows.start, rows.stop))  # samples
+            apart = (stop - start) * lse_BHT.shape[-1] == rows.stop - rows.start  # or one sample is in both halves
 
             def start_gather(norm: str, x: Array, rstd: Array, normed: Array) -> Callable[[], Array]:
                 self._norm(weights, norm, x, normed, rstd, own)
@@ -308,15 +309,15 @@ class Llama:
 
             gathered = start_gather(names.input_norm, kept.x_nD, kept.rstd_in_n, kept.normed_in_nD)
             yield
-            self._column_linear(weights, names.qkv, gathered()[rows], kept.qkv_NW[rows])
-            if apart or last:
-                these = rows if apart else slice(0, samples * seq_len)
-                lse_BHT = kept.lse_BHT[these.start // seq_len : these.stop // seq_len]
-                self._attention(kept.qkv_NW[these], lse_BHT, kept.heads_NA[these])
-            yield
+            self._column_linear(weights, names.qkv, gathered()[rows], qkv_NW[rows])
             if not apart:
+                if last:
+                    self._attention(qkv_NW, lse_BHT, heads_NA)
                 yield
-            complete = self._row_linear(weights, names.o, kept.heads_NA, exchange_ND, kept.mid_nD, kept.x_nD, half)
+            yield
+            if apart:
+                self._attention(qkv_NW[rows], lse_BHT[start:stop], heads_NA[rows])
+            complete = self._row_linear(weights, names.o, heads_NA, exchange_ND, kept.mid_nD, kept.x_nD, half)
             yield
             complete()
             gathered = start_gather(names.post_attention_norm, kept.mid_nD, kept.rstd_mid_n, kept.normed_mid_nD)
