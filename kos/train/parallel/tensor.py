@@ -1,7 +1,7 @@
 """Tensor parallelism: heads, columns and vocabulary split over ranks; between the products, the tokens.
 
-A pair of matrices is split by the output features of the first (``column_linear``: q, k, v; gate, up) and by the
-input features of the second (``row_linear``: o; down), so that a rank goes from one to the other alone and the second
+A pair of matrices is split by the output features of the first (column-parallel: q, k, v; gate, up) and by the
+input features of the second (row-parallel: o; down), so that a rank goes from one to the other alone and the second
 gives a term of a sum over ranks (Shoeybi et al. 2019, arXiv:1909.08053). That sum is a reduce-scatter: a rank keeps
 ``n = N / tp`` of the N tokens in the residual stream and works out norms and additions on those only; an all-gather
 before the first matrix brings all N together again (sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198).
