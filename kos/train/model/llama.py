@@ -133,15 +133,16 @@ class Llama:
         if x_nD is None:
             x_nD = self.embed(weights, slot.tokens_N, slot.seq_len, slot.arena)
         after = [slot.arena.take(x_nD.shape, x_nD.dtype) for _ in self.local.layers]
-        slot.inputs, slot.out_nD = [x_nD, *after[:-1]], after[-1]
+        *slot.inputs, slot.out_nD = x_nD, *after
         if self.recompute != "block":
             slot.kept = [self._empty_activations(x, slot.seq_len, slot.arena) for x in slot.inputs]
         with self.arena.scope():
             kept = slot.kept
-            if not kept:  # all blocks use the same memory
+            if slot.inputs and not kept:  # all blocks use the same memory
                 one = self._empty_activations(x_nD, slot.seq_len, self.arena)
                 kept = [one._replace(x_nD=x) for x in slot.inputs]
-            self._forward(weights, [*map(Block, self.local.layers, kept, after)])
+            if kept:
+                self._forward(weights, [*map(Block, self.local.layers, kept, after)])
         return slot.out_nD
 
     def queue_backward(
@@ -164,7 +165,8 @@ class Llama:
                 self.context.mean_loss(losses_N, count, loss, self.arena)
         keep = self.arena if into.deferred is None else slot.arena
         with self.arena.scope():
-            d_out_ND = self.tensor.gather(dx_nD, keep)
+            if slot.inputs or self.local.first:
+                d_out_ND = self.tensor.gather(dx_nD, keep)
             for layer in reversed(self.local.layers):
                 x_nD, more = slot.inputs.pop(), self.local.first or layer > self.local.layers.start
                 with self.arena.scope():
@@ -199,8 +201,9 @@ class Llama:
         if x_nD is None:
             x_nD = self.embed(weights, self._flatten(tokens), tokens.shape[1], self.arena)
         with self.arena.scope():
-            kept = self._empty_activations(x_nD, tokens.shape[1], self.arena)
-            self._forward(weights, [Block(layer, kept, x_nD) for layer in self.local.layers])
+            if self.local.layers:
+                kept = self._empty_activations(x_nD, tokens.shape[1], self.arena)
+                self._forward(weights, [Block(layer, kept, x_nD) for layer in self.local.layers])
         return x_nD
 
     def evaluate_loss(
