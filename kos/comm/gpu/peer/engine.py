@@ -407,19 +407,23 @@ class PeerEngine:
         lengths = [nbytes for _, nbytes in (*sends, *recvs)]
         if not any(lengths):
             return _nothing
-        kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros)
         pieces = [word for r in range(self.size) for piece in (sends[r], recvs[r]) for word in self._with_share(*piece)]
         channels = max(-(-nbytes // self._share(nbytes)) for nbytes in lengths if nbytes)
-        blocks = min(channels, BESIDE_BLOCKS) if beside else channels
-        large = any(lengths[at] > self.small for at in range(2 * self.size) if at % self.size != self.rank)
-        # Half of the threads send, half receive: a packet each, or a vector of a large piece.
-        most, unit = (_BOX_PACKETS, _PACKET_BYTES) if not large else (512, 16)
-        threads = 2 * min(-(-max(map(self._share, lengths)) // (32 * unit)) * 32, most)
+        by_packets = all(nbytes <= self.small for nbytes in lengths)
+        if by_packets and not beside:  # a thread sends and takes a packet each
+            blocks, threads = channels, min(-(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32, _BOX_PACKETS)
+            macros = {"WHOLE": not any(word % _PACKET_BYTES for word in pieces)}
+        else:  # half of the threads send, half receive: a packet each, or a vector of a large piece
+            most, unit = (_BOX_PACKETS, _PACKET_BYTES) if by_packets else (512, 16)
+            blocks = min(channels, BESIDE_BLOCKS) if beside else channels
+            threads = 2 * min(-(-max(map(self._share, lengths)) // (32 * unit)) * 32, most)
+            macros = {"LARGE": 1}
+        kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **macros, **self._macros)
         pieces += [0] * (6 * (MAX_RANKS - self.size))
         return self._bind(
             kernel, blocks, threads,
             self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self._posts, self._boxes,
-            self.small, channels, int(messages), relay, int(large), *pieces,
+            self.small, channels, int(messages), relay, *pieces,
         )  # fmt: skip
 
     def bind_broadcast(self, send: Piece, recv: Piece, root: int) -> Run:
