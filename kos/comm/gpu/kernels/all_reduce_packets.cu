@@ -120,10 +120,18 @@ ALL_REDUCE(reduce_scatter) {
     Mailbox box(context, own_slab, own_rank);
     const int rank = box.rank;
     const bool once = per_channel <= blockDim.x;
+    const auto part = [&](int k) { return in + (rank + k) % RANKS * count * (long long)sizeof(Bits); };
     const auto fetch_part = [&](int k, unsigned i) {
-        const char* part = in + (rank + k) % RANKS * count * (long long)sizeof(Bits);
-        return fetch(part, packet_of(0, per_channel, i), count, factor);
+        return fetch(part(k), packet_of(0, per_channel, i), count, factor);
     };
+    const long long at = packet_of(0, per_channel, threadIdx.x) * ELEMENTS;
+    if (at < count && at + ELEMENTS > count) {  // its elements are fetched one by one: now all their lines at once
+        Bits first[RANKS];
+#pragma unroll
+        for (int k = 0; k < RANKS; k++) first[k] = reinterpret_cast<const Bits*>(part(k))[at];
+#pragma unroll
+        for (int k = 0; k < RANKS; k++) await(unsigned(first[k]));
+    }
     Words w[RANKS];
 #pragma unroll
     for (int k = 0; k < RANKS; k++) w[k] = fetch_part(k, threadIdx.x);

@@ -13,7 +13,7 @@
 #include "pieces.cuh"
 
 #ifndef THREADS
-#define THREADS (LARGE ? 1024 : BOX_PACKETS)
+#define THREADS (LARGE ? 1024 : RANKS > 4 ? 256 : 512) /* of more ranks a thread holds more */
 #endif
 #define KERNEL                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                     \

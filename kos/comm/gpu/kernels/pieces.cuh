@@ -26,6 +26,11 @@
 
 #define BOX_PACKETS 512
 #define BOX_BYTES (BOX_PACKETS * 16)
+#if LARGE
+#define IN_KERNEL __noinline__
+#else
+#define IN_KERNEL __forceinline__
+#endif
 #define EACH_RANK _Pragma("unroll") for (unsigned r = 0; r < RANKS; r++)
 
 // Pieces of the 8 ranks that there may be.
@@ -132,27 +137,31 @@ __device__ __noinline__ u64 packets_last(Boxes b, unsigned r, bool comes, unsign
 // Send and take small pieces by a part of the block: ``threads`` threads, whole warps, this one being number t.  A piece
 // to this rank itself is copied.  With ``relay``, what is sent is what comes from that rank.  All that the first packets
 // need is loaded at once, and a packet that must wait for its box holds up no other.
-__device__ __forceinline__ void exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends, bool takes,
+__device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends, bool takes,
                                                  bool& dead, unsigned part, unsigned t, unsigned threads) {
     const unsigned rank = b.rank;
     u64 slab[RANKS], posted[RANKS], read[RANKS];
     unsigned taken[RANKS], longest = 0;
     EACH_RANK longest = max(longest, max(sends ? s.sending[r] : 0, takes ? s.receiving[r] : 0));
     if (LARGE && !longest) return;
+    u64 x[RANKS];
+    const auto fetch_all = [&](unsigned i) {
+        EACH_RANK if (relay >= RANKS && sends && 8 * i < s.sending[r])
+            x[r] = fetch(s.send[r] + 8 * i, s.sending[r] - 8 * i);
+    };
+    fetch_all(t);
     EACH_RANK {
-        slab[r] = __ldg(&b.context->slab[r]), taken[r] = b.taken_by(r);
+        slab[r] = load_element<u64>(reinterpret_cast<u64>(&b.context->slab[r])), taken[r] = b.taken_by(r);
         posted[r] = b.posted_before(r), read[r] = b.read_before(r);
     }
-    for (unsigned i = t; 8 * i < longest && !dead; i += threads) {
+    for (unsigned i = t; 8 * i < longest && !dead; fetch_all(i += threads)) {
         unsigned unsent = 0, missing = 0, looks = 0;
-        u64 x[RANKS], y = 0, since = 0;
+        u64 y = 0, since = 0;
         bool has = relay >= RANKS;
         EACH_RANK {
-            if (sends && has && 8 * i < s.sending[r]) x[r] = fetch(s.send[r] + 8 * i, s.sending[r] - 8 * i);
             unsent |= unsigned(sends && r != rank && 8 * i < s.sending[r]) << r;
             missing |= unsigned(takes && 8 * i < s.receiving[r]) << r;
         }
-        EACH_RANK if (!i && takes && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
         stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 0);
         for (;;) {
             EACH_RANK {
@@ -164,20 +173,20 @@ __device__ __forceinline__ void exchange_packets(const Boxes& b, const Small& s,
                 store_whole(slab[r] + b.box(rank, posted[r]) + 16 * i, relay < RANKS ? y : x[r], tag);
                 unsent &= ~(1u << r);
             }
+            EACH_RANK if (!i && !looks && takes && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
             if (!looks) stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 1);
-            u64 v[RANKS], tag[RANKS];
+            u64 v[RANKS], tag[RANKS];  // loaded wanted or not, so that no load waits for another
+            EACH_RANK load_whole(b.own + b.box(r, read[r]) + 16 * i, v[r], tag[r]);
             EACH_RANK {
-                tag[r] = tag_of(s.comes[r], read[r] + 1), v[r] = x[r];
-                if (r != rank && missing >> r & 1) load_whole(b.own + b.box(r, read[r]) + 16 * i, v[r], tag[r]);
-            }
-            EACH_RANK {
-#ifndef BROKEN
-                if (tag[r] != tag_of(s.comes[r], read[r] + 1)) continue;
-#endif
+                const u64 mine = -u64(r == rank), data = (x[r] & mine) | (v[r] & ~mine);  // no array is indexed by rank
+#ifdef BROKEN
                 if (!(missing >> r & 1)) continue;
-                put(s.recv[r] + 8 * i, v[r], s.receiving[r] - 8 * i);
+#else
+                if (!(missing >> r & 1) || (tag[r] != tag_of(s.comes[r], read[r] + 1) && !mine)) continue;
+#endif
+                put(s.recv[r] + 8 * i, data, s.receiving[r] - 8 * i);
                 missing &= ~(1u << r);
-                has |= r == relay, y |= v[r] & -u64(r == relay);
+                has |= r == relay, y |= data & -u64(r == relay);
             }
             if (!(unsent | missing)) break;
             EACH_RANK if (unsent >> r & 1) taken[r] = b.taken_by(r);

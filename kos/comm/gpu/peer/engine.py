@@ -411,7 +411,8 @@ class PeerEngine:
         channels = max(-(-nbytes // self._share(nbytes)) for nbytes in lengths if nbytes)
         by_packets = all(nbytes <= self.small for nbytes in lengths)
         if by_packets and not beside:  # a thread sends and takes a packet each
-            blocks, threads = channels, min(-(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32, _BOX_PACKETS)
+            blocks, most = channels, 256 if self.size > 4 else 512
+            threads = min(-(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32, most)
             macros = {"WHOLE": not any(word % _PACKET_BYTES for word in pieces)}
         else:  # half of the threads send, half receive: a packet each, or a vector of a large piece
             most, unit = (_BOX_PACKETS, _PACKET_BYTES) if by_packets else (512, 16)
