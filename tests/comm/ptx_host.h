@@ -130,7 +130,6 @@ template <class V> static V load_element(u64 address) {
     return *(const volatile V*)address;
 }
 template <class V> static void store_element(u64 address, V value) { put(address, &value, sizeof(V)); }
-static void await(unsigned) {}
 static void store_whole(u64 address, u64 low, u64 high) {
     const u64 both[2] = {low, high};
     put(address, both, 16);

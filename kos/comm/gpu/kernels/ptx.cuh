@@ -65,9 +65,6 @@ template <class V> __device__ __forceinline__ void store_element(u64 address, V 
     *reinterpret_cast<volatile V*>(address) = value;
 }
 
-// What has been loaded is used here.
-__device__ __forceinline__ void await(unsigned x) { asm volatile("" ::"r"(x)); }
-
 // 16 bytes in one access, which is single-copy atomic.  The load is volatile, because ptxas narrows a relaxed one to
 // the words that are used, and reads them one by one.
 __device__ __forceinline__ void store_whole(u64 address, u64 low, u64 high) {
