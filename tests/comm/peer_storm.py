@@ -70,7 +70,8 @@ def storm(
         expected: Any = sum(data)
         match kind:
             case "exchange":  # some bytes of everybody to everybody
-                nbytes = rng.integers(0, 4 * count, (size, size))
+                unit = int(rng.choice([1, 8]))  # whole packets have a kernel of their own
+                nbytes = rng.integers(0, max(4 * count // unit, 1), (size, size)) * unit
                 out = Array.zeros(int(nbytes[:, rank].sum()), np.uint8, device, stream=stream)
                 starts = np.cumsum([0, *nbytes[:, rank]])
                 sends = [(x.pointer, int(n)) for n in nbytes[rank]]
