@@ -75,7 +75,7 @@ def test_layout_is_the_hosts() -> None:
     pieces = (KERNELS / "pieces.cuh").read_text()
     assert f"#define BOX_PACKETS {peer._BOX_PACKETS}\n" in pieces
     (number,) = re.findall(r"#define NUMBER (\d+)\n", pieces)  # the tag's other bits: a kind, and bytes
-    assert peer.CHANNELS * peer._BOX_PACKETS * peer._PACKET_BYTES < 1 << 63 - int(number)
+    assert 1 << 63 - int(number) > peer.CHANNELS * peer._BOX_PACKETS * peer._PACKET_BYTES
     record = text[text.index("struct Record {") :].split("}")[0]
     names = re.findall(r"\b\w+(?=[,;])", record)
     assert [name.upper().removesuffix("_NS") for name in names] == list(peer._Word.__members__)

@@ -236,7 +236,7 @@ __device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, u
             s.pieces[t] = piece;
             s.sent[t] = load_relaxed(counts + SENT), s.got[t] = load_relaxed(counts + GOT);
             s.out[t] = s.in[t] = 0, s.ended = x.dead;
-            if (takes && s.small.receiving[t]) packets.report(x.context->slab[t], packets.read_before(t));
+            if (takes && s.small.receiving[t]) packets.report(x.context->slab[t], packets.count(READ, t));
         }
         part_barrier(takes, threads);
         if constexpr (takes) x.take(packets, t, threads);

@@ -9,19 +9,19 @@
 // number of the piece in its queue with the piece's bytes and kind, so that a piece that was not expected, or an older
 // one, is never taken for another.
 //
-// A queue has two boxes in turn, so calls may follow one another without a barrier.  Piece n goes where piece n - 2 was,
-// once its receiver has reported that it has read that one.  It reports a piece when it begins to receive the next one:
-// by then the kernel that read the piece has ended, and no kernel ends with a write to another rank.  So a sender is at
-// most two pieces ahead.  No other rank writes to a box.
+// A queue has two boxes in turn, so calls may follow one another without a barrier.  No other rank writes to them.
+// Piece n goes where piece n - 2 was, once its receiver has reported that it has read that one.  It reports a piece
+// when it begins to receive the next one: by then the kernel that read the piece has ended, and no kernel ends with a
+// write to another rank.  So a sender is at most two pieces ahead.
 #pragma once
 
 #include "channel.cuh"
 
 #ifndef WHOLE
-#define WHOLE 0
+#define WHOLE 0 /* all pieces are whole packets, at multiples of 8 */
 #endif
 #ifndef LARGE
-#define LARGE 0
+#define LARGE 0 /* some pieces are not small */
 #endif
 
 #define BOX_PACKETS 512
@@ -100,15 +100,19 @@ struct Boxes {
     __device__ __forceinline__ Boxes(const Context* context, u64 own, unsigned rank, u64 posts, u64 boxes,
                                      unsigned channel)
         : context(context), own(own), line(PAIRS_OFFSET + u64(channel) * LINE_BYTES),
-          counts(posts + u64(channel) * LINE_BYTES), boxes(boxes + u64(channel) * (2 * RANKS * BOX_BYTES)), rank(rank) {}
+          counts(posts + u64(channel) * LINE_BYTES), boxes(boxes + u64(channel) * (2 * RANKS * BOX_BYTES)),
+          rank(rank) {}
 
     // The box for piece ``number`` (from 0) of those that rank ``from`` sends, in any slab.
     __device__ __forceinline__ u64 box(unsigned from, u64 number) const {
         return boxes + (unsigned(number) % 2 * RANKS + from) * BOX_BYTES;
     }
-    __device__ __forceinline__ u64 posted_before(unsigned r) const { return load_element<u64>(own + counts + POSTED + 8 * r); }
-    __device__ __forceinline__ u64 read_before(unsigned r) const { return load_element<u64>(own + counts + READ + 8 * r); }
-    __device__ __forceinline__ unsigned taken_by(unsigned r) const { return load_relaxed(own + counts + TAKEN_PIECES + 4 * r); }
+    __device__ __forceinline__ u64 count(Post kind, unsigned r) const {  // POSTED or READ, before this launch
+        return load_element<u64>(own + counts + kind + 8 * r);
+    }
+    __device__ __forceinline__ unsigned taken_by(unsigned r) const {
+        return load_relaxed(own + counts + TAKEN_PIECES + 4 * r);
+    }
     // Report to rank r that its pieces up to this number were taken.
     __device__ __forceinline__ void report(u64 slab, u64 number) const {
         store_relaxed(slab + counts + TAKEN_PIECES + 4 * rank, unsigned(number));
@@ -118,7 +122,7 @@ struct Boxes {
 // A wait for rank r has lasted: a piece that was not expected may have come from it, of either size.  ``comes`` is the
 // expected one, ``got`` counts the batches that were taken.
 __device__ __noinline__ bool is_other_piece(Boxes b, unsigned r, unsigned comes, unsigned got) {
-    const u64 number = b.read_before(r);
+    const u64 number = b.count(READ, r);
     u64 low, tag;
     load_whole(b.own + b.box(r, number), low, tag);
     unsigned known = tag == tag_of(known_from(tag), number + 1) ? known_from(tag) : comes;
@@ -130,15 +134,16 @@ __device__ __noinline__ bool is_other_piece(Boxes b, unsigned r, unsigned comes,
 // ``lasts`` of channel.cuh for packets from rank r, or for a box of rank r that is not free.
 __device__ __noinline__ u64 packets_last(Boxes b, unsigned r, bool comes, unsigned known, u64 since) {
     if (comes && is_other_piece(b, r, known, load_relaxed(b.own + b.line + GOT + 4 * r))) return GIVEN_UP;
-    const unsigned wanted = comes ? b.read_before(r) + 1 : b.posted_before(r) - 1;
+    const unsigned wanted = comes ? b.count(READ, r) + 1 : b.count(POSTED, r) - 1;
     return lasts(b.context, b.rank, since, r + (comes << 8), wanted, comes ? wanted - 1 : b.taken_by(r));
 }
 
-// Send and take small pieces by a part of the block: ``threads`` threads, whole warps, this one being number t.  A piece
-// to this rank itself is copied.  With ``relay``, what is sent is what comes from that rank.  All that the first packets
-// need is loaded at once, and a packet that must wait for its box holds up no other.
+// Send and take small pieces by a part of the block: ``threads`` threads, whole warps, this one being number t.  A
+// piece to this rank itself is copied.  With ``relay``, what is sent is what comes from that rank.  A packet that must
+// wait for its box holds up no other.  All that the first packets need is loaded before any of it is used: a load that
+// waits for another takes its latency again.  Arrays are indexed by constants, so that they stay in registers.
 __device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends, bool takes,
-                                                 bool& dead, unsigned part, unsigned t, unsigned threads) {
+                                           bool& dead, unsigned part, unsigned t, unsigned threads) {
     const unsigned rank = b.rank;
     u64 slab[RANKS], posted[RANKS], read[RANKS];
     unsigned taken[RANKS], longest = 0;
@@ -152,7 +157,7 @@ __device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsig
     fetch_all(t);
     EACH_RANK {
         slab[r] = load_element<u64>(reinterpret_cast<u64>(&b.context->slab[r])), taken[r] = b.taken_by(r);
-        posted[r] = b.posted_before(r), read[r] = b.read_before(r);
+        posted[r] = b.count(POSTED, r), read[r] = b.count(READ, r);
     }
     for (unsigned i = t; 8 * i < longest && !dead; fetch_all(i += threads)) {
         unsigned unsent = 0, missing = 0, looks = 0;
@@ -178,7 +183,7 @@ __device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsig
             u64 v[RANKS], tag[RANKS];  // loaded wanted or not, so that no load waits for another
             EACH_RANK load_whole(b.own + b.box(r, read[r]) + 16 * i, v[r], tag[r]);
             EACH_RANK {
-                const u64 mine = -u64(r == rank), data = (x[r] & mine) | (v[r] & ~mine);  // no array is indexed by rank
+                const u64 mine = -u64(r == rank), data = (x[r] & mine) | (v[r] & ~mine);
 #ifdef BROKEN
                 if (!(missing >> r & 1)) continue;
 #else

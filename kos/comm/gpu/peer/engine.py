@@ -59,7 +59,7 @@ _DIRECT_FROM = 512 << 10
 _SHARE, _SMALL_SHARE = 8192, 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
 
-# As in kernels/channel.cuh, packets.cuh and exchange.cu.
+# As in kernels/channel.cuh, packets.cuh and pieces.cuh.
 _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
@@ -413,7 +413,7 @@ class PeerEngine:
         if by_packets and not beside:  # a thread sends and takes a packet each
             blocks, most = channels, 256 if self.size > 4 else 512
             threads = min(-(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32, most)
-            macros = {"WHOLE": not any(word % _PACKET_BYTES for word in pieces)}
+            macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces))}
         else:  # half of the threads send, half receive: a packet each, or a vector of a large piece
             most, unit = (_BOX_PACKETS, _PACKET_BYTES) if by_packets else (512, 16)
             blocks = min(channels, BESIDE_BLOCKS) if beside else channels
