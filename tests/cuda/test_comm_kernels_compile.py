@@ -23,7 +23,7 @@ ORDERED = [b"reduce_ordered", b"scan_ordered", b"scale"]
 CASES = [
     ("barrier.cu", {}, [b"barrier"]),
     ("exchange.cu", {}, [b"exchange"]),
-    ("all_gather.cu", {}, [b"all_gather"]),
+    ("all_gather.cu", {}, [b"all_gather", b"all_to_all"]),
     ("exchange.cu", {"WHOLE": 1}, [b"exchange"]),
     ("exchange.cu", {"LARGE": 1}, [b"exchange"]),
     ("exchange.cu", {"LARGE": 1, "STALL": 1000, "BROKEN": 1}, [b"exchange"]),
