@@ -167,8 +167,7 @@ __device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsig
             unsent |= unsigned(sends && r != rank && 8 * i < s.sending[r]) << r;
             missing |= unsigned(takes && 8 * i < s.receiving[r]) << r;
         }
-        stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 0);
-        for (;;) {
+        const auto send_all = [&] {
             EACH_RANK {
 #ifndef BROKEN
                 if (int(taken[r] - (unsigned(posted[r]) - 1)) < 0) continue;
@@ -178,8 +177,12 @@ __device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsig
                 store_whole(slab[r] + b.box(rank, posted[r]) + 16 * i, relay < RANKS ? y : x[r], tag);
                 unsent &= ~(1u << r);
             }
-            EACH_RANK if (!i && !looks && takes && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
-            if (!looks) stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 1);
+        };
+        stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 0);
+        send_all();
+        EACH_RANK if (!i && takes && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
+        stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 1);
+        for (;;) {
             u64 v[RANKS], tag[RANKS];  // loaded wanted or not, so that no load waits for another
             EACH_RANK load_whole(b.own + b.box(r, read[r]) + 16 * i, v[r], tag[r]);
             EACH_RANK {
@@ -194,7 +197,10 @@ __device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsig
                 has |= r == relay, y |= data & -u64(r == relay);
             }
             if (!(unsent | missing)) break;
-            EACH_RANK if (unsent >> r & 1) taken[r] = b.taken_by(r);
+            if (unsent) {
+                EACH_RANK taken[r] = b.taken_by(r);
+                send_all();
+            }
             if (++looks % 1024) continue;
             unsigned late = 0, known = 0;
             EACH_RANK if ((missing ? missing : unsent) >> r & 1) late = r, known = s.comes[r];
