@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -29,11 +31,12 @@ from kos.comm.gpu.backend import DeviceBackend, Launch, device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of, whole
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
-from kos.comm.gpu.works import on_thread
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.mpi_job import on_thread
 from kos.cuda import driver
+from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
@@ -53,6 +56,7 @@ log = logging.getLogger(__name__)
 _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
 _ABORT_SECONDS = 20.0
+_POLL_SECONDS = 0.02  # between two looks at the other ranks while a call of NCCL has not returned
 
 _OPS = {
     ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
@@ -75,7 +79,7 @@ class NCCLBackend(DeviceBackend):
         self._nccl = binding.library()
         self._handle = comm
         self._joining = self._join(rendezvous) if comm is None else None
-        self._ending: Callable[[float | None], Any] | None = None  # waits for the thread that aborts the communicator
+        self._ending: Future[Any] | None = None  # the abort of the communicator
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, lambda: self._handle is None)
@@ -94,18 +98,18 @@ class NCCLBackend(DeviceBackend):
             return Probe(False, "the ranks are threads of one process, which share its GPU")
         return Probe(True, about, claim=f"GPU {device.uuid}")
 
-    def _join(self, rendezvous: Rendezvous) -> Callable[[float | None], Any]:
+    def _join(self, rendezvous: Rendezvous) -> Future[Any]:
         """Start to create the communicator of all ranks on a thread, since that takes seconds."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
         join = partial(binding.join, self.size, identities[0], self.rank, "kos", rendezvous.nccl)
-        return on_thread(join, "nccl: init", self.device, self.check_others)
+        return self._begin(join, "nccl: init")
 
     @property
     def _comm(self) -> Any:
         """NCCL's communicator, once all ranks have joined it; None after its end."""
         joining = self._joining
         if joining is not None:
-            comm = self._named(lambda: self.finish(joining, self.timeout))
+            comm = self._named(lambda: self._finish(joining, "nccl: init", self.timeout), "nccl: init")
             if self._joining is joining:  # else it has ended since
                 self._comm = comm
         return self._handle
@@ -114,10 +118,45 @@ class NCCLBackend(DeviceBackend):
     def _comm(self, comm: Any) -> None:
         self._handle, self._joining = comm, None
 
-    def _bounded(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
-        return self._named(lambda: self.bounded(function, self.timeout, what), what)
+    def _begin(self, function: Callable[[], Any], what: str) -> Future[Any]:
+        """Begin a call of NCCL on a thread: it may wait for other ranks without a limit."""
 
-    def _named(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
+        def run() -> Any:
+            with driver.on_device(self.device), relaxed_capture():  # another thread may be capturing a graph
+                return function()
+
+        return on_thread(run, what)
+
+    def _finish(self, begun: Future[Any], what: str, timeout: float | None) -> Any:
+        """The result of what was begun; other ranks see that this one waits, or why no longer."""
+        began = time.monotonic()
+        try:
+            while not wait([begun], _POLL_SECONDS).done:
+                self._look_at_others(what, timeout is not None and time.monotonic() - began > timeout, timeout)
+            return begun.result()
+        except KosError as error:
+            self.ledger.board.post_failure(error)
+            raise
+        finally:
+            if self.broken is None:
+                self.report_wait(None)
+
+    def _look_at_others(self, what: str, late: bool, timeout: float | None) -> None:
+        text, ends = f"{what}: not begun by all ranks after {timeout:g} s" if late else "", self.broken is not None
+        if late and (ends or self.size == 1):
+            raise CollectiveTimeout(text)
+        if ends:  # this call is how it ends
+            return
+        self.shared.confirm()
+        last = self.shared.last or Call(Operation(what, self.rank))
+        if late:
+            raise self.ledger.overdue(self.late(last) or self._others, text, None)
+        self.report_wait(last)
+
+    def _bounded(self, function: Callable[[], Any], what: str) -> Any:
+        return self._named(lambda: self._finish(self._begin(function, what), what, self.timeout), what)
+
+    def _named(self, function: Callable[[], Any], what: str) -> Any:
         """The result of ``function()``; NCCL's errors become errors of kos that name ``what``."""
         try:
             return function()
@@ -135,7 +174,7 @@ class NCCLBackend(DeviceBackend):
         if self._comm is None:  # aborted: the remaining ranks make a new one
             return None if rendezvous is None else NCCLBackend(rendezvous, self.device, None, host)
         options = {} if rendezvous is None else rendezvous.nccl
-        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options))
+        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options), "nccl: init")
         return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
 
     def close(self) -> None:
@@ -162,8 +201,7 @@ class NCCLBackend(DeviceBackend):
         with self.shared.lock:
             comm, self._comm = self._handle, None
             if comm is not None:
-                abort = partial(binding.abort, comm)
-                self._ending = on_thread(abort, "nccl: abort", self.device, self.check_others)
+                self._ending = self._begin(partial(binding.abort, comm), "nccl: abort")
 
     def abort_device(self) -> None:
         """Wait for what ``signal_abort`` has begun."""
@@ -171,7 +209,7 @@ class NCCLBackend(DeviceBackend):
         ending, self._ending = self._ending, None
         try:
             if ending is not None:
-                self.finish(ending, _ABORT_SECONDS)
+                self._finish(ending, "nccl: abort", _ABORT_SECONDS)
         except CollectiveTimeout:
             log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
         except Exception as error:
@@ -270,7 +308,8 @@ class NCCLBackend(DeviceBackend):
         launches = (c.route.launch for c in together if c.route is not None)
         kinds = frozenset(launch.kind for launch in launches if isinstance(launch, _FirstCall))
         if kinds and (len(together), kinds) not in self._connected:
-            self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
+            what = str(together[0])
+            self._finish(self._begin(launch, what), what, together[0].operation.options.timeout)
             self._connected.add((len(together), kinds))
         else:
             launch()
@@ -363,7 +402,7 @@ class _FirstCall:
     def __call__(self, stream: int) -> None:
         backend, launch, route = self._backend, self.launch, self._route()
         if self.kind not in backend._connected:
-            backend.bounded(lambda: launch(stream), self._timeout, "nccl")
+            backend._finish(backend._begin(lambda: launch(stream), "nccl"), "nccl", self._timeout)
             backend._connected.add(self.kind)
         else:
             launch(stream)

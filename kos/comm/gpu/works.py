@@ -5,23 +5,16 @@ from __future__ import annotations
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import wait
 from typing import Any
 
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Call
 from kos.comm.recorder import completed
-from kos.comm.rendezvous import mpi_job
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import Event, is_over
 from kos.errors import KosError
-
-_POLL_SECONDS = 0.02
-"""Between two looks at the other ranks while a call of a library has not returned."""
 
 
 class DeviceWork(Work[Any]):
@@ -149,26 +142,3 @@ class _Mark:
             self.begun = now
         late = self.begun is not None and self._timeout is not None and now - self.begun > self._timeout
         return self._timeout if late else None
-
-
-def on_thread(
-    function: Callable[[], Any], what: str, device: int, check: Callable[[str, float, float | None], None]
-) -> Callable[[float | None], Any]:
-    """Begin ``function()`` on a thread: a call of a library that may wait for other ranks without a limit.
-
-    What this returns waits for it, and gives its result.  Meanwhile it calls ``check``, with ``what``, the seconds that
-    it has waited and its timeout, and raises what that raises.
-    """
-    def run() -> Any:
-        with driver.on_device(device), relaxed_capture():  # another thread may be capturing a graph
-            return function()
-
-    future = mpi_job.on_thread(run, what)
-
-    def finish(timeout: float | None) -> Any:
-        began = time.monotonic()
-        while not wait([future], _POLL_SECONDS).done:
-            check(what, time.monotonic() - began, timeout)
-        return future.result()
-
-    return finish
