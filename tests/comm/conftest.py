@@ -97,6 +97,15 @@ def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
 # Ranks with a GPU each.
 
 
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-ins for GPUs and NCCL."""
+    from tests.comm.fake_nccl import no_gpu  # which the ranks of mpirun need not import
+
+    with no_gpu(monkeypatch) as fake:
+        yield fake
+
+
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
 def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
     """The ranks of the mpirun that runs this pytest, on each backend for GPUs."""

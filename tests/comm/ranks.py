@@ -7,6 +7,7 @@ other how they fared, and every rank of the test fails, with the messages of all
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous.threads import ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
 from kos.testing.conformance.values import (
@@ -74,6 +75,30 @@ class MPIRanks:
         results = [None] * self.size
         results[self._world.rank] = result
         return results
+
+
+def on_threads(
+    size: int, fn: Callable[[ThreadRendezvous], Any], timeout: float = 20.0, when_one_fails: Callable[[], Any] = list
+) -> list[Any]:
+    """What ``fn(rendezvous)`` returned on each rank, a thread; a failure of one ends the waits of the others."""
+    group, results, failures = ThreadGroup(size), [None] * size, list[str]()
+
+    def rank(index: int) -> None:
+        try:
+            results[index] = fn(ThreadRendezvous(group, index, timeout))
+        except BaseException:
+            failures.append(f"rank {index} of {size} failed:\n{traceback.format_exc()}")
+            when_one_fails()
+            group.fail(RankLost("another rank failed"))
+
+    threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+        assert not thread.is_alive() or failures, "a rank hangs"
+    assert not failures, failures[0]
+    return results
 
 
 def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> None:

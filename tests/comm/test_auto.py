@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +14,13 @@ import pytest
 
 import kos
 from kos.comm.backend import Backend, Probe
-from kos.comm.gpu import auto, nccl_binding
+from kos.comm.gpu import auto
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mock import MockBackend
 from kos.comm.operation import Call, Operation, Options, Route
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.comm.tuning import parse, read
 from kos.cuda import driver, streams
 from kos.errors import (
@@ -36,9 +34,9 @@ from kos.errors import (
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Stream
+from tests.comm.ranks import on_threads
 from tests.comm.shared_ranks import SharedOnly
-from tests.comm.test_nccl_logic import Stream
 from tests.comm.test_tuning import GPU, LINK, changed
 
 SIZE = 2
@@ -72,10 +70,7 @@ class Peer(NCCLBackend):
         return super().resolve(o, route)
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
-    with no_gpu(monkeypatch) as fake:
-        yield fake
+KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}
 
 
 class Log(list[str]):
@@ -101,29 +96,16 @@ def run(
     timeout: float = 20.0,
     host: type[Backend] = MockBackend,
 ) -> None:
-    threads, groups, failures = ThreadGroup(SIZE), {name: Group(SIZE) for name in parts.split()}, []
+    """Run ``body`` on every rank, with these parts."""
+    groups = {name: Group(SIZE) for name in parts.split()}
 
-    def rank(index: int) -> None:
-        try:
-            rendezvous = ThreadRendezvous(threads, index, timeout)
-            kinds = {"nccl": NCCLBackend, "peer": Peer}
-            memory = host(rendezvous)
-            gpus = [kinds[name](rendezvous, 0, Comm(group, index), memory) for name, group in groups.items()]
-            backend = AutoBackend(rendezvous, memory, gpus)
-            comm = kos.Communicator(backend, rendezvous, {}, timeout)
-            body(comm, Log(comm))
-        except BaseException:
-            failures.append(f"rank {index}:\n{traceback.format_exc()}")
-            for group in groups.values():
-                group.barrier.abort()
+    def rank(rendezvous: ThreadRendezvous) -> None:
+        memory = host(rendezvous)
+        gpus = [KINDS[name](rendezvous, 0, Comm(group, rendezvous.rank), memory) for name, group in groups.items()]
+        comm = kos.Communicator(AutoBackend(rendezvous, memory, gpus), rendezvous, {}, timeout)
+        body(comm, Log(comm))
 
-    runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(SIZE)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join(30)
-        assert not runner.is_alive() or failures, "a rank hangs"
-    assert not failures, failures[0]
+    on_threads(SIZE, rank, timeout, lambda: [group.barrier.abort() for group in groups.values()])
 
 
 def zeros(count: int, dtype: Any = np.float16) -> Array:
@@ -381,7 +363,6 @@ def test_splits_keep_both(fake: FakeNCCL) -> None:
 @pytest.mark.parametrize("failing", ["nccl", "peer"])
 def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
     monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
     monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
 
@@ -405,9 +386,6 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
 
 
 def test_the_ranks_that_are_left_keep_both(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "shrink", lambda comm, excluded, name, options: Comm(Group(1), 0))
 
     def body(comm: kos.Communicator, log: Log) -> None:
         comm.all_reduce(zeros(1))
@@ -455,8 +433,6 @@ def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str
 
 def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
 
     def body(comm: kos.Communicator, log: Log) -> None:
         comm.all_reduce(zeros(5000))
@@ -577,25 +553,18 @@ def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.Mon
     monkeypatch.setattr(tune, "set_device", lambda device: None)
     monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)
     monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
-    threads, groups, tables = ThreadGroup(SIZE), {name: Group(SIZE) for name in ("nccl", "peer")}, {}
+    groups = {name: Group(SIZE) for name in KINDS}
 
-    def rank(index: int) -> None:
-        rendezvous = ThreadRendezvous(threads, index, 20)
-        kinds = {"nccl": NCCLBackend, "peer": Peer}
+    def rank(rendezvous: ThreadRendezvous) -> Any:
         nccl, peer = (
-            kos.Communicator(kinds[name](rendezvous, 0, Comm(groups[name], index)), rendezvous, {}, 20)
-            for name in ("nccl", "peer")
+            kos.Communicator(kind(rendezvous, 0, Comm(groups[name], rendezvous.rank)), rendezvous, {}, 20)
+            for name, kind in KINDS.items()
         )
         tuner = tune.Tuner(peer, nccl, 4096)
-        tables[index] = tuner.table(lambda text: None), tuner.measured
+        return tuner.table(lambda text: None), tuner.measured
 
-    runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(SIZE)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join(60)
-    table, measured = tables[0]
-    assert table == tables[1][0]  # the slowest rank's time, on all of them
+    (table, measured), (other, _) = on_threads(SIZE, rank)
+    assert table == other  # the slowest rank's time, on all of them
     assert {name.split()[0] for name in table.routes} == {"all_reduce", *tune.OTHERS}
     assert {row["bytes"] for row in measured if row["route"].startswith("all_reduce")} == {1024, 2048, 4096}
     assert {row["bytes"] for row in measured if row["route"].startswith("all_gather")} == {1024, 2048}

@@ -21,9 +21,10 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
 from kos.comm.rendezvous.env import EnvRendezvous, Place, TCPRendezvous
 from kos.comm.rendezvous.hub import Hub, pair
-from kos.comm.rendezvous.threads import SingleRendezvous, ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.comm.rendezvous.wire import Connection, Network, admit_all
 from kos.errors import CollectiveMismatch, RankLost, RendezvousError
+from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
     ROOT,
     TIMEOUT,
@@ -95,12 +96,7 @@ def by_environment(size: int, body: Callable[[Rendezvous], Any]) -> list[Any]:
 
 
 def by_threads(size: int, body: Callable[[Rendezvous], Any]) -> list[Any]:
-    group = ThreadGroup(size)
-    results = run_threads(*[lambda r=r: body(ThreadRendezvous(group, r, TIMEOUT)) for r in range(size)])
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return on_threads(size, body, TIMEOUT)
 
 
 KINDS = pytest.mark.parametrize("run", [by_environment, by_threads])

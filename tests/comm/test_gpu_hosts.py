@@ -16,7 +16,7 @@ import pytest
 
 import kos
 from kos.comm import watchdog
-from kos.comm.gpu import nccl_binding, shared, works
+from kos.comm.gpu import shared, works
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.backend import HostBackend
@@ -40,8 +40,6 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls queue nothing, and the GPU ends nothing of it."""
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
     with no_gpu(monkeypatch):
         monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
         monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
@@ -332,8 +330,6 @@ def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int
 
 def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL reports that another rank has gone before the notice of its host has come."""
-    monkeypatch.setattr(FakeNCCL, "get_error_string", lambda fake, code: "a remote process exited", raising=False)
-
     def body(comm: kos.Communicator) -> str:
         part: Any = comm.backend
         part.unwatch()

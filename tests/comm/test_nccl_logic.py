@@ -7,9 +7,8 @@ import itertools
 import re
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +26,7 @@ from kos.cuda import driver, streams
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, InvalidArgument, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, captures, communicator, no_gpu
-from tests.comm.gpu_ranks import OnGPU
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Memory, Stream, captures, communicator
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_gather,
     test_all_gather_v,
@@ -55,38 +53,6 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
 )
 
 SIZE = 3
-
-
-class FakeRanks:
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def run(self, fn: Callable[[Any], Any], timeout: float = 20.0) -> None:
-        threads, group, failures = ThreadGroup(self.size), Group(self.size), []
-
-        def rank(index: int) -> None:
-            try:
-                comm = communicator(ThreadRendezvous(threads, index, timeout), group, timeout)
-                fn(OnGPU(comm))
-                comm.close()
-            except BaseException:
-                failures.append((index, traceback.format_exc()))
-                group.barrier.abort()
-                threads.fail(RankLost("another rank failed"))
-
-        runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(self.size)]
-        for runner in runners:
-            runner.start()
-        for runner in runners:
-            runner.join(2 * timeout)
-            assert not runner.is_alive() or failures, "a rank hangs"
-        assert not failures, "rank {} failed:\n{}".format(*failures[0])
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
-    with no_gpu(monkeypatch) as fake:
-        yield fake
 
 
 @pytest.fixture
@@ -210,7 +176,7 @@ def test_a_call_that_does_not_return_ends_in_time(fake: FakeNCCL, monkeypatch: p
     """The first call of its kind may wait inside NCCL; the abort lets it return."""
     aborted = threading.Event()
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: aborted.wait(20))
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: aborted.set())
+    monkeypatch.setattr(fake, "comm_abort", lambda comm: aborted.set())
 
     def body(gpu: Any) -> None:
         x = Array.zeros(5, np.float32, 0)
@@ -267,11 +233,7 @@ def test_one_rank_may_run_far_ahead(fake: FakeNCCL, monkeypatch: pytest.MonkeyPa
 
 
 def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kos.comm.gpu import backend as device
-
-    aborted: list[Any] = []
-    monkeypatch.setattr(nccl_binding, "abort", aborted.append)
-    monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
+    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
 
     def body(gpu: Any) -> None:
         x = Array.zeros(5, np.float32, 0)
@@ -279,7 +241,7 @@ def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.M
         assert not work.done()
         with pytest.raises(CollectiveTimeout, match=r"all_reduce #0 .* not complete after 0.1 s"):
             work.synchronize(0.1)
-        assert len(aborted) == 1
+        assert fake.ended == [("abort", 0, 1)]
         with pytest.raises(CollectiveError, match="all_reduce #0.* failed"):
             work.wait()
 
@@ -290,21 +252,15 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
     fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
-    revoked: list[int] = []
-
-    def revoke(comm: Any) -> None:
-        threading.Event().wait(0.1)  # as long as it may take
-        revoked.append(comm.rank)
-
-    monkeypatch.setattr(nccl_binding, "revoke", revoke)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+    revoke = fake.comm_revoke
+    monkeypatch.setattr(fake, "comm_revoke", lambda *of: (time.sleep(0.1), revoke(*of)))  # as long as it may take
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
         comm.all_reduce(Array.zeros(5 + (comm.rank == 2), np.float32, 0))
         with pytest.raises(CollectiveMismatch):
             comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)
-        assert comm.rank in revoked and comm.backend._revoked is not None
+        assert ("revoke", comm.rank, SIZE) in fake.ended and comm.backend._revoked is not None
 
     FakeRanks(SIZE).run(body)
 
@@ -318,7 +274,7 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(
     running, aborted = [set[Any]() for _ in range(SIZE)], list[tuple[int, bool]]()
     changed = threading.Condition()
 
-    def stop(comm: Any) -> None:
+    def stop(comm: Any, *flags: int) -> None:
         with changed:
             running[comm.rank].discard(comm)
             changed.notify_all()
@@ -329,8 +285,8 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(
             aborted.append((comm.rank, changed.wait_for(lambda: not running[comm.rank], 5)))
 
     monkeypatch.setattr(fake, "get_version", lambda: version)
-    monkeypatch.setattr(nccl_binding, "revoke", stop)
-    monkeypatch.setattr(nccl_binding, "abort", abort)
+    monkeypatch.setattr(fake, "comm_revoke", stop)
+    monkeypatch.setattr(fake, "comm_abort", abort)
 
     def body(gpu: Any) -> None:
         world = gpu.comm
@@ -372,8 +328,6 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
 ) -> None:
     """It has begun all that they have: that the GPU does not end is all that they see of it."""
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
@@ -417,22 +371,17 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monk
 @pytest.mark.parametrize("how", ["by NCCL", "too old", "NCCL fails", "one was aborted"])
 def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """By NCCL's own shrink where that is possible on all ranks, else they meet anew by their rendezvous."""
-    called: list[Any] = []
-    whole = threading.Event()
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: called.append(("revoke", comm.rank)))
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: called.append(("abort", comm.rank, comm.group.size)))
+    whole, shrink = threading.Event(), fake.comm_shrink
     if how == "too old":
         monkeypatch.setattr(fake, "get_version", lambda: 22806)
 
-    def shrink(comm: Any, excluded: list[int], name: str, options: dict[str, Any]) -> Any:
+    def shrunk(comm: Any, excluded: list[int], count: int, options: dict[str, Any], flags: int) -> Any:
         assert excluded == [1] and options == {}
         if how == "NCCL fails" and comm.rank == 2:
             raise CollectiveError("no")
-        with comm.group.lock:
-            child = comm.group.children.setdefault("shrunk", Group(comm.group.size - 1))
-        return Comm(child, [0, 2].index(comm.rank))
+        return shrink(comm, excluded, count, options, flags)
 
-    monkeypatch.setattr(nccl_binding, "shrink", shrink)
+    monkeypatch.setattr(fake, "comm_shrink", shrunk)
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
@@ -457,10 +406,10 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         whole.set()
 
     FakeRanks(SIZE).run(body)
-    aborts = sorted(call[1:] for call in called if call[0] == "abort")
-    assert aborts == [(0, 2)] * (how == "NCCL fails") + [(0, 3), (2, 3)], "something was left"
-    revokes = {"too old": [], "one was aborted": [("revoke", 0)]}.get(how, [("revoke", 0), ("revoke", 2)])
-    assert sorted(call for call in called if call[0] == "revoke") == revokes
+    aborts = sorted(of for what, *of in fake.ended if what == "abort")
+    assert aborts == [[0, 2]] * (how == "NCCL fails") + [[0, 3], [2, 3]], "something was left"
+    revokes = {"too old": [], "one was aborted": [0]}.get(how, [0, 2])
+    assert sorted(rank for what, rank, _ in fake.ended if what == "revoke") == revokes
 
 
 def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +432,7 @@ def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch:
 def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
     monkeypatch.setattr(nccl_binding, "join", lambda *arguments: never.wait(1e4))
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: pytest.fail("there is nothing to abort"))
+    monkeypatch.setattr(fake, "comm_abort", lambda comm: pytest.fail("there is nothing to abort"))
 
     def body(gpu: Any) -> None:
         comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 0.1)
@@ -521,28 +470,20 @@ def test_a_communicator_that_nothing_needed_is_closed_without_it(
 
 def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_binding, "join", lambda *arguments: 1 // 0)
-    monkeypatch.setattr(nccl_binding, "allocate", lambda nbytes: pytest.fail("nobody frees it"))
+    monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: pytest.fail("nobody frees it"))
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     with pytest.raises(ZeroDivisionError):
         backend.allocate(3, np.int32)
 
 
-def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
     """Its array is gone as soon as a call is queued: the next ``allocate`` waits, and frees it, or the end does."""
-    log, over, memory = list[Any](), list[int](), list[Memory]()
-
-    def allocate(nbytes: int) -> int:
-        memory.append(Memory(nbytes))
-        return memory[-1].pointer
+    log, over = fake.windows, list[int]()
 
     def query(stream: int) -> tuple[int]:
-        log.append("looked")
+        log.append(("looked", stream))
         return (over.pop() if over else 0,)
 
-    monkeypatch.setattr(nccl_binding, "allocate", allocate)
-    monkeypatch.setattr(nccl_binding, "register", lambda comm, pointer, nbytes: pointer + 1)
-    monkeypatch.setattr(nccl_binding, "deregister", lambda comm, window: log.append(("deregister", window - 1)))
-    monkeypatch.setattr(nccl_binding, "free", lambda pointer: log.append(("free", pointer)))
     driver.cu.cuStreamQuery = query
     comm = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
     x, lives_on = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
@@ -554,15 +495,16 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL, monkeypatch: py
     assert not log, "freed behind a call that has not run"
     over.append(driver.cu.CUresult.CUDA_ERROR_NOT_READY)
     y = comm.allocate(6, np.float32)
-    assert log == ["looked", "looked", ("deregister", first), ("free", first)]
     second = y.pointer
-    del y
+    assert [what for what, _ in log] == ["looked", "looked", "deregister", "free", "register"]
+    assert {address for _, address in log[2:4]} == {first}
+    del y, log[:]
     comm.close()
-    assert log[4:] == [("deregister", second), ("free", second)]
+    assert log == [("deregister", second), ("free", second)]
     del lives_on
-    assert log[6:] == [], "the last operation has it"
+    assert log[2:] == [], "the last operation has it"
     comm.backend._last = None
-    assert log[6:] == [("free", last)]
+    assert log[2:] == [("free", last)]
 
 
 def test_sizes_do_not_travel_in_a_graph(ranks: FakeRanks) -> None:
@@ -580,22 +522,11 @@ def test_sizes_do_not_travel_in_a_graph(ranks: FakeRanks) -> None:
     ranks.run(body)
 
 
-def test_a_window_outlives_the_graphs_that_captured_it(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_outlives_the_graphs_that_captured_it(fake: FakeNCCL, ranks: FakeRanks) -> None:
     """Its array is gone and the graph is not, on one rank or on all: its memory is freed when all graphs are gone."""
-    at, log = threading.local(), list[tuple[int, int]]()
-    memory = list[Memory]()
-
-    def allocate(nbytes: int) -> int:
-        memory.append(new := Memory(nbytes))
-        return new.pointer
-
-    monkeypatch.setattr(nccl_binding, "allocate", allocate)
-    monkeypatch.setattr(nccl_binding, "register", lambda comm, pointer, nbytes: pointer)
-    monkeypatch.setattr(nccl_binding, "deregister", lambda comm, window: None)
-    monkeypatch.setattr(nccl_binding, "free", lambda pointer: log.append((at.rank, pointer)))
 
     def body(gpu: Any) -> None:
-        comm, at.rank = gpu.comm, gpu.rank
+        comm = gpu.comm
         x, other = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
         x.stream = 5
         comm.broadcast(other, 0)  # the first connects, on another thread
@@ -606,15 +537,15 @@ def test_a_window_outlives_the_graphs_that_captured_it(ranks: FakeRanks, monkeyp
         pointer = x.pointer
         del x
         comm.allocate(1, np.float32)
-        assert (comm.rank, pointer) not in log
+        assert ("free", pointer) not in fake.windows
         if comm.rank == 1:
             graph.destroy()
         comm.allocate(1, np.float32)
-        assert (comm.rank, pointer) not in log, "other ranks' graphs reach it"
+        assert ("free", pointer) not in fake.windows, "other ranks' graphs reach it"
         if comm.rank != 1:
             graph.destroy()
         comm.allocate(1, np.float32)
-        assert log.count((comm.rank, pointer)) == 1
+        assert fake.windows.count(("free", pointer)) == 1
 
     ranks.run(body)
 
@@ -752,20 +683,6 @@ def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
     with pytest.raises(kos.errors.BackendUnavailable, match=r"window: expected NCCL 2.27 or newer, got 2.26.5"):
         nccl_binding.require("window")
-
-
-class Stream:
-    """A stream that is gone with its last reference; nothing may be asked of it from then on."""
-
-    def __init__(self, handle: int, alive: set[int]) -> None:
-        self._handle, self._alive = handle, alive
-        alive.add(handle)
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-    def __del__(self) -> None:
-        self._alive.discard(self._handle)
 
 
 def test_a_stream_lives_as_long_as_its_handle_is_used(fake: FakeNCCL) -> None:

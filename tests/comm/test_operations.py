@@ -21,10 +21,9 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, I
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm import model, shared_ranks
-from tests.comm.fake_nccl import no_gpu
+from tests.comm.fake_nccl import FakeRanks, no_gpu
 from tests.comm.model import NAMES, REDUCING, Step
 from tests.comm.ranks import assert_bits, poison, time_is_up
-from tests.comm.test_nccl_logic import FakeRanks
 
 OPERATIONS = sorted({*NAMES, *POINT_TO_POINT})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,25 +19,11 @@ from kos.cuda import streams
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import test_auto
-from tests.comm.fake_nccl import FakeNCCL, Group, communicator, no_gpu
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, communicator
 from tests.comm.gpu_ranks import Prepared
-from tests.comm.test_nccl_logic import SIZE, FakeRanks
 
 COUNT = 6
-
-
-class Stream:
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
-    with no_gpu(monkeypatch) as fake:
-        yield fake
+SIZE = 3
 
 
 @pytest.fixture
@@ -370,9 +356,7 @@ def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
     assert names == ["nccl:all_reduce", "nccl:all_reduce", "nccl:all_gather", "nccl:all_reduce"] * 6
 
 
-def test_auto_repeats_where_a_graph_goes_another_way_too(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_repeats_where_a_graph_goes_another_way_too(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     table = test_auto.ROUTES | {
         "all_reduce 16-bit ordinary graph": [[64, "peer"], [None, "nccl"]],
         "all_reduce 16-bit ordinary eager": [[None, "nccl"]],

@@ -16,8 +16,7 @@ from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import FakeNCCL, captures, no_gpu
-from tests.comm.test_nccl_logic import FakeRanks
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, captures, no_gpu
 
 SIDE = 99  # the communicator's own stream, in ``fake_nccl``
 

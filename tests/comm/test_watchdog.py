@@ -14,7 +14,7 @@ import kos
 from kos import ReduceOp
 from kos.comm import watchdog
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl_binding, shared, works
+from kos.comm.gpu import shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.comm.operation import Operation, Route
@@ -22,7 +22,7 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, K
 from kos.memory.array import Array
 from tests.comm.fake_nccl import FakeNCCL
 from tests.comm.shared_ranks import SharedOnly
-from tests.comm.test_auto import fake, run  # noqa: F401
+from tests.comm.test_auto import run
 
 TIMEOUT = 20.0  # seconds
 Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
@@ -32,8 +32,6 @@ Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
 
 
 def _nothing(self: NCCLBackend, o: Operation, route: Route) -> bool:
@@ -42,7 +40,7 @@ def _nothing(self: NCCLBackend, o: Operation, route: Route) -> bool:
 
 
 @pytest.fixture
-def quiet(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def quiet(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls queue nothing, and the GPU ends nothing of it."""
     monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
     monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
@@ -147,10 +145,8 @@ def test_a_call_that_waits_behind_one_without_a_mark(quiet: None, monkeypatch: p
 
 
 def test_an_error_of_nccl_is_found_behind_our_back(
-    quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake, "get_error_string", lambda code: "a remote process exited", raising=False)
-
     def body(comm: kos.Communicator, log: Any) -> None:
         heard = Heard(comm)
         comm.all_reduce(on_gpu())
@@ -276,11 +272,9 @@ def eventually(true: Callable[[], Any]) -> bool:
 
 
 def test_what_nccl_meets_is_explained_by_the_rank_that_died(
-    quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL reports that another rank has gone before the watchdog knows which."""
-    monkeypatch.setattr(fake, "get_error_string", lambda code: "a remote process exited", raising=False)
-
     def body(comm: kos.Communicator, log: Any) -> None:
         part = comm.backend.gpus[0]  # type: ignore[attr-defined]
         part.unwatch()
