@@ -6,6 +6,8 @@ other how they fared, and every rank of the test fails, with the messages of all
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import threading
 import time
@@ -99,6 +101,35 @@ def on_threads(
         assert not thread.is_alive() or failures, "a rank hangs"
     assert not failures, failures[0]
     return results
+
+
+def on_each_rank(run: str | Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+    """Every rank runs the test that this decorates, by ``run(test, *arguments, **options)``.
+
+    The test takes what ``run`` gives a rank, then a ``/``, then fixtures.  ``run`` may name a fixture, or a method of
+    one: "ranks.run".
+    """
+    fixture, _, method = run.partition(".") if isinstance(run, str) else ("", "", "")
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        parameters = [p for p in inspect.signature(test).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
+        if fixture:
+            parameters.insert(0, inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        signature = inspect.Signature(parameters)
+
+        @functools.wraps(test)
+        def on_all(*given: Any, **fixtures: Any) -> None:
+            values = signature.bind(*given, **fixtures).arguments
+            start: Any = run
+            if fixture:
+                start = values.pop(fixture)
+                start = getattr(start, method) if method else start
+            start(lambda *of_rank: test(*of_rank, **values), *arguments, **options)
+
+        on_all.__signature__ = signature  # type: ignore[attr-defined]
+        return on_all
+
+    return decorate
 
 
 def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> None:

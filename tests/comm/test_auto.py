@@ -35,7 +35,7 @@ from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Stream
-from tests.comm.ranks import on_threads
+from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_tuning import GPU, LINK, changed
 
@@ -112,69 +112,63 @@ def zeros(count: int, dtype: Any = np.float16) -> Array:
     return Array.zeros(count, dtype, 0)
 
 
-def test_by_operation_size_and_dtype(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        for count, dtype in (
-            (1, np.float16),
-            (2048, np.float16),
-            (2049, np.float16),
-            (256, np.float32),
-            (257, np.float32),
-        ):
-            assert (
-                comm.all_reduce(Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)).numpy().tolist()
-                == [3] * count
-            )
-        assert log == ["peer", "peer", "nccl", "peer", "nccl"]
-        log.clear()
-        for count in (512, 513):  # a rank's part decides; of a scatter, what comes out
-            comm.all_gather(zeros(count), zeros(count * SIZE))
-            comm.all_gather_v(zeros(count), [count] * SIZE, zeros(count * SIZE))
-            comm.scatter(zeros(count * SIZE) if comm.rank == 0 else None, zeros(count))
-        assert log == ["peer", "nccl", "peer", "nccl", "nccl", "nccl"]
-        log.clear()
-        for count in (1, 2000):  # sizes differ between ranks: one route, and the host carries them
-            comm.gather_v(zeros(count + comm.rank))
-            comm.scatter_v(zeros(2 * count) if comm.rank == 0 else None, None, zeros(count))
-        assert log == ["mock", "nccl", "mock", "nccl"] * 2
-        log.clear()
-        comm.barrier(stream=5)
-        comm.all_reduce(np.zeros(9, np.float32))  # host memory
-        comm.barrier()
-        assert log == ["peer", "mock", "mock"]
-
-    run(body)
+@on_each_rank(run)
+def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    for count, dtype in (
+        (1, np.float16),
+        (2048, np.float16),
+        (2049, np.float16),
+        (256, np.float32),
+        (257, np.float32),
+    ):
+        assert (
+            comm.all_reduce(Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)).numpy().tolist() == [3] * count
+        )
+    assert log == ["peer", "peer", "nccl", "peer", "nccl"]
+    log.clear()
+    for count in (512, 513):  # a rank's part decides; of a scatter, what comes out
+        comm.all_gather(zeros(count), zeros(count * SIZE))
+        comm.all_gather_v(zeros(count), [count] * SIZE, zeros(count * SIZE))
+        comm.scatter(zeros(count * SIZE) if comm.rank == 0 else None, zeros(count))
+    assert log == ["peer", "nccl", "peer", "nccl", "nccl", "nccl"]
+    log.clear()
+    for count in (1, 2000):  # sizes differ between ranks: one route, and the host carries them
+        comm.gather_v(zeros(count + comm.rank))
+        comm.scatter_v(zeros(2 * count) if comm.rank == 0 else None, None, zeros(count))
+    assert log == ["mock", "nccl", "mock", "nccl"] * 2
+    log.clear()
+    comm.barrier(stream=5)
+    comm.all_reduce(np.zeros(9, np.float32))  # host memory
+    comm.barrier()
+    assert log == ["peer", "mock", "mock"]
 
 
-def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
+@on_each_rank(run)
+def test_rank_order_and_named_algorithms(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    assert isinstance(backend, AutoBackend)
 
-        def way(**options: Any) -> str:
-            x = zeros(1 << 20)
-            o = Operation("all_reduce", comm.rank, Options(**options), comm_buffer(x), comm_buffer(x))
-            return backend.choose_backend(o)[0].name
+    def way(**options: Any) -> str:
+        x = zeros(1 << 20)
+        o = Operation("all_reduce", comm.rank, Options(**options), comm_buffer(x), comm_buffer(x))
+        return backend.choose_backend(o)[0].name
 
-        assert (way(), way(deterministic=True)) == ("nccl", "peer")
-        assert way(algorithm="ring") == "peer"
-
-    run(body)
+    assert (way(), way(deterministic=True)) == ("nccl", "peer")
+    assert way(algorithm="ring") == "peer"
 
 
 def comm_buffer(x: Array) -> Any:
     return as_buffer(x, "x", writable=True)
 
 
-def test_operations_whose_bytes_differ_between_ranks_go_one_way(fake: FakeNCCL) -> None:
+@on_each_rank(run)
+def test_operations_whose_bytes_differ_between_ranks_go_one_way(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
+) -> None:
     """Rank 0 sends little and gets much: by size the two would part."""
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
-        comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
-        assert log == ["peer"]
-
-    run(body)
+    mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
+    comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
+    assert log == ["peer"]
 
 
 def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,39 +229,34 @@ def test_registered_by_the_first_part_that_takes_it(fake: FakeNCCL, monkeypatch:
     run(body)
 
 
-def test_a_batch_goes_part_by_part(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        counts = (4096, 8, 5000, 16)
-        xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
-        host = np.full(3, comm.rank + 1, np.float32)
-        with comm.batch() as batch:
-            for x in xs:
-                comm.all_reduce(x)
-            comm.all_reduce(host)
-        assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
-        assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
-        assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
-
-    run(body)
+@on_each_rank(run)
+def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    counts = (4096, 8, 5000, 16)
+    xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
+    host = np.full(3, comm.rank + 1, np.float32)
+    with comm.batch() as batch:
+        for x in xs:
+            comm.all_reduce(x)
+        comm.all_reduce(host)
+    assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
+    assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
+    assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
 
 
-def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
+@on_each_rank(run, host=SharedOnly)
+def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     """That of their numbers, whatever goes by which part: the ranks look at how far each has come."""
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        calls = comm.backend.host._calls  # type: ignore[attr-defined]
-        assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
-        begun: list[int] = []
-        announce = calls.announce
-        calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
-        for turn in range(3):
-            with comm.batch() as batch:
-                for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
-                    comm.all_reduce(array)
-            assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
-            assert begun == list(range(4 * turn + 4))
-
-    run(body, host=SharedOnly)
+    calls = comm.backend.host._calls  # type: ignore[attr-defined]
+    assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
+    begun: list[int] = []
+    announce = calls.announce
+    calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
+    for turn in range(3):
+        with comm.batch() as batch:
+            for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
+                comm.all_reduce(array)
+        assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
+        assert begun == list(range(4 * turn + 4))
 
 
 def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,23 +305,21 @@ def test_what_is_persistent_tells_nothing_of_the_other_part(fake: FakeNCCL, monk
     run(body, host=SharedOnly)
 
 
-def test_each_part_is_closed_whatever_fails_of_another(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        ended: list[str] = []
+@on_each_rank(run)
+def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    assert isinstance(backend, AutoBackend)
+    ended: list[str] = []
 
-        def fails(name: str) -> None:
-            ended.append(name)
-            raise CollectiveError(name)
+    def fails(name: str) -> None:
+        ended.append(name)
+        raise CollectiveError(name)
 
-        for part in (*backend.gpus, backend.host):
-            part.close = partial(fails, part.name)  # type: ignore[method-assign]
-        with pytest.raises(CollectiveError):
-            comm.close()
-        assert ended == ["nccl", "peer", "mock"]
-
-    run(body)
+    for part in (*backend.gpus, backend.host):
+        part.close = partial(fails, part.name)  # type: ignore[method-assign]
+    with pytest.raises(CollectiveError):
+        comm.close()
+    assert ended == ["nccl", "peer", "mock"]
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer"])
@@ -346,18 +333,16 @@ def test_one_backend_alone_carries_everything(fake: FakeNCCL, parts: str) -> Non
     run(body, parts)
 
 
-def test_splits_keep_both(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        for part in backend.gpus:
-            kind = type(part)
-            part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)  # type: ignore[method-assign,misc]
-        child = comm.split(comm.rank)
-        assert child is not None and child.backend_name == "nccl+peer+mock"
-        assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
-
-    run(body)
+@on_each_rank(run)
+def test_splits_keep_both(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    assert isinstance(backend, AutoBackend)
+    for part in backend.gpus:
+        kind = type(part)
+        part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)  # type: ignore[method-assign,misc]
+    child = comm.split(comm.rank)
+    assert child is not None and child.backend_name == "nccl+peer+mock"
+    assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
 
 
 @pytest.mark.parametrize("failing", ["nccl", "peer"])
@@ -385,50 +370,47 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
     run(body)
 
 
-def test_the_ranks_that_are_left_keep_both(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(run)
+def test_the_ranks_that_are_left_keep_both(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm.all_reduce(zeros(1))
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        comm.rendezvous.threads.world.end(0, "it is dead")  # type: ignore[union-attr]
+        return
+    rest = comm.shrink()
+    assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
+    for x in (np.ones(3), Array.from_numpy(np.ones(5000, np.float16), 0), Array.from_numpy(np.ones(1), 0)):
+        got = rest.all_reduce(x)
+        assert ((got if isinstance(x, np.ndarray) else got.numpy()) == 1).all()
+    rest.close()
 
-    def body(comm: kos.Communicator, log: Log) -> None:
+
+@on_each_rank(run)
+def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    if comm.rank:
+        return
+    backend = comm.backend
+    assert isinstance(backend, AutoBackend)
+    backend.host.broken = CollectiveError("barrier #3: late")
+    with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
         comm.all_reduce(zeros(1))
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            comm.rendezvous.threads.world.end(0, "it is dead")  # type: ignore[union-attr]
-            return
-        rest = comm.shrink()
-        assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
-        for x in (np.ones(3), Array.from_numpy(np.ones(5000, np.float16), 0), Array.from_numpy(np.ones(1), 0)):
-            got = rest.all_reduce(x)
-            assert ((got if isinstance(x, np.ndarray) else got.numpy()) == 1).all()
-        rest.close()
-
-    run(body)
-
-
-def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        if comm.rank:
-            return
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        backend.host.broken = CollectiveError("barrier #3: late")
-        with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
-            comm.all_reduce(zeros(1))
-
-    run(body)
 
 
 @pytest.mark.parametrize("how", ["abort", "revoke"])
-def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        for part in (*backend.gpus, backend.host):
-            setattr(part, how, lambda reason, name=part.name: log.append(f"{name}: {reason}"))
-        for gpu in backend.gpus:
-            gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
-        getattr(backend, how)("enough")
-        assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
-
-    run(body)
+@on_each_rank(run)
+def test_an_abort_is_told_before_anything_is_waited_for(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL, how: str
+) -> None:
+    backend = comm.backend
+    assert isinstance(backend, AutoBackend)
+    for part in (*backend.gpus, backend.host):
+        setattr(part, how, lambda reason, name=part.name: log.append(f"{name}: {reason}"))
+    for gpu in backend.gpus:
+        gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
+    getattr(backend, how)("enough")
+    assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 
 
 def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,13 +429,11 @@ def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypa
     run(body, host=SharedOnly)
 
 
-def test_the_parts_overlap_on_one_stream(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        assert backend.gpus[0]._side is backend.gpus[1]._side is not None
-
-    run(body)
+@on_each_rank(run)
+def test_the_parts_overlap_on_one_stream(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    assert isinstance(backend, AutoBackend)
+    assert backend.gpus[0]._side is backend.gpus[1]._side is not None
 
 
 def test_streams_of_a_batch_that_were_waited_for_are_not_asked_again(fake: FakeNCCL) -> None:
@@ -483,18 +463,16 @@ def test_streams_of_a_batch_that_were_waited_for_are_not_asked_again(fake: FakeN
     run(body)
 
 
-def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        x = comm_buffer(zeros(8))
-        calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
-        for call, part in zip(calls[1:], backend.gpus, strict=True):
-            call.route = Route(part)
-        prints = [call.fingerprint() for call in calls]
-        assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
-
-    run(body)
+@on_each_rank(run)
+def test_ranks_that_route_differently_make_different_calls(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    assert isinstance(backend, AutoBackend)
+    x = comm_buffer(zeros(8))
+    calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
+    for call, part in zip(calls[1:], backend.gpus, strict=True):
+        call.route = Route(part)
+    prints = [call.fingerprint() for call in calls]
+    assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from kos.errors import (
 )
 from kos.testing import Fault, spawn
 from kos.testing.conformance import cases
-from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, time_is_up
+from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, on_each_rank, time_is_up
 from tests.comm.tcp_ranks import run_threads
 
 F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
@@ -115,14 +115,12 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
 
 
 @pytest.mark.parametrize("other", ["duplicate", "all_reduce"])
-def test_split_against_another_call(several: Any, other: str) -> None:
-    def body(comm: kos.Communicator) -> None:
-        comm.duplicate().close()
-        message = rf"rank . called .*#1.* operation (split against {other}|{other} against split)"
-        with pytest.raises(CollectiveMismatch, match=message):
-            comm.split(0) if comm.rank == 0 else comm.duplicate() if other == "duplicate" else comm.all_reduce(F4())
-
-    several.run(body)
+@on_each_rank("several.run")
+def test_split_against_another_call(comm: kos.Communicator, /, other: str) -> None:
+    comm.duplicate().close()
+    message = rf"rank . called .*#1.* operation (split against {other}|{other} against split)"
+    with pytest.raises(CollectiveMismatch, match=message):
+        comm.split(0) if comm.rank == 0 else comm.duplicate() if other == "duplicate" else comm.all_reduce(F4())
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
@@ -143,28 +141,26 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
 
 
-def test_asking_whether_it_is_done_times_out_as_waiting_does(several: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        part = comm.duplicate()
-        others = comm.rendezvous.split(int(comm.rank > 0))
-        assert others is not None
-        if comm.rank > 0:
-            began = time.monotonic()
-            work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
-            others.barrier()
-            message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
-            with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
-                while not work.done():
-                    assert time.monotonic() - began < 30
-            assert comm.size > 2 or time.monotonic() - began >= 0.3
-            comm.send(np.ones(1), 0)
-        else:  # asks too: a rank that waited for a later one would itself be late
-            works = [comm.recv(np.zeros(1), rank, async_op=True) for rank in range(1, comm.size)]
-            while not all(work.done() for work in works):
-                time.sleep(0.01)
-        comm.rendezvous.barrier()
-
-    several.run(body)
+@on_each_rank("several.run")
+def test_asking_whether_it_is_done_times_out_as_waiting_does(comm: kos.Communicator, /) -> None:
+    part = comm.duplicate()
+    others = comm.rendezvous.split(int(comm.rank > 0))
+    assert others is not None
+    if comm.rank > 0:
+        began = time.monotonic()
+        work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
+        others.barrier()
+        message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
+        with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
+            while not work.done():
+                assert time.monotonic() - began < 30
+        assert comm.size > 2 or time.monotonic() - began >= 0.3
+        comm.send(np.ones(1), 0)
+    else:  # asks too: a rank that waited for a later one would itself be late
+        works = [comm.recv(np.zeros(1), rank, async_op=True) for rank in range(1, comm.size)]
+        while not all(work.done() for work in works):
+            time.sleep(0.01)
+    comm.rendezvous.barrier()
 
 
 def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
@@ -224,17 +220,15 @@ def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10])
-def test_a_timeout_longer_than_clocks_count(timeout: float) -> None:
-    def body(comm: kos.Communicator) -> None:
-        group = comm.rendezvous.threads
-        assert group is not None
-        mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
-        with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
-            for root in (0, 1):  # who waits is the other one
-                patient.broadcast(np.ones(1), root)
-            patient.barrier(timeout=timeout)
-
-    spawn(body, 2, timeout=60)
+@on_each_rank(spawn, 2, timeout=60)
+def test_a_timeout_longer_than_clocks_count(comm: kos.Communicator, /, timeout: float) -> None:
+    group = comm.rendezvous.threads
+    assert group is not None
+    mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
+    with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
+        for root in (0, 1):  # who waits is the other one
+            patient.broadcast(np.ones(1), root)
+        patient.barrier(timeout=timeout)
 
 
 @pytest.mark.parametrize("waiting", ["all_reduce", "barrier", "recv", "rendezvous", "split"])
@@ -473,18 +467,16 @@ def test_ranks_that_request_different_backends() -> None:
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
 
-def test_nothing_is_kept_of_finished_operations() -> None:
-    def body(comm: kos.Communicator) -> None:
-        for _ in range(20):
-            comm.all_reduce(np.ones(100), algorithm="ring")
-            comm.all_gather_bytes(b"abc")
-        comm.barrier()
-        comm.rendezvous.barrier()
-        room = comm.backend._state
-        assert (room.sent, room.posted, room.calls) == ({}, {}, {})
-        assert comm.backend.engine.outstanding() == []
-
-    spawn(body, 3, timeout=60)
+@on_each_rank(spawn, 3, timeout=60)
+def test_nothing_is_kept_of_finished_operations(comm: kos.Communicator, /) -> None:
+    for _ in range(20):
+        comm.all_reduce(np.ones(100), algorithm="ring")
+        comm.all_gather_bytes(b"abc")
+    comm.barrier()
+    comm.rendezvous.barrier()
+    room = comm.backend._state
+    assert (room.sent, room.posted, room.calls) == ({}, {}, {})
+    assert comm.backend.engine.outstanding() == []
 
 
 class _Waits(Board):

@@ -13,6 +13,7 @@ from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.model import NAMES, Step, run
+from tests.comm.ranks import on_each_rank
 
 SIZE, SEED = 3, 17
 CULPRIT = 1
@@ -26,14 +27,11 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 
 @every_call
-def test_delays_change_no_result(name: str) -> None:
+@on_each_rank(spawn, SIZE, 60, faults=[Fault("delay", CULPRIT, operation, 0.01) for operation in (1, 2)])
+def test_delays_change_no_result(comm: kos.Communicator, /, name: str) -> None:
     """Nor what follows on the same communicator."""
-
-    def body(comm: kos.Communicator) -> None:
-        for _ in range(4):
-            run(comm, CALLS[name], SEED)
-
-    spawn(body, SIZE, 60, faults=[Fault("delay", CULPRIT, operation, 0.01) for operation in (1, 2)])
+    for _ in range(4):
+        run(comm, CALLS[name], SEED)
 
 
 def outcome(name: str, kind: str) -> dict[int, KosError]:

@@ -115,7 +115,7 @@ def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int
         assert f"but rank {other} called all_reduce #3 of float32[11] by SUM: they differ in count 10 against" in text
 
 
-@pytest.mark.parametrize("case", ["all_reduce dtype", "broadcast root", "all_gather_v counts", "operation"])
+@pytest.mark.parametrize("case", ["all_reduce dtype", "broadcast root", "all_gather_v count", "operation"])
 def test_calls_that_differ(run: Any, case: str) -> None:
     def body(comm: kos.Communicator) -> str:
         heard = Heard(comm)

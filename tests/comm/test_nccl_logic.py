@@ -27,6 +27,7 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, C
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Memory, Stream, captures, communicator
+from tests.comm.ranks import on_each_rank
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_gather,
     test_all_gather_v,
@@ -60,34 +61,29 @@ def ranks(fake: FakeNCCL) -> FakeRanks:
     return FakeRanks(SIZE)
 
 
-def test_one_rank(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        for dtype in (np.float32, np.int16):  # NCCL's own and ours
-            x = np.arange(5).astype(dtype)
-            assert (gpu.all_reduce(x) == np.arange(5)).all()
-            assert (gpu.all_gather(x) == np.arange(5)).all()
-            assert (gpu.reduce_scatter_v(x, [5]) == np.arange(5)).all()
-
-    FakeRanks(1).run(body)
+@on_each_rank(FakeRanks(1).run)
+def test_one_rank(gpu: Any, /, fake: FakeNCCL) -> None:
+    for dtype in (np.float32, np.int16):  # NCCL's own and ours
+        x = np.arange(5).astype(dtype)
+        assert (gpu.all_reduce(x) == np.arange(5)).all()
+        assert (gpu.all_gather(x) == np.arange(5)).all()
+        assert (gpu.reduce_scatter_v(x, [5]) == np.arange(5)).all()
 
 
-def test_one_address_as_several_dtypes(fake: FakeNCCL) -> None:
+@on_each_rank(FakeRanks(SIZE).run)
+def test_one_address_as_several_dtypes(gpu: Any, /, fake: FakeNCCL) -> None:
     """Launches are kept by address: those of another dtype are others."""
-
-    def body(gpu: Any) -> None:
-        comm, n = gpu.comm, gpu.size
-        x, out = Array.zeros(32, np.uint8, 0), Array.zeros(32 * n, np.uint8, 0)
-        for _ in range(2):  # met first, then kept
-            for dtype in (np.float64, np.float32, np.int8):
-                source, target = (Array(a.pointer, (k,), dtype, 0) for a, k in ((x, 2), (out, 2 * n)))
-                source.copy_from(np.full(2, comm.rank + 1, dtype))
-                out.fill_bytes(255)
-                got = comm.all_gather(source, target).numpy()
-                assert got.tolist() == [float(r + 1) for r in range(n) for _ in range(2)]
-                rest = out.numpy()[got.nbytes :]
-                assert (rest == 255).all(), f"wrote beyond {got.nbytes} bytes of {got.dtype}"
-
-    FakeRanks(SIZE).run(body)
+    comm, n = gpu.comm, gpu.size
+    x, out = Array.zeros(32, np.uint8, 0), Array.zeros(32 * n, np.uint8, 0)
+    for _ in range(2):  # met first, then kept
+        for dtype in (np.float64, np.float32, np.int8):
+            source, target = (Array(a.pointer, (k,), dtype, 0) for a, k in ((x, 2), (out, 2 * n)))
+            source.copy_from(np.full(2, comm.rank + 1, dtype))
+            out.fill_bytes(255)
+            got = comm.all_gather(source, target).numpy()
+            assert got.tolist() == [float(r + 1) for r in range(n) for _ in range(2)]
+            rest = out.numpy()[got.nbytes :]
+            assert (rest == 255).all(), f"wrote beyond {got.nbytes} bytes of {got.dtype}"
 
 
 def test_batch_is_one_group(fake: FakeNCCL) -> None:
@@ -114,29 +110,24 @@ CONTROL: dict[str, Callable[[kos.Communicator], Any]] = {
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [*itertools.combinations(CONTROL, 2)])
-def test_calls_of_the_control_plane_that_differ(fake: FakeNCCL, mine: str, theirs: str) -> None:
+@on_each_rank(FakeRanks(SIZE).run)
+def test_calls_of_the_control_plane_that_differ(gpu: Any, /, fake: FakeNCCL, mine: str, theirs: str) -> None:
     """All ranks raise it, and again from the next call, of whatever kind; closing still ends."""
-
-    def body(gpu: Any) -> None:
-        said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
-        for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
-            with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
-                call(gpu.comm)
-
-    FakeRanks(SIZE).run(body)
+    said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
+    for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
+        with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
+            call(gpu.comm)
 
 
-def test_memory_of_a_gpu_twice_in_a_batch(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        x = Array.zeros(8, np.float32, 0)
-        with pytest.raises(InvalidArgument, match="memory that another operation writes"), gpu.comm.batch():  # noqa: PT012
-            gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
-            gpu.comm.all_reduce(Array(x.pointer + 12, (4,), np.float32, 0))
-        with gpu.comm.batch():
-            gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
-            gpu.comm.all_reduce(Array(x.pointer + 16, (4,), np.float32, 0))
-
-    FakeRanks(SIZE).run(body)
+@on_each_rank(FakeRanks(SIZE).run)
+def test_memory_of_a_gpu_twice_in_a_batch(gpu: Any, /, fake: FakeNCCL) -> None:
+    x = Array.zeros(8, np.float32, 0)
+    with pytest.raises(InvalidArgument, match="memory that another operation writes"), gpu.comm.batch():  # noqa: PT012
+        gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
+        gpu.comm.all_reduce(Array(x.pointer + 12, (4,), np.float32, 0))
+    with gpu.comm.batch():
+        gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
+        gpu.comm.all_reduce(Array(x.pointer + 16, (4,), np.float32, 0))
 
 
 def test_only_the_first_batch_of_its_kind_may_wait(fake: FakeNCCL) -> None:
@@ -507,47 +498,41 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
     assert log[2:] == [("free", last)]
 
 
-def test_sizes_do_not_travel_in_a_graph(ranks: FakeRanks) -> None:
+@on_each_rank("ranks.run")
+def test_sizes_do_not_travel_in_a_graph(gpu: Any, /) -> None:
     """Refused before anything is sent; outside of it the rendezvous carries them."""
-
-    def body(gpu: Any) -> None:
-        comm, n = gpu.comm, gpu.comm.size
-        x = Array.from_numpy(np.full(comm.rank, comm.rank, np.float32), 0)
-        with captures(), pytest.raises(InvalidArgument, match="^counts: expected numbers while a CUDA graph is capt"):
-            comm.all_gather_v(x, stream=5)
-        assert comm.all_gather_v(x).numpy().tolist() == [rank for rank in range(n) for _ in range(rank)]
-        work = comm.gather_v(x, root=1, async_op=True)
-        assert (work.wait() is None) == (comm.rank != 1)
-
-    ranks.run(body)
+    comm, n = gpu.comm, gpu.comm.size
+    x = Array.from_numpy(np.full(comm.rank, comm.rank, np.float32), 0)
+    with captures(), pytest.raises(InvalidArgument, match="^counts: expected numbers while a CUDA graph is capt"):
+        comm.all_gather_v(x, stream=5)
+    assert comm.all_gather_v(x).numpy().tolist() == [rank for rank in range(n) for _ in range(rank)]
+    work = comm.gather_v(x, root=1, async_op=True)
+    assert (work.wait() is None) == (comm.rank != 1)
 
 
-def test_a_window_outlives_the_graphs_that_captured_it(fake: FakeNCCL, ranks: FakeRanks) -> None:
+@on_each_rank("ranks.run")
+def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /, fake: FakeNCCL) -> None:
     """Its array is gone and the graph is not, on one rank or on all: its memory is freed when all graphs are gone."""
-
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        x, other = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
-        x.stream = 5
-        comm.broadcast(other, 0)  # the first connects, on another thread
-        with captures() as graph:
-            comm.broadcast(x, 0)
-            comm.broadcast(x, 0)
-        comm.broadcast(other, 0)  # or the last operation keeps its array
-        pointer = x.pointer
-        del x
-        comm.allocate(1, np.float32)
-        assert ("free", pointer) not in fake.windows
-        if comm.rank == 1:
-            graph.destroy()
-        comm.allocate(1, np.float32)
-        assert ("free", pointer) not in fake.windows, "other ranks' graphs reach it"
-        if comm.rank != 1:
-            graph.destroy()
-        comm.allocate(1, np.float32)
-        assert fake.windows.count(("free", pointer)) == 1
-
-    ranks.run(body)
+    comm = gpu.comm
+    x, other = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
+    x.stream = 5
+    comm.broadcast(other, 0)  # the first connects, on another thread
+    with captures() as graph:
+        comm.broadcast(x, 0)
+        comm.broadcast(x, 0)
+    comm.broadcast(other, 0)  # or the last operation keeps its array
+    pointer = x.pointer
+    del x
+    comm.allocate(1, np.float32)
+    assert ("free", pointer) not in fake.windows
+    if comm.rank == 1:
+        graph.destroy()
+    comm.allocate(1, np.float32)
+    assert ("free", pointer) not in fake.windows, "other ranks' graphs reach it"
+    if comm.rank != 1:
+        graph.destroy()
+    comm.allocate(1, np.float32)
+    assert fake.windows.count(("free", pointer)) == 1
 
 
 def test_addresses_of_a_freed_window_never_come_back(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,45 +621,41 @@ def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.Mo
     FakeRanks(1).run(body)
 
 
-def test_scratch_grows_and_stays(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        backend = gpu.comm.backend
-        small = backend.scratch(10, 1)
-        assert backend.scratch(1 << 20, 1) == small
-        large = backend.scratch(3 << 20, 1)
-        assert large != small and backend.scratch(5, 1) == large
-        assert backend.scratch(5, 2) not in (small, large), "streams share scratch"
-        kept = backend._scratch._pieces[1]
-        assert not kept[0].closed, "a graph may use it"
-        gpu.comm.close()
-        assert kept[0].closed
-
-    FakeRanks(1).run(body)
+@on_each_rank(FakeRanks(1).run)
+def test_scratch_grows_and_stays(gpu: Any, /, fake: FakeNCCL) -> None:
+    backend = gpu.comm.backend
+    small = backend.scratch(10, 1)
+    assert backend.scratch(1 << 20, 1) == small
+    large = backend.scratch(3 << 20, 1)
+    assert large != small and backend.scratch(5, 1) == large
+    assert backend.scratch(5, 2) not in (small, large), "streams share scratch"
+    kept = backend._scratch._pieces[1]
+    assert not kept[0].closed, "a graph may use it"
+    gpu.comm.close()
+    assert kept[0].closed
 
 
-def test_refused_by_this_backend(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
-        owner = Memory(16)
-        owner.close()
-        for message, call in {
-            r"x: expected memory of cuda:0 \(backend nccl\), got ndarray in memory of the host": lambda: (
-                comm.all_reduce(np.ones(4))
-            ),
-            "got Array in memory of cuda:1": lambda: comm.all_reduce(Array(8, (1,), np.float32, 1)),
-            "algorithm: expected 'auto' for all_reduce on nccl": lambda: comm.all_reduce(x, algorithm="ring"),
-            "the stream of x": lambda: comm.all_reduce(x, out=Array(owner.pointer, (4,), np.float32, 0, stream=7)),
-            "one that was freed": lambda: comm.all_reduce(Array(8, (1,), np.float32, 0, owner=owner)),
-            "tag: expected 0": lambda: comm.send(x, 1 - comm.rank, tag=4),
-            "stream: expected a handle, or .*, got 'x'": lambda: comm.all_reduce(x, stream="x"),
-            "stream: expected a handle, or .*, got -1": lambda: comm.barrier(stream=-1),
-            "stream: expected a handle, or .*, got True": lambda: comm.synchronize(stream=True),
-        }.items():
-            with pytest.raises(InvalidArgument, match=message):
-                call()
-        assert comm.recorder.count == 0
-
-    FakeRanks(2).run(body)
+@on_each_rank(FakeRanks(2).run)
+def test_refused_by_this_backend(gpu: Any, /, fake: FakeNCCL) -> None:
+    comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
+    owner = Memory(16)
+    owner.close()
+    for message, call in {
+        r"x: expected memory of cuda:0 \(backend nccl\), got ndarray in memory of the host": lambda: comm.all_reduce(
+            np.ones(4)
+        ),
+        "got Array in memory of cuda:1": lambda: comm.all_reduce(Array(8, (1,), np.float32, 1)),
+        "algorithm: expected 'auto' for all_reduce on nccl": lambda: comm.all_reduce(x, algorithm="ring"),
+        "the stream of x": lambda: comm.all_reduce(x, out=Array(owner.pointer, (4,), np.float32, 0, stream=7)),
+        "one that was freed": lambda: comm.all_reduce(Array(8, (1,), np.float32, 0, owner=owner)),
+        "tag: expected 0": lambda: comm.send(x, 1 - comm.rank, tag=4),
+        "stream: expected a handle, or .*, got 'x'": lambda: comm.all_reduce(x, stream="x"),
+        "stream: expected a handle, or .*, got -1": lambda: comm.barrier(stream=-1),
+        "stream: expected a handle, or .*, got True": lambda: comm.synchronize(stream=True),
+    }.items():
+        with pytest.raises(InvalidArgument, match=message):
+            call()
+    assert comm.recorder.count == 0
 
 
 def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,31 +692,28 @@ def test_a_stream_lives_as_long_as_its_handle_is_used(fake: FakeNCCL) -> None:
     FakeRanks(1).run(body)
 
 
-def test_nothing_keeps_the_arrays_of_a_call(fake: FakeNCCL) -> None:
+@on_each_rank(FakeRanks(1).run)
+def test_nothing_keeps_the_arrays_of_a_call(gpu: Any, /, fake: FakeNCCL) -> None:
     """Memory of a GPU must not wait for the collector, not even that of the first call of its kind."""
-
-    def body(gpu: Any) -> None:
-        comm, gone = gpu.comm, []
-        gc.collect()
-        gc.disable()
-        try:
-            for count in (5, 5, 700):
-                x = Array.zeros(count, np.float32, 0)
-                comm.all_reduce(x)
-                gone.append(weakref.ref(x))
-            for _ in range(2):
-                with comm.batch():
-                    for count in (6, 800):
-                        x = Array.zeros(count, np.float32, 0)
-                        comm.broadcast(x, 0)
-                        gone.append(weakref.ref(x))
-            x = None
-            comm.barrier()
-            assert [array() for array in gone] == [None] * 7
-        finally:
-            gc.enable()
-
-    FakeRanks(1).run(body)
+    comm, gone = gpu.comm, []
+    gc.collect()
+    gc.disable()
+    try:
+        for count in (5, 5, 700):
+            x = Array.zeros(count, np.float32, 0)
+            comm.all_reduce(x)
+            gone.append(weakref.ref(x))
+        for _ in range(2):
+            with comm.batch():
+                for count in (6, 800):
+                    x = Array.zeros(count, np.float32, 0)
+                    comm.broadcast(x, 0)
+                    gone.append(weakref.ref(x))
+        x = None
+        comm.barrier()
+        assert [array() for array in gone] == [None] * 7
+    finally:
+        gc.enable()
 
 
 def test_revoke_returns_when_nothing_is_in_flight_any_more(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ from tests.comm.fake_nccl import captures
 from tests.comm.fake_peer import HostKernel, HostMemory, communicator, no_gpus
 from tests.comm.gpu_ranks import OnGPU, Prepared
 from tests.comm.peer_storm import FLOAT, KINDS, storm
-from tests.comm.ranks import assert_bits, inputs
+from tests.comm.ranks import assert_bits, inputs, on_each_rank
 from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_any_bytes_to_and_from_anybody,
@@ -174,18 +174,16 @@ def test_named_algorithms(ranks: Any, seed: int, algorithm: str) -> None:
     on_gpus.test_named_algorithms(ranks, seed, algorithm)
 
 
-def test_a_broadcast_by_parts(ranks: ThreadRanks, seed: int) -> None:
-    def body(gpu: Any) -> None:
-        for count in (1 << 18, 300_011):
-            for root in range(gpu.size):
-                xs = inputs(seed, gpu.size, count, np.uint8)
-                out = np.full(count, 7, np.uint8)
-                assert gpu.broadcast(xs[gpu.rank], root, out=out) is out
-                assert_bits(out, xs[root], "out of place")
-                gpu.broadcast(xs[gpu.rank], root)
-                assert_bits(xs[gpu.rank], xs[root], "in place")
-
-    ranks.run(body)
+@on_each_rank("ranks.run")
+def test_a_broadcast_by_parts(gpu: Any, /, seed: int) -> None:
+    for count in (1 << 18, 300_011):
+        for root in range(gpu.size):
+            xs = inputs(seed, gpu.size, count, np.uint8)
+            out = np.full(count, 7, np.uint8)
+            assert gpu.broadcast(xs[gpu.rank], root, out=out) is out
+            assert_bits(out, xs[root], "out of place")
+            gpu.broadcast(xs[gpu.rank], root)
+            assert_bits(xs[gpu.rank], xs[root], "in place")
 
 
 def test_back_to_back(ranks: ThreadRanks, seed: int) -> None:
@@ -412,81 +410,73 @@ def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypat
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
 @pytest.mark.parametrize(("usual", "own", "late"), [(0.3, 20.0, None), (20.0, 0.3, 0.3)])
+@on_each_rank("ranks.run_bare")
 def test_a_timeout_of_one_call_is_that_call_s_alone(
-    ranks: ThreadRanks, kind: str, usual: float, own: float, late: float | None
+    rendezvous: Rendezvous, /, kind: str, usual: float, own: float, late: float | None
 ) -> None:
-    def body(rendezvous: Rendezvous) -> None:
-        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-        x = Array.zeros(4 * SIZE, np.float32, 0)
-        comm.all_reduce(x)
+    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+    x = Array.zeros(4 * SIZE, np.float32, 0)
+    comm.all_reduce(x)
+    rendezvous.barrier()
+    comm.timeout = usual
+    rendezvous.timeout = 20.0
+    if late is None:
         rendezvous.barrier()
-        comm.timeout = usual
-        rendezvous.timeout = 20.0
-        if late is None:
-            rendezvous.barrier()
-            getattr(comm, kind)(x, timeout=own)
-            rendezvous.barrier()
-        if rank < SIZE - 1:
-            getattr(comm, kind)(x, timeout=None if late is None else own)
-            with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|ended early|is gone"):
-                comm.synchronize(20.0)
+        getattr(comm, kind)(x, timeout=own)
         rendezvous.barrier()
-        comm.abort()
-
-    ranks.run_bare(body)
+    if rank < SIZE - 1:
+        getattr(comm, kind)(x, timeout=None if late is None else own)
+        with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|ended early|is gone"):
+            comm.synchronize(20.0)
+    rendezvous.barrier()
+    comm.abort()
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])
-def test_blocks_of_one_role_each_do_not_wait_for_ever(ranks: ThreadRanks, how: str) -> None:
+@on_each_rank("ranks.run_bare")
+def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /, how: str) -> None:
     """Whichever of a rank's blocks gives up first, it names the rank that is not there."""
-
-    def body(rendezvous: Rendezvous) -> None:
-        engine = PeerEngine(rendezvous, 0, timeout=20.0)
-        memory, count = HostMemory(rendezvous, 1 << 17, 0), 16 * SIZE * 99
-        engine.register(memory)
-        assert engine._roles(4 * count)
-        for turn in range(2):
-            if turn == 0 or rendezvous.rank < SIZE - 1:
-                if turn and how == "abort":
-                    threading.Timer(0.2, engine.abort).start()
-                launch = Launch("specialized", tile=512)
-                engine.bind_all_reduce(memory.pointer, memory.pointer, count, FLOAT, ReduceOp.SUM, launch=launch)(0)
-                if turn == 0:
-                    engine.check("x")
-                    engine.timeout = 0.3 if how == "timeout" else 20.0
-            rendezvous.barrier()
-        if rendezvous.rank < SIZE - 1:
-            timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
-            why = timed_out if how == "timeout" else "aborted"
-            with pytest.raises(CollectiveError, match=f"{why}|kernel of rank [01] ended early"):
+    engine = PeerEngine(rendezvous, 0, timeout=20.0)
+    memory, count = HostMemory(rendezvous, 1 << 17, 0), 16 * SIZE * 99
+    engine.register(memory)
+    assert engine._roles(4 * count)
+    for turn in range(2):
+        if turn == 0 or rendezvous.rank < SIZE - 1:
+            if turn and how == "abort":
+                threading.Timer(0.2, engine.abort).start()
+            launch = Launch("specialized", tile=512)
+            engine.bind_all_reduce(memory.pointer, memory.pointer, count, FLOAT, ReduceOp.SUM, launch=launch)(0)
+            if turn == 0:
                 engine.check("x")
+                engine.timeout = 0.3 if how == "timeout" else 20.0
         rendezvous.barrier()
+    if rendezvous.rank < SIZE - 1:
+        timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
+        why = timed_out if how == "timeout" else "aborted"
+        with pytest.raises(CollectiveError, match=f"{why}|kernel of rank [01] ended early"):
+            engine.check("x")
+    rendezvous.barrier()
 
-    ranks.run_bare(body)
 
-
-def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run_bare")
+def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezvous: Rendezvous, /) -> None:
     """Of its calls the communicator knows nothing, and it runs to its end."""
-
-    def body(rendezvous: Rendezvous) -> None:
-        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-        looks, engine = iter((False, True)), comm.backend._engine
-        x = Array.zeros(4, np.float32, 0)
-        comm.all_reduce(x)
-        comm.synchronize(until=lambda: next(looks))
-        assert not list(looks), "asked until it was over"
-        engine.timeout = 0.3
-        if rank < SIZE - 1:
-            engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
-            late = rf"rank {SIZE - 1} did not arrive within 0.3 s|kernel of rank [01] ended early"
-            with pytest.raises(CollectiveError, match=f"all_reduce #0 .*: ({late})"):
-                comm.synchronize(until=lambda: True)
-            with pytest.raises(CollectiveError, match="failed before"):
-                comm.synchronize(until=lambda: True)
-        rendezvous.barrier()
-        comm.abort()
-
-    ranks.run_bare(body)
+    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+    looks, engine = iter((False, True)), comm.backend._engine
+    x = Array.zeros(4, np.float32, 0)
+    comm.all_reduce(x)
+    comm.synchronize(until=lambda: next(looks))
+    assert not list(looks), "asked until it was over"
+    engine.timeout = 0.3
+    if rank < SIZE - 1:
+        engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
+        late = rf"rank {SIZE - 1} did not arrive within 0.3 s|kernel of rank [01] ended early"
+        with pytest.raises(CollectiveError, match=f"all_reduce #0 .*: ({late})"):
+            comm.synchronize(until=lambda: True)
+        with pytest.raises(CollectiveError, match="failed before"):
+            comm.synchronize(until=lambda: True)
+    rendezvous.barrier()
+    comm.abort()
 
 
 def test_views_put_and_get(ranks: ThreadRanks) -> None:
@@ -526,120 +516,103 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
                 as_buffer(several.pop(), "x", writable=False)
 
 
-def test_addresses_mean_nothing_once_their_window_is_freed(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank("ranks.run")
+def test_addresses_mean_nothing_once_their_window_is_freed(gpu: Any, /, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not either where the memory that was asked for then is not to be had."""
-
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        x = comm.allocate(4, np.float32)
-        comm.all_reduce(x)
-        comm.barrier()
-        assert len(comm.backend._routes) == 2
-        del x
-        comm.rendezvous.barrier()
-        monkeypatch.setattr(peer_backend, "SymmetricMemory", lambda *arguments: 1 // 0)
-        with pytest.raises(ZeroDivisionError):
-            comm.allocate(4, np.float32)
-        assert not comm.backend._windows.memories and not comm.backend._routes
-
-    ranks.run(body)
+    comm = gpu.comm
+    x = comm.allocate(4, np.float32)
+    comm.all_reduce(x)
+    comm.barrier()
+    assert len(comm.backend._routes) == 2
+    del x
+    comm.rendezvous.barrier()
+    monkeypatch.setattr(peer_backend, "SymmetricMemory", lambda *arguments: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        comm.allocate(4, np.float32)
+    assert not comm.backend._windows.memories and not comm.backend._routes
 
 
-def test_abort_ends_a_wait(ranks: ThreadRanks) -> None:
-    def body(rendezvous: Rendezvous) -> None:
-        engine = PeerEngine(rendezvous, 0, timeout=20.0)
-        if rendezvous.rank == 0:
-            x = Array.zeros(100, np.float32, 0)
-            threading.Timer(0.2, engine.abort).start()
-            begun = time.monotonic()
-            engine.bind_all_reduce(x.pointer, x.pointer, 100, FLOAT, ReduceOp.SUM)(0)
-            assert 0.2 <= time.monotonic() - begun < 10
-            with pytest.raises(CollectiveError, match="x: aborted while it waited for rank"):
-                engine.check("x")
-            assert "the GPU waited for rank" in engine.last_wait(0)
-        rendezvous.barrier()
-
-    ranks.run_bare(body)
+@on_each_rank("ranks.run_bare")
+def test_abort_ends_a_wait(rendezvous: Rendezvous, /) -> None:
+    engine = PeerEngine(rendezvous, 0, timeout=20.0)
+    if rendezvous.rank == 0:
+        x = Array.zeros(100, np.float32, 0)
+        threading.Timer(0.2, engine.abort).start()
+        begun = time.monotonic()
+        engine.bind_all_reduce(x.pointer, x.pointer, 100, FLOAT, ReduceOp.SUM)(0)
+        assert 0.2 <= time.monotonic() - begun < 10
+        with pytest.raises(CollectiveError, match="x: aborted while it waited for rank"):
+            engine.check("x")
+        assert "the GPU waited for rank" in engine.last_wait(0)
+    rendezvous.barrier()
 
 
-def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run")
+def test_what_ranks_must_agree_on(gpu: Any, /) -> None:
     """Where buffers lie decides the kernel of large calls, so it is compared; small ones go anywhere."""
-
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        symmetric = (1000, Launch("one_shot", threads=64)), (None, Launch("direct"))  # packets go as elsewhere
-        comm.backend.use(Launches(symmetric, ((1000, Launch("one_shot")), (None, Launch("two_shot")))))
-        ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
-        other = comm.allocate(1 << 18, np.float32)
-        ways, names = {}, ("ordinary", "symmetric", "shifted", "another")
-        for count in (100, 1 << 17):
-            for name, x in zip(names, (ordinary, symmetric, symmetric[4:], other), strict=True):
-                buffer = as_buffer(x[:count], "x", writable=True)
-                reduction = resolve(ReduceOp.SUM, buffer.dtype, comm.size)
-                call = Call(Operation("all_reduce", comm.rank, send=buffer, recv=buffer, reduction=reduction))
-                comm.backend.prepare(call)
-                ways[name, count] = call.fingerprint()["kernel"]
-        assert len({ways[name, 100] for name in names}) == 1
-        assert len({ways[name, 1 << 17] for name in names}) == 4
-        prepared = Prepared(comm)
-        for _ in range(2):
-            comm.all_reduce(other)
-        assert not prepared.by(lambda: comm.all_reduce(other))
-        comm.backend.use(comm.backend._engine.launches)
-        assert prepared.by(lambda: comm.all_reduce(other)), "as before, and perhaps not on all ranks"
-        comm.barrier()  # or the last operation keeps its array, whose memory the backend gives back
-        assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
-
-    ranks.run(body)
+    comm = gpu.comm
+    symmetric = (1000, Launch("one_shot", threads=64)), (None, Launch("direct"))  # packets go as elsewhere
+    comm.backend.use(Launches(symmetric, ((1000, Launch("one_shot")), (None, Launch("two_shot")))))
+    ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
+    other = comm.allocate(1 << 18, np.float32)
+    ways, names = {}, ("ordinary", "symmetric", "shifted", "another")
+    for count in (100, 1 << 17):
+        for name, x in zip(names, (ordinary, symmetric, symmetric[4:], other), strict=True):
+            buffer = as_buffer(x[:count], "x", writable=True)
+            reduction = resolve(ReduceOp.SUM, buffer.dtype, comm.size)
+            call = Call(Operation("all_reduce", comm.rank, send=buffer, recv=buffer, reduction=reduction))
+            comm.backend.prepare(call)
+            ways[name, count] = call.fingerprint()["kernel"]
+    assert len({ways[name, 100] for name in names}) == 1
+    assert len({ways[name, 1 << 17] for name in names}) == 4
+    prepared = Prepared(comm)
+    for _ in range(2):
+        comm.all_reduce(other)
+    assert not prepared.by(lambda: comm.all_reduce(other))
+    comm.backend.use(comm.backend._engine.launches)
+    assert prepared.by(lambda: comm.all_reduce(other)), "as before, and perhaps not on all ranks"
+    comm.barrier()  # or the last operation keeps its array, whose memory the backend gives back
+    assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
 
 
-def test_a_tag_is_refused_of_a_message_that_went_without_one(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run")
+def test_a_tag_is_refused_of_a_message_that_went_without_one(gpu: Any, /) -> None:
     """Launches are kept by what was called."""
-
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, Array.zeros(5, np.float32, 0)
-        to, other = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        y = Array.zeros(5, np.float32, 0)
-        for _ in range(2):
-            comm.send_recv(x, y, to, other)
-            with pytest.raises(InvalidArgument, match="tag: expected 0"):
-                comm.send_recv(x, y, to, other, tag=1)
-
-    ranks.run(body)
+    comm, x = gpu.comm, Array.zeros(5, np.float32, 0)
+    to, other = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    y = Array.zeros(5, np.float32, 0)
+    for _ in range(2):
+        comm.send_recv(x, y, to, other)
+        with pytest.raises(InvalidArgument, match="tag: expected 0"):
+            comm.send_recv(x, y, to, other, tag=1)
 
 
-def test_what_the_root_alone_has_does_not_decide(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run")
+def test_what_the_root_alone_has_does_not_decide(gpu: Any, /) -> None:
     """``auto`` routes by where buffers lie: every rank must find the same."""
-
-    def body(gpu: Any) -> None:
-        comm, root = gpu.comm, gpu.comm.rank == 0
-        symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
-        part = symmetric[:100]
-        for each in (
-            comm.gather_init(part, 0, ordinary if root else None),
-            comm.reduce_init(symmetric, out=ordinary if root else None),
-            comm.broadcast_init(ordinary if root else symmetric, out=symmetric if root else None),
-            comm.scatter_init(ordinary if root else None, part),
-        ):
-            assert comm.backend.is_symmetric(each._call.operation), each._call
-        assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._call.operation)
-
-    ranks.run(body)
+    comm, root = gpu.comm, gpu.comm.rank == 0
+    symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
+    part = symmetric[:100]
+    for each in (
+        comm.gather_init(part, 0, ordinary if root else None),
+        comm.reduce_init(symmetric, out=ordinary if root else None),
+        comm.broadcast_init(ordinary if root else symmetric, out=symmetric if root else None),
+        comm.scatter_init(ordinary if root else None, part),
+    ):
+        assert comm.backend.is_symmetric(each._call.operation), each._call
+    assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._call.operation)
 
 
-def test_windows_keep_their_names_when_others_are_freed(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run")
+def test_windows_keep_their_names_when_others_are_freed(gpu: Any, /) -> None:
     """A rank may prepare a persistent operation earlier than another."""
-
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        freed, x = (comm.allocate(1 << 17, np.float32) for _ in range(2))
-        early = comm.all_reduce_init(x)
-        del freed
-        comm.allocate(1, np.float32)
-        assert len(comm.backend._windows.memories) == 2
-        assert comm.all_reduce_init(x)._call.route.kernel == early._call.route.kernel
-
-    ranks.run(body)
+    comm = gpu.comm
+    freed, x = (comm.allocate(1 << 17, np.float32) for _ in range(2))
+    early = comm.all_reduce_init(x)
+    del freed
+    comm.allocate(1, np.float32)
+    assert len(comm.backend._windows.memories) == 2
+    assert comm.all_reduce_init(x)._call.route.kernel == early._call.route.kernel
 
 
 def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -> None:
@@ -758,27 +731,24 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def test_errors_of_kernels_name_ranks_of_the_world(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run_bare")
+def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) -> None:
     """Rank 0 of a group, which is rank 2 of the world."""
-
-    def body(rendezvous: Rendezvous) -> None:
-        rank = rendezvous.rank
-        part = rendezvous.split(0, -rank)
-        assert part is not None
-        comm = communicator(part, 20.0)
-        comm.all_reduce(Array.zeros(4, np.float32, 0))
-        part.barrier()
-        comm.timeout, part.timeout = 0.3, 20.0
-        if rank == 1:
-            comm.recv(Array.zeros(4, np.float32, 0), 0)  # returns when its kernel has given up
-            with pytest.raises(CollectiveTimeout) as raised:
-                comm.synchronize()
-            assert "rank 2 of world did not arrive within 0.3 s (channel 0" in str(raised.value)
-            assert raised.value.ranks == (2,)
-        rendezvous.barrier()
-        comm.abort()
-
-    ranks.run_bare(body)
+    rank = rendezvous.rank
+    part = rendezvous.split(0, -rank)
+    assert part is not None
+    comm = communicator(part, 20.0)
+    comm.all_reduce(Array.zeros(4, np.float32, 0))
+    part.barrier()
+    comm.timeout, part.timeout = 0.3, 20.0
+    if rank == 1:
+        comm.recv(Array.zeros(4, np.float32, 0), 0)  # returns when its kernel has given up
+        with pytest.raises(CollectiveTimeout) as raised:
+            comm.synchronize()
+        assert "rank 2 of world did not arrive within 0.3 s (channel 0" in str(raised.value)
+        assert raised.value.ranks == (2,)
+    rendezvous.barrier()
+    comm.abort()
 
 
 def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -810,27 +780,24 @@ def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytes
     ranks.run_bare(body)
 
 
-def test_what_ends_a_kernel_is_what_is_raised(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run_bare")
+def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None:
     """The watchdog ends a kernel because a rank died: the program finds the kernel's end, and raises the cause."""
+    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+    backend, call = comm.backend, Call(Operation("all_reduce", rank), sequence=0)
+    backend.unwatch()
 
-    def body(rendezvous: Rendezvous) -> None:
-        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-        backend, call = comm.backend, Call(Operation("all_reduce", rank), sequence=0)
-        backend.unwatch()
+    def ended_meanwhile() -> bool:
+        backend.failed(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
+        backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
+        return False
 
-        def ended_meanwhile() -> bool:
-            backend.failed(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
-            backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
-            return False
-
-        if rank == 0:
-            with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
-                backend.wait_on_host(call, ended_meanwhile, 20.0)
-            assert raised.value.ranks == (1,)
-        rendezvous.barrier()
-        comm.abort()
-
-    ranks.run_bare(body)
+    if rank == 0:
+        with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
+            backend.wait_on_host(call, ended_meanwhile, 20.0)
+        assert raised.value.ranks == (1,)
+    rendezvous.barrier()
+    comm.abort()
 
 
 def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -848,27 +815,24 @@ def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypa
     assert error.ranks == (3,) and str(error) == f"{ended}: ranks [3] of world did not arrive"
 
 
-def test_a_window_outlives_the_graphs_that_captured_it(ranks: ThreadRanks) -> None:
+@on_each_rank("ranks.run")
+def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /) -> None:
     """On one rank or on all: kernels of other ranks reach into it as long as any graph is replayed."""
-
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        x, other = comm.allocate(1 << 12, np.float32), comm.allocate(1 << 12, np.float32)
-        x.stream = 5
-        with captures() as graph:
-            comm.all_reduce(x)
-        comm.all_reduce(other)  # or the last operation keeps its array
-        windows, pointer = comm.backend._windows.memories, x.pointer
-        del x
-        for ends in ([], [1], [0, 2], []):
-            alive = any(window.pointer == pointer for window in windows.values())
-            assert alive, "a graph on some rank uses it"
-            if comm.rank in ends:
-                graph.destroy()
-            comm.rendezvous.barrier()
-            comm.allocate(1, np.float32)
-            if ends == [0, 2]:
-                break
-        assert all(window.pointer != pointer for window in windows.values())
-
-    ranks.run(body)
+    comm = gpu.comm
+    x, other = comm.allocate(1 << 12, np.float32), comm.allocate(1 << 12, np.float32)
+    x.stream = 5
+    with captures() as graph:
+        comm.all_reduce(x)
+    comm.all_reduce(other)  # or the last operation keeps its array
+    windows, pointer = comm.backend._windows.memories, x.pointer
+    del x
+    for ends in ([], [1], [0, 2], []):
+        alive = any(window.pointer == pointer for window in windows.values())
+        assert alive, "a graph on some rank uses it"
+        if comm.rank in ends:
+            graph.destroy()
+        comm.rendezvous.barrier()
+        comm.allocate(1, np.float32)
+        if ends == [0, 2]:
+            break
+    assert all(window.pointer != pointer for window in windows.values())

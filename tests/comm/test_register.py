@@ -18,6 +18,7 @@ from kos.testing import spawn
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, captures
 from tests.comm.fake_peer import communicator as peer_communicator
 from tests.comm.fake_peer import no_gpus
+from tests.comm.ranks import on_each_rank
 
 
 @pytest.fixture
@@ -56,50 +57,45 @@ def test_registered_as_long_as_its_array_lives(windows: Any) -> None:
     assert sorted(windows("register")) == sorted(windows("deregister")) and not windows("free")
 
 
-def test_a_graph_keeps_the_registration_and_the_memory(windows: Any) -> None:
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, own_array()
-        x.stream, memory, address = 5, x.owner, x.pointer
-        buffer = comm.register(x)
-        buffer.stream = 5
+@on_each_rank(FakeRanks(1).run)
+def test_a_graph_keeps_the_registration_and_the_memory(gpu: Any, /, windows: Any) -> None:
+    comm, x = gpu.comm, own_array()
+    x.stream, memory, address = 5, x.owner, x.pointer
+    buffer = comm.register(x)
+    buffer.stream = 5
+    comm.broadcast(buffer, 0)
+    with captures() as graph:
         comm.broadcast(buffer, 0)
-        with captures() as graph:
-            comm.broadcast(buffer, 0)
-        comm.broadcast(Array.zeros(3, np.int8, 0), 0)  # or the last operation keeps its array
-        del buffer, x
-        comm.register(own_array())
-        assert windows("deregister") == []
-        references = sys.getrefcount(memory)
-        graph.destroy()
-        comm.register(own_array())
-        assert address in windows("deregister") and sys.getrefcount(memory) < references
-
-    FakeRanks(1).run(body)
+    comm.broadcast(Array.zeros(3, np.int8, 0), 0)  # or the last operation keeps its array
+    del buffer, x
+    comm.register(own_array())
+    assert windows("deregister") == []
+    references = sys.getrefcount(memory)
+    graph.destroy()
+    comm.register(own_array())
+    assert address in windows("deregister") and sys.getrefcount(memory) < references
 
 
-def test_memory_that_two_communicators_have_registered(windows: Any) -> None:
+@on_each_rank(FakeRanks(1).run)
+def test_memory_that_two_communicators_have_registered(gpu: Any, /, windows: Any) -> None:
     """The end of one registration leaves the other: a graph keeps it."""
-
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, own_array()
-        other = comm.duplicate()
-        mine, theirs = comm.register(x), other.register(x)
-        theirs.stream = mine.stream = 5
+    comm, x = gpu.comm, own_array()
+    other = comm.duplicate()
+    mine, theirs = comm.register(x), other.register(x)
+    theirs.stream = mine.stream = 5
+    other.broadcast(theirs, 0)
+    comm.broadcast(mine, 0)
+    del mine
+    comm.broadcast(Array.zeros(3, np.int8, 0), 0)
+    comm.register(own_array())
+    assert windows("deregister") == [x.pointer]
+    with captures():
         other.broadcast(theirs, 0)
-        comm.broadcast(mine, 0)
-        del mine
-        comm.broadcast(Array.zeros(3, np.int8, 0), 0)
-        comm.register(own_array())
-        assert windows("deregister") == [x.pointer]
-        with captures():
-            other.broadcast(theirs, 0)
-        other.broadcast(Array.zeros(3, np.int8, 0), 0)
-        del theirs
-        other.register(own_array())
-        assert windows("deregister").count(x.pointer) == 1
-        other.abort()
-
-    FakeRanks(1).run(body)
+    other.broadcast(Array.zeros(3, np.int8, 0), 0)
+    del theirs
+    other.register(own_array())
+    assert windows("deregister").count(x.pointer) == 1
+    other.abort()
 
 
 class Tensor:
@@ -134,17 +130,17 @@ def torch_with(expandable: bool, x: Array) -> Any:
     )  # fmt: skip
 
 
-def test_expandable_segments_of_torch_are_refused_by_name(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, own_array()
-        tensor = Tensor(x)
-        monkeypatch.setitem(sys.modules, "torch", torch_with(True, x))
-        with pytest.raises(InvalidArgument, match="rank 0: expected .* stays mapped, got a tensor in an expandable"):
-            comm.register(tensor)
-        monkeypatch.setitem(sys.modules, "torch", torch_with(False, x))
-        assert comm.register(tensor).pointer == x.pointer
-
-    FakeRanks(1).run(body)
+@on_each_rank(FakeRanks(1).run)
+def test_expandable_segments_of_torch_are_refused_by_name(
+    gpu: Any, /, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm, x = gpu.comm, own_array()
+    tensor = Tensor(x)
+    monkeypatch.setitem(sys.modules, "torch", torch_with(True, x))
+    with pytest.raises(InvalidArgument, match="rank 0: expected .* stays mapped, got a tensor in an expandable"):
+        comm.register(tensor)
+    monkeypatch.setitem(sys.modules, "torch", torch_with(False, x))
+    assert comm.register(tensor).pointer == x.pointer
 
 
 def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +176,10 @@ def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows: Any, mo
     assert len(windows("register")) == 2
 
 
-def test_sizes_that_differ_raise_on_all_ranks(windows: Any) -> None:
-    def body(gpu: Any) -> None:
-        with pytest.raises(CollectiveMismatch, match=r"register of 4096 bytes .*register of 4100 bytes"):
-            gpu.comm.register(own_array(1024 + gpu.rank))
-
-    FakeRanks(2).run(body)
+@on_each_rank(FakeRanks(2).run)
+def test_sizes_that_differ_raise_on_all_ranks(gpu: Any, /, windows: Any) -> None:
+    with pytest.raises(CollectiveMismatch, match=r"register of 4096 bytes .*register of 4100 bytes"):
+        gpu.comm.register(own_array(1024 + gpu.rank))
 
 
 def test_a_machine_without_windows(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,12 +203,10 @@ def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch: pytest.MonkeyP
     assert nccl_binding.is_virtual(4096) == (status == 0) == (released == ["handle"])
 
 
-def test_a_backend_for_host_memory_has_nothing_to_register() -> None:
-    def body(comm: kos.Communicator) -> None:
-        with pytest.raises(InvalidArgument, match="register: expected a backend for GPUs, got mock, which"):
-            comm.register(np.ones(3))
-
-    spawn(body, 2)
+@on_each_rank(spawn, 2)
+def test_a_backend_for_host_memory_has_nothing_to_register(comm: kos.Communicator, /) -> None:
+    with pytest.raises(InvalidArgument, match="register: expected a backend for GPUs, got mock, which"):
+        comm.register(np.ones(3))
 
 
 # Peer memory.

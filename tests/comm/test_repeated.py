@@ -21,6 +21,7 @@ from kos.memory.array import Array
 from tests.comm import test_auto
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, communicator
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.ranks import on_each_rank
 
 COUNT = 6
 SIZE = 3
@@ -71,54 +72,52 @@ def expected(name: str, xs: list[np.ndarray], parts: list[np.ndarray], rank: int
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_third_call_is_ready_and_gives_what_the_first_gave(fake: FakeNCCL, seed: int, name: str) -> None:
-    def body(gpu: Any) -> None:
-        comm, prepared, length = gpu.comm, Prepared(gpu.comm), 2 * SIZE
-        arrays = [Array.zeros(size, np.int64, 0) for size in (length, length, 2)]
-        for turn in range(5):
-            rng = np.random.default_rng((seed, turn))
-            xs, parts = rng.integers(0, 1000, (SIZE, length)), rng.integers(0, 1000, (SIZE, 2))
-            for array, values in zip(arrays, (xs[comm.rank], np.full(length, -1), parts[comm.rank]), strict=True):
-                array.copy_from(values)
-            prepared.clear()
-            got = CALLS[name](comm, *arrays)
-            assert bool(prepared) == (turn < 2), (turn, list(prepared))
-            want = expected(name, list(xs), list(parts), comm.rank)
-            assert any(got is array for array in arrays) or got is want is None
-            if want is not None:
-                np.testing.assert_array_equal(got.numpy(), want)
-        entries = comm.recorder.entries()
-        entries = entries[:: len(entries) // 5]  # of a send_recv each has two
-        number = "p2p_seq_id" if name == "send_recv" else "collective_seq_id"
-        assert [entry[number] for entry in entries] == list(range(5))
-        sizes = "input_sizes", "output_sizes", "input_dtypes"
-        keys = "profiling_name", "reduce_op", "root", "timeout_ms", "state", *sizes
-        assert all(entry[key] == entries[0][key] for entry in entries for key in keys)
-        assert len({(f["filename"], f["line"]) for entry in entries for f in entry["frames"]}) == 1
+@on_each_rank(FakeRanks(SIZE).run)
+def test_the_third_call_is_ready_and_gives_what_the_first_gave(
+    gpu: Any, /, fake: FakeNCCL, seed: int, name: str
+) -> None:
+    comm, prepared, length = gpu.comm, Prepared(gpu.comm), 2 * SIZE
+    arrays = [Array.zeros(size, np.int64, 0) for size in (length, length, 2)]
+    for turn in range(5):
+        rng = np.random.default_rng((seed, turn))
+        xs, parts = rng.integers(0, 1000, (SIZE, length)), rng.integers(0, 1000, (SIZE, 2))
+        for array, values in zip(arrays, (xs[comm.rank], np.full(length, -1), parts[comm.rank]), strict=True):
+            array.copy_from(values)
+        prepared.clear()
+        got = CALLS[name](comm, *arrays)
+        assert bool(prepared) == (turn < 2), (turn, list(prepared))
+        want = expected(name, list(xs), list(parts), comm.rank)
+        assert any(got is array for array in arrays) or got is want is None
+        if want is not None:
+            np.testing.assert_array_equal(got.numpy(), want)
+    entries = comm.recorder.entries()
+    entries = entries[:: len(entries) // 5]  # of a send_recv each has two
+    number = "p2p_seq_id" if name == "send_recv" else "collective_seq_id"
+    assert [entry[number] for entry in entries] == list(range(5))
+    sizes = "input_sizes", "output_sizes", "input_dtypes"
+    keys = "profiling_name", "reduce_op", "root", "timeout_ms", "state", *sizes
+    assert all(entry[key] == entries[0][key] for entry in entries for key in keys)
+    assert len({(f["filename"], f["line"]) for entry in entries for f in entry["frames"]}) == 1
 
-    FakeRanks(SIZE).run(body)
 
-
-def test_other_ranks_are_another_call(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        comm, prepared = gpu.comm, Prepared(gpu.comm)
-        x, y = Array.from_numpy(np.full(COUNT, comm.rank), 0), Array.zeros(COUNT, np.int64, 0)
-        for step in (1, 1, 1, 2, 2, 1):
-            to, of = (comm.rank + step) % SIZE, (comm.rank - step) % SIZE
-            comm.send_recv(x, y, to, of)
-            assert (y.numpy() == of).all()
-        for call in (comm.gather, comm.reduce):
-            a, b = (Array.zeros(COUNT * n, np.int64, 0) for n in (1, SIZE if call == comm.gather else 1))
-            for root in (0, 0, 0, 1, 1, 0):
-                a.copy_from(np.full(COUNT, root + 1))
-                b.copy_from(np.full(b.size, -1))
-                result = call(a, root, out=b if comm.rank == root else None)
-                assert (result is b) == (comm.rank == root)
-                want = -1 if comm.rank != root else root + 1 if call == comm.gather else SIZE * (root + 1)
-                assert (b.numpy() == want).all()
-        assert prepared
-
-    FakeRanks(SIZE).run(body)
+@on_each_rank(FakeRanks(SIZE).run)
+def test_other_ranks_are_another_call(gpu: Any, /, fake: FakeNCCL) -> None:
+    comm, prepared = gpu.comm, Prepared(gpu.comm)
+    x, y = Array.from_numpy(np.full(COUNT, comm.rank), 0), Array.zeros(COUNT, np.int64, 0)
+    for step in (1, 1, 1, 2, 2, 1):
+        to, of = (comm.rank + step) % SIZE, (comm.rank - step) % SIZE
+        comm.send_recv(x, y, to, of)
+        assert (y.numpy() == of).all()
+    for call in (comm.gather, comm.reduce):
+        a, b = (Array.zeros(COUNT * n, np.int64, 0) for n in (1, SIZE if call == comm.gather else 1))
+        for root in (0, 0, 0, 1, 1, 0):
+            a.copy_from(np.full(COUNT, root + 1))
+            b.copy_from(np.full(b.size, -1))
+            result = call(a, root, out=b if comm.rank == root else None)
+            assert (result is b) == (comm.rank == root)
+            want = -1 if comm.rank != root else root + 1 if call == comm.gather else SIZE * (root + 1)
+            assert (b.numpy() == want).all()
+    assert prepared
 
 
 def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
@@ -272,21 +271,19 @@ def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytes
     assert not launched
 
 
-def test_communicators_keep_apart_what_they_repeat(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, Array.zeros(2, np.int32, 0)
-        pair = comm.split(0 if comm.rank < 2 else None)
-        for _ in range(3):
-            for group in (comm, pair) if pair is not None else (comm,):
-                for _ in range(3):
-                    x.copy_from(np.ones(2, np.int32))
-                    assert group.all_reduce(x).numpy().tolist() == [group.size] * 2
-        if pair is not None:
-            pair.close()
-        x.copy_from(np.ones(2, np.int32))
-        assert comm.all_reduce(x).numpy().tolist() == [SIZE] * 2
-
-    FakeRanks(SIZE).run(body)
+@on_each_rank(FakeRanks(SIZE).run)
+def test_communicators_keep_apart_what_they_repeat(gpu: Any, /, fake: FakeNCCL) -> None:
+    comm, x = gpu.comm, Array.zeros(2, np.int32, 0)
+    pair = comm.split(0 if comm.rank < 2 else None)
+    for _ in range(3):
+        for group in (comm, pair) if pair is not None else (comm,):
+            for _ in range(3):
+                x.copy_from(np.ones(2, np.int32))
+                assert group.all_reduce(x).numpy().tolist() == [group.size] * 2
+    if pair is not None:
+        pair.close()
+    x.copy_from(np.ones(2, np.int32))
+    assert comm.all_reduce(x).numpy().tolist() == [SIZE] * 2
 
 
 def test_communicators_that_take_turns_find_their_own(fake: FakeNCCL) -> None:

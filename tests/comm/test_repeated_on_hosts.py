@@ -18,6 +18,7 @@ from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
 from tests.comm import shared_ranks
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TCPRanks
 
 CALLS: dict[str, Callable[[kos.Communicator, Any, Any], Any]] = {  # of n elements, and of one for each rank
@@ -175,17 +176,15 @@ def test_only_small_arrays_are_held_and_not_many(alone: kos.Communicator) -> Non
 
 
 @pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
-def test_a_repeated_call_is_compared_with_the_other_ranks(run: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        x = np.ones(4)
-        for _ in range(4):
-            comm.all_reduce(x)
-        with pytest.raises(CollectiveMismatch, match="rank 1 called broadcast #4"):
-            comm.broadcast(x) if comm.rank == 1 else comm.all_reduce(x)
-        with pytest.raises(CollectiveError, match="failed before"):
-            comm.all_reduce(x)
-
-    run(body, 3)
+@on_each_rank("run", 3)
+def test_a_repeated_call_is_compared_with_the_other_ranks(comm: kos.Communicator, /) -> None:
+    x = np.ones(4)
+    for _ in range(4):
+        comm.all_reduce(x)
+    with pytest.raises(CollectiveMismatch, match="rank 1 called broadcast #4"):
+        comm.broadcast(x) if comm.rank == 1 else comm.all_reduce(x)
+    with pytest.raises(CollectiveError, match="failed before"):
+        comm.all_reduce(x)
 
 
 def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
@@ -209,17 +208,15 @@ def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
     shared_ranks.run(body, 2)
 
 
-def test_a_start_that_is_complete_at_once_is_waited_for_before_the_next() -> None:
-    def body(comm: kos.Communicator) -> None:
-        operation = comm.all_reduce_init(x := np.ones(4))
-        for turn in range(4):
-            work = operation.start()
-            with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
-                operation.start()
-            assert work.wait() is x and work.done()
-            assert (x == 2 ** (turn + 1)).all()
-
-    shared_ranks.run(body, 2)
+@on_each_rank(shared_ranks.run, 2)
+def test_a_start_that_is_complete_at_once_is_waited_for_before_the_next(comm: kos.Communicator, /) -> None:
+    operation = comm.all_reduce_init(x := np.ones(4))
+    for turn in range(4):
+        work = operation.start()
+        with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
+            operation.start()
+        assert work.wait() is x and work.done()
+        assert (x == 2 ** (turn + 1)).all()
 
 
 def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
@@ -256,15 +253,13 @@ def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
     shared_ranks.run(body, 2)
 
 
-def test_a_cached_scatter_takes_no_input_of_another_rank_than_the_root() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, out = np.ones(2), np.empty(1)
-        for name, counts in (("scatter", ()), ("scatter_v", ([1, 1],))):
-            call = getattr(comm, name)
-            for _ in range(3):
-                call(None if comm.rank else x, *counts, out)
-            if comm.rank:
-                with pytest.raises(InvalidArgument, match="x: expected None on rank 1"):
-                    call(out, *counts, out)
-
-    shared_ranks.run(body, 2)
+@on_each_rank(shared_ranks.run, 2)
+def test_a_cached_scatter_takes_no_input_of_another_rank_than_the_root(comm: kos.Communicator, /) -> None:
+    x, out = np.ones(2), np.empty(1)
+    for name, counts in (("scatter", ()), ("scatter_v", ([1, 1],))):
+        call = getattr(comm, name)
+        for _ in range(3):
+            call(None if comm.rank else x, *counts, out)
+        if comm.rank:
+            with pytest.raises(InvalidArgument, match="x: expected None on rank 1"):
+                call(out, *counts, out)

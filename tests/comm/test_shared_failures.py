@@ -21,6 +21,7 @@ from kos.comm.host.shared.segment import STARTED
 from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
+from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import run
 from tests.comm.test_failures import F4, F5, MISMATCHES
 from tests.comm.test_jobs import mpirun, program
@@ -68,14 +69,11 @@ def check_mismatch(comm: kos.Communicator, case: str, odd: int) -> str:
 
 @pytest.mark.parametrize("start", [run, spawn])
 @pytest.mark.parametrize("other", [lambda c: c.barrier(), lambda c: c.all_gather(np.zeros((), np.int64))])
-def test_errors_name_the_call_that_was_made(start: Callable[..., Any], other: Callable[..., Any]) -> None:
+@on_each_rank("start", 2)
+def test_errors_name_the_call_that_was_made(comm: kos.Communicator, /, other: Callable[..., Any]) -> None:
     """``all_gather_bytes``, which is made of two operations."""
-
-    def body(comm: kos.Communicator) -> None:
-        with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
-            comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
-
-    start(body, 2)
+    with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
+        comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -132,24 +130,19 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("odd", [0, -1])
 @pytest.mark.parametrize("case", CASES)
-def test_mismatch_on_mpi(ranks_of_mpi: Any, case: str, odd: int) -> None:
-    def body(comm: kos.Communicator) -> None:
-        message = check_mismatch(comm, case, odd % comm.size)
-        assert len(set(comm.rendezvous.allgather(message.encode()))) == 1
-
-    ranks_of_mpi.run(body)
+@on_each_rank("ranks_of_mpi.run")
+def test_mismatch_on_mpi(comm: kos.Communicator, /, case: str, odd: int) -> None:
+    message = check_mismatch(comm, case, odd % comm.size)
+    assert len(set(comm.rendezvous.allgather(message.encode()))) == 1
 
 
-def test_the_same_calls_in_other_shapes_belong_together() -> None:
+@on_each_rank(run, 3)
+def test_the_same_calls_in_other_shapes_belong_together(comm: kos.Communicator, /) -> None:
     """The negative control: only what must be equal is compared."""
-
-    def body(comm: kos.Communicator) -> None:
-        x = np.full((2, 6) if comm.rank else (12,), comm.rank, np.float32)
-        assert (comm.all_reduce(x, timeout=5.0 + comm.rank) == 3).all()
-        comm.gather(x, 1)
-        comm.scatter(np.zeros((3, 4)) if comm.rank == 2 else None, np.zeros(4), 2)
-
-    run(body, 3)
+    x = np.full((2, 6) if comm.rank else (12,), comm.rank, np.float32)
+    assert (comm.all_reduce(x, timeout=5.0 + comm.rank) == 3).all()
+    comm.gather(x, 1)
+    comm.scatter(np.zeros((3, 4)) if comm.rank == 2 else None, np.zeros(4), 2)
 
 
 def test_who_comes_late_hears_that_the_others_gave_up() -> None:
@@ -169,27 +162,23 @@ def test_who_comes_late_hears_that_the_others_gave_up() -> None:
 
 
 @pytest.mark.parametrize("letter", ["a", '"', "ж", "𝄞"])
-def test_a_long_reason_is_cut_not_lost(letter: str) -> None:
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            comm.abort(reason=f"it had enough: {letter * 10_000}")
-            return
-        with pytest.raises(RankLost, match=f"rank 0 is gone: it had enough: {letter * 100}"):
-            comm.barrier()
-
-    run(body, 2, close=False)
+@on_each_rank(run, 2, close=False)
+def test_a_long_reason_is_cut_not_lost(comm: kos.Communicator, /, letter: str) -> None:
+    if comm.rank == 0:
+        comm.abort(reason=f"it had enough: {letter * 10_000}")
+        return
+    with pytest.raises(RankLost, match=f"rank 0 is gone: it had enough: {letter * 100}"):
+        comm.barrier()
 
 
-def test_a_description_that_is_half_written_does_not_hide_the_others() -> None:
-    def body(comm: kos.Communicator) -> None:
-        calls, segment = comm.backend._calls, comm.backend._segment
-        calls._known["a call whose description is being written"] = 0  # it has the first place
-        at = segment.layout.text(segment.rank, 0)
-        segment.bytes[at : at + 5] = b"[12, "
-        with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
-            comm.all_reduce(np.zeros(4 + comm.rank))
-
-    run(body, 2, close=False)
+@on_each_rank(run, 2, close=False)
+def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.Communicator, /) -> None:
+    calls, segment = comm.backend._calls, comm.backend._segment
+    calls._known["a call whose description is being written"] = 0  # it has the first place
+    at = segment.layout.text(segment.rank, 0)
+    segment.bytes[at : at + 5] = b"[12, "
+    with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
+        comm.all_reduce(np.zeros(4 + comm.rank))
 
 
 def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,25 +214,22 @@ def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
         assert os.fstat(file).st_ino != inode
 
 
-def test_a_rank_that_ends_for_a_dead_one_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(run, 3, close=False)
+def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 may wait for rank 2 alone, which has given up on rank 1 and ended."""
-
-    def body(comm: kos.Communicator) -> None:
-        backend: Any = comm.backend
-        comm.barrier()
-        if comm.rank == 1:
-            calls = backend._calls
-            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
-        comm.rendezvous.barrier()
-        if comm.rank == 2:
-            monkeypatch.setattr(host, "_open", {backend})
-            host._report_ends()
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):
-                comm.barrier()
-
-    run(body, 3, close=False)
+    backend: Any = comm.backend
+    comm.barrier()
+    if comm.rank == 1:
+        calls = backend._calls
+        calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+    comm.rendezvous.barrier()
+    if comm.rank == 2:
+        monkeypatch.setattr(host, "_open", {backend})
+        host._report_ends()
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):
+            comm.barrier()
 
 
 def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:

@@ -23,7 +23,7 @@ from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing.conformance.values import ALL_DTYPES
 from tests.comm import test_conformance as conformance
-from tests.comm.ranks import WAITS, closes_because_of_another, time_out_beside_others
+from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, time_out_beside_others
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
     test_barrier_waits_for_all_ranks,
@@ -230,49 +230,43 @@ def test_an_announced_message_of_a_rank_that_is_gone() -> None:
     TCPRanks(2).run(body)
 
 
-def test_calls_that_differ_are_found_at_the_end_at_the_latest() -> None:
+@on_each_rank(TCPRanks(2).run)
+def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm: kos.Communicator, /) -> None:
     """A root does not wait for those whom it sends to: two roots are done before either knows of the other."""
-
-    def body(comm: kos.Communicator) -> None:
-        comm.barrier()
-        x = np.full(3, comm.rank + 1.0)
-        with pytest.raises(CollectiveMismatch, match=r"broadcast #1 .* they differ in root"):  # noqa: PT012
-            comm.broadcast(x, root=comm.rank)
-            comm.rendezvous.barrier()  # the messages have been sent
-            comm.close()
-
-    TCPRanks(2).run(body)
+    comm.barrier()
+    x = np.full(3, comm.rank + 1.0)
+    with pytest.raises(CollectiveMismatch, match=r"broadcast #1 .* they differ in root"):  # noqa: PT012
+        comm.broadcast(x, root=comm.rank)
+        comm.rendezvous.barrier()  # the messages have been sent
+        comm.close()
 
 
 @pytest.mark.parametrize(
     ("count", "dtype"), [(0, np.uint8), (4, np.uint8), (LONG, np.uint8), (3, np.int8), (LONG, np.float32)]
 )
 @pytest.mark.parametrize("posted", ["before", "after"])
-def test_message_of_another_size_or_dtype(count: int, dtype: Any, posted: str) -> None:
+@on_each_rank(TCPRanks(2).run)
+def test_message_of_another_size_or_dtype(comm: kos.Communicator, /, count: int, dtype: Any, posted: str) -> None:
     """The receiver raises, and the sender of a long message, which was not sent, too."""
-
-    def body(comm: kos.Communicator) -> None:
-        kind = np.dtype(dtype).name
-        message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of {kind}"
-        expected = np.full(3, 7, np.uint8)
-        if comm.rank == 1 and posted == "before":
-            work = comm.recv(expected, 0, 7, async_op=True)
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            work = comm.send(np.zeros(count, dtype), 1, 7, async_op=True)
-        comm.barrier()
-        if comm.rank == 1 and posted == "after":
-            work = comm.recv(expected, 0, 7, async_op=True)
-        if comm.rank == 0 and count < LONG:
+    kind = np.dtype(dtype).name
+    message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of {kind}"
+    expected = np.full(3, 7, np.uint8)
+    if comm.rank == 1 and posted == "before":
+        work = comm.recv(expected, 0, 7, async_op=True)
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        work = comm.send(np.zeros(count, dtype), 1, 7, async_op=True)
+    comm.barrier()
+    if comm.rank == 1 and posted == "after":
+        work = comm.recv(expected, 0, 7, async_op=True)
+    if comm.rank == 0 and count < LONG:
+        work.wait()
+    else:
+        with pytest.raises(CollectiveMismatch, match=message):
             work.wait()
-        else:
-            with pytest.raises(CollectiveMismatch, match=message):
-                work.wait()
-        assert (expected == 7).all()
-        swapped = comm.send_recv(np.full(2, comm.rank), np.zeros(2, int), 1 - comm.rank, 1 - comm.rank)
-        assert (swapped == 1 - comm.rank).all(), "the connection is not fit any more"
-
-    TCPRanks(2).run(body)
+    assert (expected == 7).all()
+    swapped = comm.send_recv(np.full(2, comm.rank), np.zeros(2, int), 1 - comm.rank, 1 - comm.rank)
+    assert (swapped == 1 - comm.rank).all(), "the connection is not fit any more"
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
@@ -356,54 +350,48 @@ def test_communicators_that_are_dropped_give_their_descriptors_back(memory: str)
     assert len(counts) == 4
 
 
-def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous() -> None:
-    def body(comm: kos.Communicator) -> None:
-        comm.rendezvous.barrier()
-        if comm.rank:
-            with pytest.raises(CollectiveTimeout):
-                comm.barrier(timeout=0.05)
-            comm.close()
-            assert comm.rendezvous._connection is None
-        else:
-            expected = r"barrier #0: not complete .*; rank [12] aborted because of it"
-            with pytest.raises(CollectiveTimeout, match=expected):
-                comm.rendezvous.barrier()
-            comm.abort()
-
-    TCPRanks(3).run(body)
+@on_each_rank(TCPRanks(3).run)
+def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous(comm: kos.Communicator, /) -> None:
+    comm.rendezvous.barrier()
+    if comm.rank:
+        with pytest.raises(CollectiveTimeout):
+            comm.barrier(timeout=0.05)
+        comm.close()
+        assert comm.rendezvous._connection is None
+    else:
+        expected = r"barrier #0: not complete .*; rank [12] aborted because of it"
+        with pytest.raises(CollectiveTimeout, match=expected):
+            comm.rendezvous.barrier()
+        comm.abort()
 
 
-def test_a_receive_that_was_given_up_leaves_its_memory_alone() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x = np.zeros(4)
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match=r"recv #0 .* tag 3: .* rank 1 sent nothing"):
-                comm.recv(x, 1, 3, timeout=0.05)
-        comm.barrier()
-        if comm.rank == 1:
-            comm.send(np.ones(4), 0, 3)
-        comm.barrier()
-        assert (x == 0).all()
-        if comm.rank == 0:
-            assert (comm.recv(x, 1, 3) == 1).all()
-
-    TCPRanks(2).run(body)
+@on_each_rank(TCPRanks(2).run)
+def test_a_receive_that_was_given_up_leaves_its_memory_alone(comm: kos.Communicator, /) -> None:
+    x = np.zeros(4)
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout, match=r"recv #0 .* tag 3: .* rank 1 sent nothing"):
+            comm.recv(x, 1, 3, timeout=0.05)
+    comm.barrier()
+    if comm.rank == 1:
+        comm.send(np.ones(4), 0, 3)
+    comm.barrier()
+    assert (x == 0).all()
+    if comm.rank == 0:
+        assert (comm.recv(x, 1, 3) == 1).all()
 
 
-def test_a_collective_that_was_given_up_leaves_its_memory_alone() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x = np.full(4, float(comm.rank))
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match="broadcast #0"):
-                comm.broadcast(x, 1, timeout=0.05)
-        comm.rendezvous.barrier()
-        if comm.rank == 1:
-            comm.broadcast(x, 1)  # it has not read yet that rank 0 gave up
-        comm.rendezvous.barrier()
-        comm.backend.transport.poller.progress()
-        assert (x == comm.rank).all()
-
-    TCPRanks(2).run(body)
+@on_each_rank(TCPRanks(2).run)
+def test_a_collective_that_was_given_up_leaves_its_memory_alone(comm: kos.Communicator, /) -> None:
+    x = np.full(4, float(comm.rank))
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout, match="broadcast #0"):
+            comm.broadcast(x, 1, timeout=0.05)
+    comm.rendezvous.barrier()
+    if comm.rank == 1:
+        comm.broadcast(x, 1)  # it has not read yet that rank 0 gave up
+    comm.rendezvous.barrier()
+    comm.backend.transport.poller.progress()
+    assert (x == comm.rank).all()
 
 
 def test_a_message_given_up_leaves_the_others() -> None:
@@ -479,17 +467,15 @@ def test_a_message_given_up_half_way(quitter: str) -> None:
         ((backend.ABORT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 8 of 1048576 bytes"),
     ],
 )
-def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> None:
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            with pytest.raises(RankLost, match=f"all_reduce #0 .*: rank 1 is gone: {what}"):
-                comm.all_reduce(np.zeros(4))
-        else:
-            comm.backend.transport.peers[0].sock.send(backend.HEADER.pack(*header))
-        comm.rendezvous.barrier()
-        comm.abort()
-
-    TCPRanks(2).run(body)
+@on_each_rank(TCPRanks(2).run)
+def test_a_header_that_makes_no_sense(comm: kos.Communicator, /, header: tuple[int, ...], what: str) -> None:
+    if comm.rank == 0:
+        with pytest.raises(RankLost, match=f"all_reduce #0 .*: rank 1 is gone: {what}"):
+            comm.all_reduce(np.zeros(4))
+    else:
+        comm.backend.transport.peers[0].sock.send(backend.HEADER.pack(*header))
+    comm.rendezvous.barrier()
+    comm.abort()
 
 
 def test_a_rank_that_is_lost_ends_what_waits_for_others() -> None:
@@ -507,16 +493,14 @@ def test_a_rank_that_is_lost_ends_what_waits_for_others() -> None:
     TCPRanks(3).run(body)
 
 
-def test_a_rank_that_closed_is_gone_but_what_it_sent_arrives() -> None:
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 1:
-            comm.send(np.full(3, 5.0), 0)
-        else:
-            assert (comm.recv(np.zeros(3), 1) == 5).all()
-            with pytest.raises(RankLost, match="rank 1 is gone: it closed its communicator"):
-                comm.recv(np.zeros(3), 1)
-
-    TCPRanks(2).run(body)
+@on_each_rank(TCPRanks(2).run)
+def test_a_rank_that_closed_is_gone_but_what_it_sent_arrives(comm: kos.Communicator, /) -> None:
+    if comm.rank == 1:
+        comm.send(np.full(3, 5.0), 0)
+    else:
+        assert (comm.recv(np.zeros(3), 1) == 5).all()
+        with pytest.raises(RankLost, match="rank 1 is gone: it closed its communicator"):
+            comm.recv(np.zeros(3), 1)
 
 
 def test_all_that_a_rank_sent_before_it_closed_arrives() -> None:
