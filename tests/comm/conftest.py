@@ -94,6 +94,20 @@ def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
     return MPIRanks(mpi_world)
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of this host share no memory, as if each were on a host of its own."""
+    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+
+
+@pytest.fixture(params=["shared", "none"])
+def memory(request: pytest.FixtureRequest) -> str:
+    """The memory that ranks of this host share."""
+    if request.param == "none":
+        request.getfixturevalue("apart")
+    return request.param
+
+
 # Ranks with a GPU each.
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos import ReduceOp
 from kos.comm.failures import Board, Ledger, blaming
 from kos.comm.host import mock
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
@@ -33,44 +32,20 @@ from kos.testing.conformance import cases
 from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, on_each_rank, time_is_up
 from tests.comm.tcp_ranks import run_threads
 
-F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
-Call = Callable[[kos.Communicator], Any]
 
-MISMATCHES: dict[str, tuple[Call, Call, str]] = {
-    "operation": (lambda c: c.all_reduce(F4()), lambda c: c.broadcast(F4()),
-                  "operation .*(all_reduce against broadcast|broadcast against all_reduce)"),
-    "count": (lambda c: c.all_reduce(F4()), lambda c: c.all_reduce(F5()), "count (4 against 5|5 against 4)"),
-    "dtype": (lambda c: c.broadcast(F4()), lambda c: c.broadcast(I4()), "dtype .*float32.*|dtype .*int64"),
-    "op": (lambda c: c.all_reduce(F4()), lambda c: c.all_reduce(F4(), ReduceOp.MAX), "op (SUM|MAX) against (MAX|SUM)"),
-    "root": (lambda c: c.broadcast(F4(), 0), lambda c: c.broadcast(F4(), 1), "root (0 against 1|1 against 0)"),
-    "algorithm": (lambda c: c.all_reduce(F4(), algorithm="ring"), lambda c: c.all_reduce(F4(), algorithm="tree"),
-                  "algorithm (ring against tree|tree against ring)"),
-    "deterministic": (lambda c: c.all_reduce(F4(), deterministic=True), lambda c: c.all_reduce(F4()),
-                      "deterministic (True against False|False against True)"),
-    "counts": (lambda c: c.all_gather_v(np.zeros(2 + (c.rank == 2)), [2, 2, 3]),
-               lambda c: c.all_gather_v(np.zeros(2), [2, 2, 2]), r"counts \[2, 2, .\] against \[2, 2, .\]"),
-    "gather size": (lambda c: c.gather(F4()), lambda c: c.gather(F5()), "count (4 against 5|5 against 4)"),
-    "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(F4()), "barrier"),
-}  # fmt: skip
-WITHOUT_MEMORY = "kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test")
+def F4() -> np.ndarray:
+    return np.zeros(4, np.float32)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", [case for case in cases() if case.name.startswith("mismatch")], ids=str)
-def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    """Ranks that share no memory."""
-    monkeypatch.setattr(*WITHOUT_MEMORY)
+def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None, case: Any) -> None:
     ranks_of_mpi.run(case.call)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_a_failure_is_heard_between_hosts_on_mpi(
-    ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, memory: str
-) -> None:
+def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
     """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
-    if memory == "none":
-        monkeypatch.setattr(*WITHOUT_MEMORY)
 
     def gives_up(comm: kos.Communicator) -> None:
         if comm.rank == 0:
@@ -285,12 +260,7 @@ def test_closing_a_group_after_a_failure_in_another_names_its_cause(wait: str) -
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_closing_a_group_after_a_failure_in_another_names_its_cause_on_mpi(
-    ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, memory: str
-) -> None:
-    if memory == "none":
-        monkeypatch.setattr(*WITHOUT_MEMORY)
+def test_closing_a_group_after_a_failure_in_another_names_its_cause_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
     for wait in [each for each in WAITS if each != "exchange"]:  # MPI's own ends at the timeout
         ranks_of_mpi.run(lambda comm, wait=wait: closes_because_of_another(comm, wait))
 

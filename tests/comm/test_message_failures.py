@@ -117,8 +117,7 @@ def test_a_send_given_up_ends_the_communicator(several: Any) -> None:
 
 
 @pytest.mark.mpi
-def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None) -> None:
     ranks_of_mpi.run(give_up_a_send)
 
 
@@ -141,10 +140,7 @@ def abort_a_send(comm: kos.Communicator) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_a_send_under_way_at_an_abort(several: Any, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
-    if memory == "none":
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+def test_a_send_under_way_at_an_abort(several: Any, memory: str) -> None:
     several.run(abort_a_send)
 
 

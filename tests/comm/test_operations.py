@@ -148,7 +148,7 @@ def test_a_start_after_a_batch_is_in_the_order_of_its_stream(monkeypatch: pytest
 def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
     """``new``, ``fill`` and ``read`` for arrays on a GPU."""
     return (
-        lambda count: Array.from_numpy(poison(count, np.float64), device),
+        lambda count, dtype=np.float64: Array.from_numpy(poison(count, dtype), device),
         lambda array, values: array.copy_from(values),
         lambda array: array.numpy(),
     )

@@ -107,18 +107,12 @@ def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> No
         comm.abort()
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_tcp(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
-    if memory == "none":
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+def test_tcp(memory: str) -> None:
     run_ranks(2, lambda rendezvous: check("tcp", rendezvous))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_mpi(mpi_world: kos.Communicator, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
-    if memory == "none":
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+def test_mpi(mpi_world: kos.Communicator, memory: str) -> None:
     mpi_world.barrier()
     check("mpi", None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import kos
 from kos import PremulSum, ReduceOp
 from kos.comm import cached
+from kos.comm.cached import ON_GPU
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import streams
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
@@ -21,7 +22,10 @@ from kos.memory.array import Array
 from tests.comm import test_auto
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, communicator
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.model import Step
 from tests.comm.ranks import on_each_rank
+from tests.comm.test_operations import on_gpu
+from tests.comm.test_repeated_on_hosts import CASES, check_cached
 
 COUNT = 6
 SIZE = 3
@@ -37,63 +41,17 @@ def ones(count: int = COUNT, dtype: Any = np.float32, stream: Any = None) -> Arr
     return Array.from_numpy(np.ones(count, dtype), 0, stream=stream)
 
 
-CALLS: dict[str, Callable[[kos.Communicator, Array, Array, Array], Any]] = {
-    "all_reduce in place": lambda comm, x, all_, part: comm.all_reduce(x),
-    "all_reduce of the largest": lambda comm, x, all_, part: comm.all_reduce(x, ReduceOp.MAX),
-    "all_reduce": lambda comm, x, all_, part: comm.all_reduce(x, out=all_),
-    "reduce_scatter": lambda comm, x, all_, part: comm.reduce_scatter(x, part),
-    "all_gather": lambda comm, x, all_, part: comm.all_gather(part, all_),
-    "all_to_all": lambda comm, x, all_, part: comm.all_to_all(x, all_),
-    "broadcast": lambda comm, x, all_, part: comm.broadcast(x, 1),
-    "reduce": lambda comm, x, all_, part: comm.reduce(x, 1, out=all_ if comm.rank == 1 else None),
-    "gather": lambda comm, x, all_, part: comm.gather(part, 1, all_ if comm.rank == 1 else None),
-    "scatter": lambda comm, x, all_, part: comm.scatter(x if comm.rank == 1 else None, part, 1),
-    "send_recv": lambda comm, x, all_, part: comm.send_recv(x, all_, (comm.rank + 1) % SIZE, (comm.rank - 1) % SIZE),
-    "broadcast out of place": lambda comm, x, all_, part: comm.broadcast(x, 2, out=all_),
-}
-
-
-def expected(name: str, xs: list[np.ndarray], parts: list[np.ndarray], rank: int) -> np.ndarray:
-    total = np.sum(xs, 0)
-    return {
-        "all_reduce in place": total,
-        "all_reduce of the largest": np.max(xs, 0),
-        "all_reduce": total,
-        "reduce_scatter": np.split(total, SIZE)[rank],
-        "all_gather": np.concatenate(parts),
-        "all_to_all": np.concatenate([np.split(x, SIZE)[rank] for x in xs]),
-        "broadcast": xs[1],
-        "reduce": total if rank == 1 else None,
-        "gather": np.concatenate(parts) if rank == 1 else None,
-        "scatter": np.split(xs[1], SIZE)[rank],
-        "send_recv": xs[(rank - 1) % SIZE],
-        "broadcast out of place": xs[2],
-    }[name]
-
-
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("step", [step for step in CASES if step.name in ON_GPU], ids=str)
 @on_each_rank(FakeRanks(SIZE).run)
 def test_the_third_call_is_ready_and_gives_what_the_first_gave(
-    gpu: Any, /, fake: FakeNCCL, seed: int, name: str
+    gpu: Any, /, fake: FakeNCCL, seed: int, step: Step
 ) -> None:
-    comm, prepared, length = gpu.comm, Prepared(gpu.comm), 2 * SIZE
-    arrays = [Array.zeros(size, np.int64, 0) for size in (length, length, 2)]
-    for turn in range(5):
-        rng = np.random.default_rng((seed, turn))
-        xs, parts = rng.integers(0, 1000, (SIZE, length)), rng.integers(0, 1000, (SIZE, 2))
-        for array, values in zip(arrays, (xs[comm.rank], np.full(length, -1), parts[comm.rank]), strict=True):
-            array.copy_from(values)
-        prepared.clear()
-        got = CALLS[name](comm, *arrays)
-        assert bool(prepared) == (turn < 2), (turn, list(prepared))
-        want = expected(name, list(xs), list(parts), comm.rank)
-        assert any(got is array for array in arrays) or got is want is None
-        if want is not None:
-            np.testing.assert_array_equal(got.numpy(), want)
+    comm = gpu.comm
+    check_cached(comm, replace(step, dtype=np.int64), seed, *on_gpu(0))
     entries = comm.recorder.entries()
-    entries = entries[:: len(entries) // 5]  # of a send_recv each has two
-    number = "p2p_seq_id" if name == "send_recv" else "collective_seq_id"
-    assert [entry[number] for entry in entries] == list(range(5))
+    entries = entries[:: len(entries) // 6]  # of a send_recv each has two
+    number = "p2p_seq_id" if step.name == "send_recv" else "collective_seq_id"
+    assert [entry[number] for entry in entries] == list(range(6))
     sizes = "input_sizes", "output_sizes", "input_dtypes"
     keys = "profiling_name", "reduce_op", "root", "timeout_ms", "state", *sizes
     assert all(entry[key] == entries[0][key] for entry in entries for key in keys)

@@ -37,21 +37,16 @@ LONG = 3 * backend.EAGER_BYTES  # bytes
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
 
 
-@pytest.fixture(params=["sockets", "shared"])
-def memory(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture
 def ranks(memory: str) -> TCPRanks:
     return TCPRanks(3)
 
 
 @pytest.fixture(autouse=True)
-def _sockets_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _apart(request: pytest.FixtureRequest) -> None:
     """Ranks share a host, and use the network all the same unless the test asks for both."""
-    if "memory" not in request.fixturenames or request.getfixturevalue("memory") == "sockets":
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+    if "memory" not in request.fixturenames:
+        request.getfixturevalue("apart")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +54,7 @@ def _sockets_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     [  # each on sockets or in shared memory
         pytest.param(name, memory, dtype, id=f"{name}-{memory}", marks=() if i % 2 == j else pytest.mark.slow)
         for i, name in enumerate(algorithms("all_reduce"))
-        for j, (memory, dtype) in enumerate((("sockets", np.float32), ("shared", np.int64)))
+        for j, (memory, dtype) in enumerate((("none", np.float32), ("shared", np.int64)))
     ],
     indirect=["memory"],
 )
@@ -72,7 +67,7 @@ MOVING = (
     "messages",
 )  # fmt: skip
 PAIRS = [  # each operation with a dtype of each size, each of both on sockets and in shared memory
-    pytest.param(("sockets", "shared")[(i + j) % 2], name, dtype, id=f"{name}-{dtype}")
+    pytest.param(("none", "shared")[(i + j) % 2], name, dtype, id=f"{name}-{dtype}")
     for i, name in enumerate(MOVING)
     for j, dtype in enumerate(conformance.MOVED)
 ]
@@ -597,7 +592,7 @@ END = """
 import os, signal
 import numpy as np, kos
 import kos.comm.host.backend as host
-if "{memory}" == "sockets":
+if "{memory}" == "none":
     host.open_segment = lambda _: (None, "switched off by the test")
 comm = kos.init("tcp", timeout=60)
 survivors = comm.split(int(comm.rank == 1))
