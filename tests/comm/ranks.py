@@ -126,7 +126,7 @@ def on_each_rank(run: str | Callable[..., Any], *arguments: Any, **options: Any)
                 start = getattr(start, method) if method else start
             start(lambda *of_rank: test(*of_rank, **values), *arguments, **options)
 
-        on_all.__signature__ = signature  # type: ignore[attr-defined]
+        on_all.__signature__ = signature
         return on_all
 
     return decorate

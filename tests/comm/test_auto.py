@@ -78,9 +78,8 @@ class Log(list[str]):
 
     def __init__(self, comm: kos.Communicator) -> None:
         backend = comm.backend
-        assert isinstance(backend, AutoBackend)
         for part in (*backend.gpus, backend.host):
-            part.start = self._noting(part.name, part.start)  # type: ignore[method-assign]
+            part.start = self._noting(part.name, part.start)
 
     def _noting(self, name: str, start: Callable[[Call], Any]) -> Callable[[Call], Any]:
         def noting(call: Call) -> Any:
@@ -146,7 +145,6 @@ def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /, fake: 
 @on_each_rank(run)
 def test_rank_order_and_named_algorithms(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     backend = comm.backend
-    assert isinstance(backend, AutoBackend)
 
     def way(**options: Any) -> str:
         x = zeros(1 << 20)
@@ -185,7 +183,6 @@ def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.Monkey
         if comm.rank:
             return
         backend = comm.backend
-        assert isinstance(backend, AutoBackend)
 
         def way(name: str, count: int) -> str:
             x = comm_buffer(zeros(count))
@@ -240,14 +237,14 @@ def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /, fake: Fa
         comm.all_reduce(host)
     assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
     assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
-    assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
+    assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]
 
 
 @on_each_rank(run, host=SharedOnly)
 def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     """That of their numbers, whatever goes by which part: the ranks look at how far each has come."""
-    calls = comm.backend.host._calls  # type: ignore[attr-defined]
-    assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
+    calls = comm.backend.host._calls
+    assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)
     begun: list[int] = []
     announce = calls.announce
     calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
@@ -276,7 +273,7 @@ def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(fake: FakeNCCL, mo
             comm.barrier()
         assert [part for part in log if part != "mock"] == ["nccl", "peer", "nccl"]  # batches are not logged
         comm.close()
-        comm.backend.prepare = None  # type: ignore[assignment,method-assign]
+        comm.backend.prepare = None
         with pytest.raises(CollectiveError, match="is closed"):
             persistent.start()
 
@@ -308,7 +305,6 @@ def test_what_is_persistent_tells_nothing_of_the_other_part(fake: FakeNCCL, monk
 @on_each_rank(run)
 def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     backend = comm.backend
-    assert isinstance(backend, AutoBackend)
     ended: list[str] = []
 
     def fails(name: str) -> None:
@@ -316,7 +312,7 @@ def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, l
         raise CollectiveError(name)
 
     for part in (*backend.gpus, backend.host):
-        part.close = partial(fails, part.name)  # type: ignore[method-assign]
+        part.close = partial(fails, part.name)
     with pytest.raises(CollectiveError):
         comm.close()
     assert ended == ["nccl", "peer", "mock"]
@@ -336,10 +332,9 @@ def test_one_backend_alone_carries_everything(fake: FakeNCCL, parts: str) -> Non
 @on_each_rank(run)
 def test_splits_keep_both(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     backend = comm.backend
-    assert isinstance(backend, AutoBackend)
     for part in backend.gpus:
         kind = type(part)
-        part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)  # type: ignore[method-assign,misc]
+        part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)
     child = comm.split(comm.rank)
     assert child is not None and child.backend_name == "nccl+peer+mock"
     assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
@@ -355,7 +350,6 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
         if comm.rank:
             return
         backend = comm.backend
-        assert isinstance(backend, AutoBackend)
         part = next(gpu for gpu in backend.gpus if gpu.name == failing)
         call = Call(Operation("all_reduce", 0), sequence=7)
         part.failed(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
@@ -377,7 +371,7 @@ def test_the_ranks_that_are_left_keep_both(
     comm.all_reduce(zeros(1))
     comm.rendezvous.barrier()
     if comm.rank == 0:
-        comm.rendezvous.threads.world.end(0, "it is dead")  # type: ignore[union-attr]
+        comm.rendezvous.threads.world.end(0, "it is dead")
         return
     rest = comm.shrink()
     assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
@@ -392,7 +386,6 @@ def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, 
     if comm.rank:
         return
     backend = comm.backend
-    assert isinstance(backend, AutoBackend)
     backend.host.broken = CollectiveError("barrier #3: late")
     with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
         comm.all_reduce(zeros(1))
@@ -404,11 +397,10 @@ def test_an_abort_is_told_before_anything_is_waited_for(
     comm: kos.Communicator, log: Log, /, fake: FakeNCCL, how: str
 ) -> None:
     backend = comm.backend
-    assert isinstance(backend, AutoBackend)
     for part in (*backend.gpus, backend.host):
         setattr(part, how, lambda reason, name=part.name: log.append(f"{name}: {reason}"))
     for gpu in backend.gpus:
-        gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
+        gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")
     getattr(backend, how)("enough")
     assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 
@@ -418,7 +410,7 @@ def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypa
 
     def body(comm: kos.Communicator, log: Log) -> None:
         comm.all_reduce(zeros(5000))
-        part = comm.backend.gpus[0]  # type: ignore[attr-defined]
+        part = comm.backend.gpus[0]
         comm.rendezvous.barrier()
         if comm.rank:
             comm.abort(reason="enough")
@@ -432,7 +424,6 @@ def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypa
 @on_each_rank(run)
 def test_the_parts_overlap_on_one_stream(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     backend = comm.backend
-    assert isinstance(backend, AutoBackend)
     assert backend.gpus[0]._side is backend.gpus[1]._side is not None
 
 
@@ -466,7 +457,6 @@ def test_streams_of_a_batch_that_were_waited_for_are_not_asked_again(fake: FakeN
 @on_each_rank(run)
 def test_ranks_that_route_differently_make_different_calls(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     backend = comm.backend
-    assert isinstance(backend, AutoBackend)
     x = comm_buffer(zeros(8))
     calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
     for call, part in zip(calls[1:], backend.gpus, strict=True):
@@ -497,7 +487,7 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None)] == taken  # type: ignore[arg-type]
+    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None)] == taken
     assert probes["peer"] == Probe(not broken, why)
 
 
@@ -515,7 +505,7 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
     run(body)
     engine = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
     for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
-        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
+        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way
 
 
 def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

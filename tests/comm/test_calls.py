@@ -31,7 +31,7 @@ def together(body: Callable[[list[Calls]], None], size: int = 2) -> None:
     calls: list[Any] = [None] * size
 
     def rank(comm: kos.Communicator) -> None:
-        calls[comm.rank] = comm.backend._calls  # type: ignore[attr-defined]
+        calls[comm.rank] = comm.backend._calls
         comm.rendezvous.barrier()
         if comm.rank == 0:
             body(calls)
@@ -77,7 +77,7 @@ def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[Calls], /, loo
         for sequence in range(RING - 1, RING + 20):
             theirs.announce(varied(sequence))
 
-    mine._words = Words(mine, go_on)  # type: ignore[assignment]
+    mine._words = Words(mine, go_on)
     o = varied(4)
     if looks == "compare":
         assert mine.compare(o, 0) == 5
@@ -97,7 +97,7 @@ def test_own_calls_that_are_overwritten_while_they_are_read(calls: list[Calls], 
         for sequence in range(RING, RING + 20):
             mine.announce(varied(sequence))
 
-    mine._words = Words(mine, go_on, 0)  # type: ignore[assignment]
+    mine._words = Words(mine, go_on, 0)
     first, marks = mine.since(0)
     assert first == 21 and marks == [mine.mark(varied(sequence)) for sequence in range(21, RING)]
     assert mine.since(RING + 20) == (RING + 20, []) and mine.since(RING + 100) == (RING + 100, [])

@@ -99,7 +99,7 @@ class CuPy:
         def replay() -> None:
             graph.launch()
 
-        replay.stream = stream  # type: ignore[attr-defined]
+        replay.stream = stream
         return replay
 
 

@@ -58,7 +58,6 @@ def test_allgather_and_split(size: int) -> None:
         if me % 3 == 2:
             assert part is None
         else:
-            assert part is not None
             members = [r for r in reversed(range(size)) if r % 3 == me % 3]
             assert part.allgather(str(me).encode()) == [str(r).encode() for r in members]
             assert (part.rank, part.size) == (members.index(me), len(members))
@@ -486,7 +485,6 @@ def test_a_rank_that_goes(how: str, gone: int) -> None:
         rendezvous.barrier()
         if rendezvous.rank == gone:
             if how == "killed":
-                assert rendezvous._connection is not None
                 rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for the dead
             elif how == "aborted":
                 rendezvous.abort(1)
@@ -527,7 +525,6 @@ def test_a_rank_that_stalls_within_a_message_is_named(monkeypatch: pytest.Monkey
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.timeout = 0.3
         if rendezvous.rank == 1:
-            assert rendezvous._connection is not None
             rendezvous._connection.sock.send(b"\0")
         else:
             with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not arrive within 0.3 s"):
@@ -542,10 +539,9 @@ def test_a_rank_that_does_not_read_keeps_no_other_waiting() -> None:
 
     def body(rendezvous: EnvRendezvous) -> None:
         connection = rendezvous._connection
-        assert connection is not None
         if rendezvous.rank == 2:
             receive = connection.receive
-            connection.receive = lambda: (came.wait(20), receive())[1]  # type: ignore[method-assign]
+            connection.receive = lambda: (came.wait(20), receive())[1]
         assert len(rendezvous.allgather(bytes(10_000_000))) == 3
         assert came.is_set() or rendezvous.rank == 1
         came.set()

@@ -72,7 +72,7 @@ def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str)
         """Rank 1 hears of it in a message, and goes before rank 0 has told the rest."""
         left = comm.duplicate()
         if comm.rank == 0 and memory == "none":
-            left.backend._messages._notices._ranks = [comm.rendezvous.rank + 1]  # type: ignore[attr-defined]
+            left.backend._messages._notices._ranks = [comm.rendezvous.rank + 1]
         comm.rendezvous.barrier()
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
@@ -198,7 +198,6 @@ def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
 @on_each_rank(spawn, 2, timeout=60)
 def test_a_timeout_longer_than_clocks_count(comm: kos.Communicator, /, timeout: float) -> None:
     group = comm.rendezvous.threads
-    assert group is not None
     mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
     with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
         for root in (0, 1):  # who waits is the other one
@@ -238,7 +237,6 @@ def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
 
     def body(comm: kos.Communicator) -> None:
         part = comm.split(0)
-        assert part is not None
         if comm.rank == 1 and closes:
             comm.close()
             part.send(np.ones(1), 0)  # another group
@@ -486,7 +484,7 @@ def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
 def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
     """Which may wait for it where nobody sees that: in a call of a library, for one."""
     board = _Waits({}, {})
-    board.halted = lambda rank: rank == 2  # type: ignore[method-assign]
+    board.halted = lambda rank: rank == 2
     error = Ledger(range(4), 0, board).overdue([1, 2], "all_reduce #1", 1.0)
     assert error.ranks == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in str(error)
 

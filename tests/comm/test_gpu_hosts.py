@@ -156,7 +156,7 @@ def wait_for_looks(comm: kos.Communicator, count: int = 5) -> None:
     """Until the watchdogs of all ranks have looked so often at the calls so far."""
     part = comm.backend.gpus[0] if isinstance(comm.backend, AutoBackend) else comm.backend
     for _ in range(count):
-        part.watch()  # type: ignore[attr-defined]
+        part.watch()
         comm.rendezvous.barrier()
 
 
@@ -240,7 +240,7 @@ def test_a_host_that_is_further_behind_than_calls_are_kept(run: Any) -> None:
             for turn in range(3001 if ahead == (comm.rank == 0) else 0):
                 comm.all_reduce(xs[turn % 3])
                 if not ahead and turn % 100 == 0:
-                    part.watch()  # type: ignore[attr-defined]
+                    part.watch()
             wait_for_looks(comm)
         assert part.broken is None
         comm.all_reduce(xs[comm.rank])
@@ -278,7 +278,6 @@ def test_every_way_to_call(run: Any, how: str) -> None:
 def test_a_split_names_ranks_of_the_world(run: Any) -> None:
     def body(comm: kos.Communicator) -> str | None:
         part = comm.split(comm.rank % 2)
-        assert part is not None
         heard = Heard(part)
         part.all_reduce(on_gpu(10 + (comm.rank == 3)))
         text = all_raise(part, heard) if comm.rank % 2 else None

@@ -434,7 +434,6 @@ def test_auto_takes_both(mpi_world: kos.Communicator, gpu_world: kos.Communicato
         assert len(batch.works) == 2
         assert (host == comm.size).all() and (gpu.numpy() == comm.size).all()
         part = comm.split(comm.rank % 2)
-        assert part is not None
         assert (part.all_reduce(on_gpu(comm, np.ones(3))).numpy() == part.size).all()
         part.barrier()
         part.close()

@@ -24,7 +24,6 @@ COUNT = 300_007  # elements: several segments
 def moves_alone(comm: kos.Communicator, groups: Any = None) -> None:
     """Rank 0 is in no call of the communicator until every other rank has completed its own, which need it."""
     part, x = comm.split(0), np.full(COUNT, comm.rank + 1.0, np.float32)
-    assert part is not None
     for paused in (False, False, True):  # the second one wakes the thread, and the end of the pause in the third
         if comm.rank == 0:
             with part.backend.engine.paused() if paused else nullcontext():

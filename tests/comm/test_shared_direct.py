@@ -81,7 +81,7 @@ def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(direct, "CROWDED_BYTES", 0)
 
     def body(comm: kos.Communicator) -> None:
-        ours = comm.backend._shared.direct  # type: ignore[attr-defined]
+        ours = comm.backend._shared.direct
         before = comm.all_gather(contributions(comm), async_op=True)
         reads, ours._reads = ours._reads, lambda rank, at: comm.rank != 1
         assert CALLS[name](comm, contributions(comm))

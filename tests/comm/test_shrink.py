@@ -113,7 +113,6 @@ def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss() -> None:
             next(comm._splits)  # it got further in a split amid which a rank was lost
         part = comm.shrink()
         half = part.split(0)
-        assert half is not None
         return [part.name, half.name, part.shrink().name]
 
     assert spawn(body, 2, timeout=20) == [["world:shrunk", "world:shrunk.0:0", "world:shrunk:shrunk"]] * 2

@@ -226,4 +226,4 @@ def test_pytest_shows_the_frames_of_the_program(tmp_path: Path, debug: str) -> N
 def test_a_wrong_size_of_the_buffer() -> None:
     for wrong in (-1, "1", None, float("nan")):
         with pytest.raises(InvalidArgument, match="buffer_bytes: expected a number of bytes from 0 on, got"):
-            spawn(ring, 2, buffer_bytes=wrong)  # type: ignore[arg-type]
+            spawn(ring, 2, buffer_bytes=wrong)

@@ -184,7 +184,7 @@ def note(fake: FakeNCCL, device: Device, alone: bool) -> None:
         device.launched(stream, "nccl" if alone else comm.group)
         all_reduce(send, recv, count, code, op, comm, stream)
 
-    fake.all_reduce = noting  # type: ignore[method-assign]
+    fake.all_reduce = noting
 
 
 def reduce(comm: kos.Communicator, stream: Any, *counts: int) -> None:
@@ -431,7 +431,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     torch = Torch()
     with no_gpu(monkeypatch):
         monkeypatch.setattr(driver, "unavailable", lambda: None)
-        monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "torch", torch)
         yield torch
 
 
@@ -480,7 +480,7 @@ def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
         def is_contiguous(self) -> bool:
             return self.contiguous
 
-    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35  # type: ignore[assignment]
+    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35
     x = Plain(Array.zeros(6, np.float32, 0))
     buffer = as_buffer(x, "x", True)
     assert (buffer.pointer, buffer.shape, buffer.dtype.name) == (x.memory.pointer, (2, 3), "float32")
@@ -508,7 +508,7 @@ def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: To
 
     current = [Owned(device, 1000)]
     cupy = SimpleNamespace(ndarray=None, cuda=SimpleNamespace(get_current_stream=lambda index: current[0]))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     comm, x = alone(), CuPyArray(Array.zeros(6, np.float32, 0))
     comm.all_reduce(x)
     current[0] = Owned(device, 1001)
@@ -531,7 +531,7 @@ def test_a_jax_array_in_gives_a_jax_array_back(monkeypatch: pytest.MonkeyPatch, 
         return "jax", memory
 
     jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=of), numpy=SimpleNamespace(asarray=of))
-    monkeypatch.setitem(sys.modules, "jax", jax)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "jax", jax)
     comm, x = alone(), ArrayImpl(Array.zeros(6, np.float32, 0))
     over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
     kind, out = comm.all_gather(x)
@@ -564,7 +564,7 @@ def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch)
         def __dlpack__(self, **options: Any) -> Any:
             return self.memory.__dlpack__(**options)
 
-    monkeypatch.setitem(sys.modules, "torch", Torch())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", Torch())
 
     def body(comm: kos.Communicator) -> None:
         x = HostTensor(np.full(2, comm.rank + 1.0))

@@ -97,7 +97,6 @@ def test_sizes_and_groups(size: int) -> None:
     def body(comm: kos.Communicator) -> None:
         assert (comm.size, comm.local_rank, comm.local_size) == (size, comm.rank, size)
         part = comm.split(comm.rank % 2, -comm.rank)
-        assert part is not None
         x = part.all_gather(np.array(comm.rank))
         assert x.tolist() == [r for r in reversed(range(size)) if r % 2 == comm.rank % 2]
         # One group's operation goes on while the rank waits for another's.
@@ -510,12 +509,12 @@ def test_all_that_a_rank_sent_before_it_closed_arrives() -> None:
             comm.close()
             closed.set()
             return
-        comm.backend._mesh.peers[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # type: ignore[attr-defined]
+        comm.backend._mesh.peers[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         works = [comm.recv(np.zeros(LONG // 12, np.float32), 0, async_op=True) for _ in range(count)]
         slow.set()
         deadline = time.monotonic() + 20
         while not closed.wait(2):  # where the kernel's buffers do not hold them all
-            comm.backend._poller.progress()  # type: ignore[attr-defined]
+            comm.backend._poller.progress()
             assert time.monotonic() < deadline
         for k, work in enumerate(works):
             assert (work.wait() == k).all()
@@ -533,7 +532,7 @@ def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name() -> Non
     def body(comm: kos.Communicator) -> None:
         other = comm.duplicate()
         if comm.rank == 0:
-            peer = other.backend._mesh.peers[1]  # type: ignore[attr-defined]
+            peer = other.backend._mesh.peers[1]
             peer._reader = interrupted()
             with pytest.raises(KeyboardInterrupt):
                 peer.progress()
@@ -571,7 +570,7 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
-            comm.backend._mesh.peers[1].send_control(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)  # type: ignore[attr-defined]
+            comm.backend._mesh.peers[1].send_control(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)
             assert heard.wait(20)
         else:
             with pytest.raises(CollectiveMismatch, match="of two"):

@@ -78,7 +78,7 @@ def fails(comm: kos.Communicator, kind: type[KosError], match: str) -> None:
 
 
 def kill(comm: kos.Communicator, rank: int) -> None:
-    calls = comm.backend.host._calls  # type: ignore[attr-defined]
+    calls = comm.backend.host._calls
     calls.segment.words[calls.segment.layout.line(rank) + PID] = (1 << 22) + 1  # no process has it
 
 
@@ -118,7 +118,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(
     """Of many calls in a row a few have events: of the last ones the host knows who has made them."""
     if comm.rank == 0:
         heard = Heard(comm)
-        comm.backend.gpus[0]._marks.free.clear()  # type: ignore[attr-defined]
+        comm.backend.gpus[0]._marks.free.clear()
         comm.all_reduce(on_gpu(), timeout=0.1)
         assert "ranks [1] did not arrive" in str(heard.wait())
     comm.rendezvous.barrier()
@@ -136,7 +136,7 @@ def test_a_call_that_waits_behind_one_without_a_mark(quiet: None, monkeypatch: p
         comm.rendezvous.barrier()
         if comm.rank == 0:
             heard = Heard(comm)
-            comm.backend.gpus[0].watch()  # type: ignore[attr-defined]
+            comm.backend.gpus[0].watch()
             comm.all_reduce(x, timeout=0.1)
             assert "ranks [1] did not arrive" in str(heard.wait())
         comm.rendezvous.barrier()
@@ -159,8 +159,8 @@ def test_an_error_of_nccl_is_found_behind_our_back(
 @on_each_rank(run, host=SharedOnly)
 def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator, log: Any, /, quiet: None) -> None:
     heard = Heard(comm)
-    comm.backend.gpus[0].unwatch()  # type: ignore[attr-defined]
-    comm.backend.gpus[1].unwatch()  # type: ignore[attr-defined]
+    comm.backend.gpus[0].unwatch()
+    comm.backend.gpus[1].unwatch()
     comm.all_reduce(on_gpu(6 + comm.rank))
     with pytest.raises(CollectiveMismatch):
         comm.barrier()
@@ -172,7 +172,7 @@ def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator
 
 @on_each_rank(run, host=SharedOnly)
 def test_a_communicator_that_is_closed_is_not_looked_after(comm: kos.Communicator, log: Any, /, quiet: None) -> None:
-    gpus = comm.backend.gpus  # type: ignore[attr-defined]
+    gpus = comm.backend.gpus
     assert all(gpu in watchdog._watched for gpu in gpus)
     comm.abort()
     assert not any(gpu in watchdog._watched for gpu in gpus)
@@ -184,7 +184,7 @@ def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(
 ) -> None:
     """The wait is no call, and is compared with none."""
     comm.all_reduce(np.zeros(3))
-    nothing_yet = comm.backend.gpus[0]  # type: ignore[attr-defined]
+    nothing_yet = comm.backend.gpus[0]
     if comm.rank == 0:
         with pytest.raises(CollectiveTimeout, match=r"synchronize .*not complete after 0.1 s"):
             nothing_yet.synchronize(0.1, 7, lambda: False)
@@ -192,13 +192,13 @@ def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(
 
 @on_each_rank(run, host=SharedOnly)
 def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, log: Any, /, quiet: None) -> None:
-    part = comm.backend.gpus[0]  # type: ignore[attr-defined]
+    part = comm.backend.gpus[0]
     part.unwatch()
     comm.all_reduce(on_gpu())
     comm.rendezvous.barrier()
     if comm.rank == 0:
         kill(comm, 1)
-        error = part.failed(part._last or comm.backend.gpus[1]._last, CollectiveTimeout("rank 1 did not arrive"))  # type: ignore[attr-defined]
+        error = part.failed(part._last or comm.backend.gpus[1]._last, CollectiveTimeout("rank 1 did not arrive"))
         assert isinstance(error, RankLost) and "rank 1 is gone: its process ended" in str(error)
     comm.rendezvous.barrier()
 
@@ -208,7 +208,7 @@ def test_a_wait_on_the_host_is_shown(quiet: None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
 
     def body(comm: kos.Communicator, log: Any) -> None:
-        part = comm.backend.gpus[0]  # type: ignore[attr-defined]
+        part = comm.backend.gpus[0]
         board = part.ledger.board
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
@@ -240,7 +240,7 @@ def test_a_queue_that_waits_is_shown_while_the_program_does_something_else(quiet
     began = threading.Event()
 
     def body(comm: kos.Communicator, log: Any) -> None:
-        board = comm.backend.gpus[0].ledger.board  # type: ignore[attr-defined]
+        board = comm.backend.gpus[0].ledger.board
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
             assert eventually(lambda: board.queued and list(board.queued.values()) == [(1,)])
@@ -267,7 +267,7 @@ def test_what_nccl_meets_is_explained_by_the_rank_that_died(
     comm: kos.Communicator, log: Any, /, quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL reports that another rank has gone before the watchdog knows which."""
-    part = comm.backend.gpus[0]  # type: ignore[attr-defined]
+    part = comm.backend.gpus[0]
     part.unwatch()
     comm.all_reduce(on_gpu())
     comm.rendezvous.barrier()
@@ -311,7 +311,7 @@ def test_calls_of_auto_that_differ_raise_by_the_next_one(
     comm: kos.Communicator, log: Any, /, quiet: None, case: str, next_call: str
 ) -> None:
     """Which in host memory waits for all ranks: nobody comes out of it without the error."""
-    for gpu in comm.backend.gpus:  # type: ignore[attr-defined]
+    for gpu in comm.backend.gpus:
         gpu.unwatch()  # which finds it too, a little later
 
     def calls() -> None:
