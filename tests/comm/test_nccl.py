@@ -25,27 +25,10 @@ from kos.errors import (
     KosError,
 )
 from kos.memory.array import Array
+from kos.testing.conformance.values import LARGE, check
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import ALL_DTYPES, assert_bits, assert_same_on_all_ranks, inputs, on_each_rank, poison
-from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
-    LARGE,
-    check,
-    test_all_gather,
-    test_all_gather_v,
-    test_all_reduce,
-    test_all_to_all,
-    test_all_to_all_v,
-    test_broadcast,
-    test_gather_and_scatter,
-    test_gather_v_and_scatter_v,
-    test_large,
-    test_reduce,
-    test_reduce_scatter,
-    test_reduce_scatter_v,
-    test_scan,
-    test_scans_add_in_rank_order,
-    test_shapes_and_scalars,
-)
+from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 BACKEND = "nccl"

@@ -18,28 +18,10 @@ from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
+from kos.testing.conformance.values import LARGE, SIZES, check
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
-from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
-    LARGE,
-    SIZES,
-    check,
-    test_all_gather,
-    test_all_gather_v,
-    test_all_reduce,
-    test_all_to_all,
-    test_all_to_all_v,
-    test_broadcast,
-    test_gather_and_scatter,
-    test_gather_v_and_scatter_v,
-    test_large,
-    test_reduce,
-    test_reduce_scatter,
-    test_reduce_scatter_v,
-    test_scan,
-    test_scans_add_in_rank_order,
-    test_shapes_and_scalars,
-)
+from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     BF16,
     in_rank_order,
