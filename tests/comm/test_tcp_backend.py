@@ -31,7 +31,6 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_shapes_and_scalars,
 )
 from tests.comm.test_message_failures import COUNTS, disagree_about_counts, give_up_a_send
-from tests.comm.test_shared_failures import CASES
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
@@ -85,29 +84,24 @@ def test_reduce(ranks: TCPRanks, seed: int, memory: str, dtype: Any) -> None:
     conformance.test_reduce(ranks, seed, dtype, fixed)
 
 
+WITH_MEMORY = ("absent", "views_put_and_get")  # what ranks of several hosts cannot do
+
+
+@pytest.mark.parametrize(
+    ("case", "memory"),
+    [(case, "shared" if case.name in WITH_MEMORY else "none") for case in conformance.OTHERS],
+    ids=str,
+    indirect=["memory"],
+)
+def test_promise(ranks: TCPRanks, case: Any) -> None:
+    ranks.run(case.call)
+
+
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
 def test_explain_says_what_is_shared(ranks: TCPRanks) -> None:
     for text in ranks.run(lambda comm: comm.explain()):
         assert "shared memory  in use  3 ranks of this host share" in text
         assert re.search(r"tcp +in use +sockets between the ranks\n", text)  # so many as are left after shrink()
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 8])
-def test_sizes_and_groups(size: int) -> None:
-    def body(comm: kos.Communicator) -> None:
-        assert (comm.size, comm.local_rank, comm.local_size) == (size, comm.rank, size)
-        part = comm.split(comm.rank % 2, -comm.rank)
-        x = part.all_gather(np.array(comm.rank))
-        assert x.tolist() == [r for r in reversed(range(size)) if r % 2 == comm.rank % 2]
-        # One group's operation goes on while the rank waits for another's.
-        y = np.full(LONG, comm.rank, np.float32)
-        work = comm.all_reduce(y, async_op=True)
-        part.barrier()
-        assert (work.wait() == size * (size - 1) / 2).all()
-        part.close()
-        comm.barrier()
-
-    TCPRanks(size).run(body)
 
 
 @pytest.mark.parametrize("count", [0, 1, backend.EAGER_BYTES, backend.EAGER_BYTES + 1, LONG])
@@ -130,33 +124,6 @@ def test_messages_that_nobody_asked_for_yet(count: int) -> None:
         assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)
 
     TCPRanks(2).run(body)
-
-
-@pytest.mark.parametrize("odd", [0, 2])
-@pytest.mark.parametrize("case", CASES)
-def test_mismatch_between_hosts(case: str, odd: int) -> None:
-    """Nobody waits for all to come there: a rank whose call is complete hears of it in one of its next."""
-    usual, other, message = CASES[case]
-
-    def body(comm: kos.Communicator) -> None:
-        calls = 0
-        if case != "counts":  # both are good calls if all ranks make them
-            usual(comm)
-            other(comm)
-            calls = 2
-
-        def until_it_hears() -> None:
-            (other if comm.rank == odd else usual)(comm)
-            for _ in range(100):
-                comm.barrier()
-
-        with pytest.raises(CollectiveMismatch, match=message) as error:
-            until_it_hears()
-        with pytest.raises(CollectiveMismatch, match="failed before"):
-            comm.barrier()
-        assert f"rank {odd} called" in str(error.value) and f"#{calls}" in str(error.value)
-
-    TCPRanks(3).run(body)
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
