@@ -161,17 +161,6 @@ class Wrapped:
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_arrays_behind_dlpack(old: bool) -> None:
-    def body(comm: kos.Communicator) -> np.ndarray:
-        mine = Wrapped(np.full(3, comm.rank + 1.0), old)
-        comm.all_reduce(mine)
-        return mine.array
-
-    for result in spawn(body, 2, timeout=10):
-        assert (result == 3).all()
-
-
-@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "uint16", "int64", "bool", "complex64"])
 def test_memory_behind_dlpack(dtype: str, old: bool) -> None:
     """The same bytes, shape and right to write; kept as long as a view of it is used."""

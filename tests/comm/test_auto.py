@@ -22,7 +22,6 @@ from kos.comm.host.mock import MockBackend
 from kos.comm.operation import Call, Operation, Options, Route
 from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.comm.tuning import parse, read
-from kos.cuda import driver, streams
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -34,7 +33,7 @@ from kos.errors import (
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Stream
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_tuning import GPU, LINK, changed
@@ -425,33 +424,6 @@ def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypa
 def test_the_parts_overlap_on_one_stream(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     backend = comm.backend
     assert backend.gpus[0]._side is backend.gpus[1]._side is not None
-
-
-def test_streams_of_a_batch_that_were_waited_for_are_not_asked_again(fake: FakeNCCL) -> None:
-    """They may be gone."""
-    alive, cu = {streams.LEGACY, 99}, driver.cu
-
-    def query(stream: int) -> tuple[int, int]:
-        assert stream in alive, f"a stream that is gone: {stream}"
-        return 0, 0
-
-    cu.cuStreamIsCapturing, cu.cuStreamQuery = query, lambda stream: query(stream)[:1]
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        small, large = zeros(8), [zeros(9000) for _ in range(2)]
-        for one in (True, False):
-            mine = [Stream(1000 * (comm.rank + 1) + 10 * one + k, alive) for k in range(2)]
-            with comm.batch():
-                for x, stream in zip(large, mine, strict=True):
-                    comm.all_reduce(x, stream=stream)
-            for each in (None,) if one else mine:
-                comm.synchronize(stream=each)
-            each = None
-            del mine, stream
-            comm.all_reduce(small)
-        assert log == ["peer"] * 2  # of a batch nothing is noted
-
-    run(body)
 
 
 @on_each_rank(run)

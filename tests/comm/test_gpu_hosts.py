@@ -115,17 +115,6 @@ def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int
         assert f"but rank {other} called all_reduce #3 of float32[11] by SUM: they differ in count 10 against" in text
 
 
-@pytest.mark.parametrize("case", ["all_reduce dtype", "broadcast root", "all_gather_v count", "operation"])
-def test_calls_that_differ(run: Any, case: str) -> None:
-    def body(comm: kos.Communicator) -> str:
-        heard = Heard(comm)
-        DIFFERENCES[case][comm.rank](comm, on_gpu)
-        return all_raise(comm, heard)
-
-    for text in run(body):
-        assert "rank 0 called" in text and "rank 1 called" in text and "they differ in" in text
-
-
 @pytest.mark.parametrize("case", ["where it lies", "operation"])
 @pytest.mark.parametrize("hosts", [APART, TWO_AND_ONE], ids=str)
 def test_calls_of_auto_on_both_kinds_of_memory(run: Any, case: str, hosts: tuple[int, ...]) -> None:

@@ -22,11 +22,11 @@ from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.comm.operation import Call, Operation
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
-from kos.cuda import driver, streams
+from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, InvalidArgument, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Memory, Stream, captures, communicator
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Memory, captures, communicator
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
@@ -43,15 +43,6 @@ SIZE = 3
 @pytest.fixture
 def ranks(fake: FakeNCCL) -> FakeRanks:
     return FakeRanks(SIZE)
-
-
-@on_each_rank(FakeRanks(1).run)
-def test_one_rank(gpu: Any, /, fake: FakeNCCL) -> None:
-    for dtype in (np.float32, np.int16):  # NCCL's own and ours
-        x = np.arange(5).astype(dtype)
-        assert (gpu.all_reduce(x) == np.arange(5)).all()
-        assert (gpu.all_gather(x) == np.arange(5)).all()
-        assert (gpu.reduce_scatter_v(x, [5]) == np.arange(5)).all()
 
 
 @on_each_rank(FakeRanks(SIZE).run)
@@ -101,17 +92,6 @@ def test_calls_of_the_control_plane_that_differ(gpu: Any, /, fake: FakeNCCL, min
     for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
         with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
             call(gpu.comm)
-
-
-@on_each_rank(FakeRanks(SIZE).run)
-def test_memory_of_a_gpu_twice_in_a_batch(gpu: Any, /, fake: FakeNCCL) -> None:
-    x = Array.zeros(8, np.float32, 0)
-    with pytest.raises(InvalidArgument, match="memory that another operation writes"), gpu.comm.batch():  # noqa: PT012
-        gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
-        gpu.comm.all_reduce(Array(x.pointer + 12, (4,), np.float32, 0))
-    with gpu.comm.batch():
-        gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
-        gpu.comm.all_reduce(Array(x.pointer + 16, (4,), np.float32, 0))
 
 
 def test_only_the_first_batch_of_its_kind_may_wait(fake: FakeNCCL) -> None:
@@ -648,32 +628,6 @@ def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
     with pytest.raises(kos.errors.BackendUnavailable, match=r"window: expected NCCL 2.27 or newer, got 2.26.5"):
         nccl_binding.require("window")
-
-
-def test_a_stream_lives_as_long_as_its_handle_is_used(fake: FakeNCCL) -> None:
-    alive, cu = {0, streams.LEGACY, 99}, driver.cu  # 99: the communicator's own
-
-    def query(stream: int) -> tuple[int, int]:
-        assert stream in alive, f"a stream that is gone: {stream}"
-        return 0, 0
-
-    cu.cuStreamIsCapturing, cu.cuStreamQuery = query, lambda stream: query(stream)[:1]
-
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
-        for turn in range(3):  # handed over, the array's own, of a barrier
-            comm.all_reduce(x, stream=Stream(1000 + turn, alive))
-            y = Array.zeros(4, np.float32, 0, stream=Stream(2000 + turn, alive))
-            comm.all_reduce(y)
-            comm.barrier(stream=Stream(3000 + turn, alive))
-            del y
-        comm.synchronize()
-        comm.all_reduce(x)
-        comm.synchronize()
-        gc.collect()
-        assert len([stream for stream in alive if stream >= 1000]) <= 1, "kept for ever"
-
-    FakeRanks(1).run(body)
 
 
 @on_each_rank(FakeRanks(1).run)

@@ -66,6 +66,8 @@ def test_other_ranks_are_another_call(gpu: Any, /, fake: FakeNCCL) -> None:
         to, of = (comm.rank + step) % SIZE, (comm.rank - step) % SIZE
         comm.send_recv(x, y, to, of)
         assert (y.numpy() == of).all()
+        with pytest.raises(InvalidArgument, match="tag: expected 0"):
+            comm.send_recv(x, y, to, of, tag=1)
     for call in (comm.gather, comm.reduce):
         a, b = (Array.zeros(COUNT * n, np.int64, 0) for n in (1, SIZE if call == comm.gather else 1))
         for root in (0, 0, 0, 1, 1, 0):

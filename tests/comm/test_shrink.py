@@ -96,15 +96,6 @@ def test_ranks_that_wait_in_groups_come_to_a_shrink_under_mpirun(tmp_path: Path)
     assert job(tmp_path, 4, IN_A_GRID, *ULFM) == ["ended"] * 3
 
 
-@on_each_rank(spawn, 3, timeout=20)
-def test_shrink_without_a_loss(comm: kos.Communicator, /) -> None:
-    part = comm.shrink()
-    assert (part.rank, part.size) == (comm.rank, 3)
-    part.barrier()
-    again = part.shrink()
-    assert again.all_reduce(np.ones(1))[0] == 3
-
-
 def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss() -> None:
     """By it dumps of the flight recorder are joined."""
 
@@ -131,11 +122,6 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         done.set()
 
     spawn(body, 2, timeout=20)
-
-
-def test_alone() -> None:
-    with kos.init("mock") as comm:
-        assert comm.shrink().all_reduce(np.ones(1))[0] == 1
 
 
 @pytest.mark.mpi
