@@ -95,6 +95,13 @@ def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
 
 
 @pytest.fixture
+def queued(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As ``fake``, on GPUs that never run the all_reduces that are queued."""
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+    return fake
+
+
+@pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of this host share no memory, as if each were on a host of its own."""
     monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))

@@ -404,20 +404,16 @@ def test_an_abort_is_told_before_anything_is_waited_for(
     assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 
 
-def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        comm.all_reduce(zeros(5000))
-        part = comm.backend.gpus[0]
-        comm.rendezvous.barrier()
-        if comm.rank:
-            comm.abort(reason="enough")
-            return
-        with pytest.raises(RankLost, match="rank 1 is gone: enough"):
-            part.wait_on_host(part._last, lambda: False, 20)
-
-    run(body, host=SharedOnly)
+@on_each_rank(run, host=SharedOnly)
+def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
+    comm.all_reduce(zeros(5000))
+    part = comm.backend.gpus[0]
+    comm.rendezvous.barrier()
+    if comm.rank:
+        comm.abort(reason="enough")
+        return
+    with pytest.raises(RankLost, match="rank 1 is gone: enough"):
+        part.wait_on_host(part._last, lambda: False, 20)
 
 
 @on_each_rank(run)

@@ -182,14 +182,11 @@ def test_sizes_that_differ_raise_on_all_ranks(gpu: Any, /, windows: Any) -> None
         gpu.comm.register(own_array(1024 + gpu.rank))
 
 
-def test_a_machine_without_windows(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(FakeRanks(1).run)
+def test_a_machine_without_windows(gpu: Any, /, windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_binding, "register", lambda comm, address, nbytes: 0)
-
-    def body(gpu: Any) -> None:
-        with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
-            gpu.comm.register(own_array())
-
-    FakeRanks(1).run(body)
+    with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
+        gpu.comm.register(own_array())
 
 
 @pytest.mark.parametrize("status", [0, 1])
