@@ -1,19 +1,29 @@
-"""Every fault of a plan at every collective: results that stay right, or errors that name the rank."""
+"""Every fault of a plan at every collective: results that stay right, or errors that name the rank; and the campaign.
+
+``python -m tests.faults`` runs the campaign for longer.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn
+from tests.comm import fake_nccl
 from tests.comm.model import NAMES, Step, run
 from tests.comm.ranks import on_each_rank
+from tests.comm.tcp_ranks import run_threads
+from tests.faults import Rank, Trial, campaign
+from tests.launcher import needs_mpirun
 
 SIZE, SEED = 3, 17
 CULPRIT = 1
@@ -169,3 +179,38 @@ def test_a_fault_that_never_happens_fails_the_test() -> None:
     for fault in (Fault("drop", 1), Fault("crash", 0, 1)):
         with pytest.raises(InvalidArgument, match=r"got none of .*Fault.* in \[1, 1\] operations"):
             spawn(body, 2, faults=[fault])
+
+
+@pytest.mark.parametrize(
+    ("backend", "trials"),
+    [
+        ("tcp", 2),
+        pytest.param("mpi", 2, marks=needs_mpirun),
+        pytest.param("tcp", 6, marks=pytest.mark.slow),
+        pytest.param("mpi", 6, marks=[needs_mpirun, pytest.mark.slow]),
+    ],
+)
+def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: int, tmp_path: Path) -> None:
+    seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
+    assert campaign(trials, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"
+    summary = json.loads(out.read_text())
+    assert (summary["trials"], summary["right"], summary["wrong"]) == (trials, trials, [])
+
+
+def test_a_seed_stands_for_one_trial() -> None:
+    assert Trial.of(7, "tcp", 3.0) == Trial.of(7, "tcp", 3.0) != Trial.of(8, "tcp", 3.0)
+
+
+def test_a_program_without_a_fault_passes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, group, nccl = Trial.of(-2, "nccl", 3.0), ThreadGroup(2), fake_nccl.Group(2)
+
+    def body(rank: int) -> None:
+        comm = fake_nccl.communicator(ThreadRendezvous(group, rank, 30.0), nccl)
+        part = Rank(trial, comm)
+        part.warm_up()
+        part.run()
+        for each in reversed(part.groups.values()):
+            each.close()
+
+    with fake_nccl.no_gpu(monkeypatch):
+        assert run_threads(lambda: body(0), lambda: body(1)) == [None, None]

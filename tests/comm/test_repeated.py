@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 import kos
-from kos import PremulSum, ReduceOp
 from kos.comm import cached
 from kos.comm.cached import ON_GPU
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import streams
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
+from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import test_auto
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, communicator
@@ -92,21 +91,13 @@ def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
 OPTIONS: list[dict[str, Any]] = [{"stream": 5}, {"timeout": 3.0}, {"deterministic": True}, {"async_op": True}]
 
 
-@pytest.mark.parametrize("options", [{"op": ReduceOp.MAX}, {"out": "another"}, *OPTIONS], ids=str)
-def test_a_call_that_asks_for_something_else_is_another(alone: kos.Communicator, options: dict[str, Any]) -> None:
-    x, other = ones(), ones()
-    prepared = kept(alone, x)
-    options = {key: other if value == "another" else value for key, value in options.items()}
-    assert prepared.by(lambda: alone.all_reduce(x, **options))
-    assert prepared.by(lambda: alone.broadcast(x)), "another operation"
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_call_with_options_is_not_kept(alone: kos.Communicator, options: dict[str, Any]) -> None:
     x = ones()
     for _ in range(2):
         alone.all_reduce(x, **options)
     assert Prepared(alone).by(lambda: alone.all_reduce(x))
+    assert kept(alone, x).by(lambda: alone.all_reduce(x, **options))
 
 
 def test_other_arrays_are_others(alone: kos.Communicator) -> None:
@@ -183,37 +174,6 @@ def test_an_array_of_another_stream_is_used_in_its_order(
     assert seen[-1] == streams.LEGACY
 
 
-def test_a_factor_is_never_taken_from_an_earlier_call(alone: kos.Communicator) -> None:
-    x = ones(dtype=np.float32)
-    for factor in (2.0, 3.0):
-        alone.all_reduce(x, PremulSum(factor))
-    assert x.numpy().tolist() == [6.0] * COUNT
-    with pytest.raises(InvalidArgument, match="alone"):
-        alone.all_reduce(x, ReduceOp.PREMUL_SUM)
-
-
-def test_a_batch_takes_it_with_the_others(alone: kos.Communicator) -> None:
-    x = ones()
-    prepared = kept(alone, x)
-    count = alone.recorder.count
-    with alone.batch():
-        assert prepared.by(lambda: alone.all_reduce(x))
-        assert alone.recorder.count == count, "launched within the batch"
-    assert alone.recorder.count == count + 1
-    persistent = alone.all_reduce_init(x)
-    assert alone.recorder.count == count + 1
-    persistent.start()
-    assert not prepared.by(lambda: alone.all_reduce(x))
-
-
-def test_the_timeout_is_that_of_now(alone: kos.Communicator) -> None:
-    x = ones()
-    kept(alone, x)
-    alone.timeout = 3.0
-    alone.all_reduce(x)
-    assert alone.recorder.entries()[-1]["timeout_ms"] == 3000
-
-
 @pytest.mark.parametrize("how", ["closed", "broken", "aborted"])
 def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytest.MonkeyPatch, fake: FakeNCCL) -> None:
     x = ones()
@@ -231,21 +191,6 @@ def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytes
     assert not launched
 
 
-@on_each_rank(FakeRanks(SIZE).run)
-def test_communicators_keep_apart_what_they_repeat(gpu: Any, /, fake: FakeNCCL) -> None:
-    comm, x = gpu.comm, Array.zeros(2, np.int32, 0)
-    pair = comm.split(0 if comm.rank < 2 else None)
-    for _ in range(3):
-        for group in (comm, pair) if pair is not None else (comm,):
-            for _ in range(3):
-                x.copy_from(np.ones(2, np.int32))
-                assert group.all_reduce(x).numpy().tolist() == [group.size] * 2
-    if pair is not None:
-        pair.close()
-    x.copy_from(np.ones(2, np.int32))
-    assert comm.all_reduce(x).numpy().tolist() == [SIZE] * 2
-
-
 def test_communicators_that_take_turns_find_their_own(fake: FakeNCCL) -> None:
     one, other = (communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1)) for _ in range(2))
     x, out = ones(), ones()
@@ -257,25 +202,6 @@ def test_communicators_that_take_turns_find_their_own(fake: FakeNCCL) -> None:
     for _ in range(3):
         one.all_reduce(x, out=out)
     assert not Prepared(one).by(partial(one.all_reduce, x, out=out))
-
-
-def test_a_repeated_call_is_compared_with_the_other_ranks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("all_reduce", "broadcast"):
-        monkeypatch.setattr(fake, name, lambda *arguments: None)
-
-    def body(gpu: Any) -> None:
-        comm, x, y = gpu.comm, Array.zeros(2, np.int32, 0), Array.zeros(2, np.int32, 0)
-        for _ in range(3):
-            comm.all_reduce(x)
-            comm.broadcast(y)
-        comm.barrier()
-        prepared = Prepared(comm)
-        comm.all_reduce(x) if comm.rank else comm.broadcast(y)
-        assert not prepared
-        with pytest.raises(CollectiveMismatch, match=r"rank 0 called broadcast #7 of int32\[2\], root 0 but rank"):
-            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)  # as on a GPU, where it does not end
-
-    FakeRanks(SIZE).run(body)
 
 
 def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone: kos.Communicator) -> None:

@@ -137,23 +137,6 @@ def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communi
             np.full(5, 3e38, np.float32) * np.float32(10)
 
 
-def test_slots_as_large_as_they_are(seed: int) -> None:
-    count = 3 * segments.BLOCK_BYTES // 4 + 13
-
-    def body(comm: kos.Communicator) -> list[np.ndarray]:
-        x = inputs(seed, comm.size, count, F32)[comm.rank]
-        kinds = ReduceOp.SUM, PremulSum(1 + comm.rank), ReduceOp.SUM
-        return [comm.all_reduce(x, op, out=poison(count, F32), deterministic=True) for op in kinds]
-
-    for size in (2, 3):
-        xs = inputs(seed, size, count, F32)
-        plain = sum(xs[1:], xs[0].copy())
-        scaled = sum((np.float32(1 + r) * x for r, x in enumerate(xs[1:], 1)), xs[0].copy())
-        for got in run(body, size):
-            for a, b in zip(got, (plain, scaled, plain), strict=True):
-                assert_bits(a, b)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.usefixtures("small_slots")
 def test_many_in_flight_on_several_communicators(seed: int, size: int) -> None:

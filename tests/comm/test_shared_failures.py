@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,13 +19,13 @@ import kos
 from kos.comm.failures import from_record, to_record
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Segment
-from kos.comm.host.shared.segment import STARTED
+from kos.comm.host.shared.segment import BLOCK_BYTES, STARTED
 from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
-from kos.testing import Fault, spawn
+from kos.testing import spawn
 from kos.testing.conformance.failures import MISMATCHES
 from tests.comm.ranks import on_each_rank
-from tests.comm.shared_ranks import run
+from tests.comm.shared_ranks import TIMEOUT, run
 from tests.comm.test_failures import F4
 from tests.comm.test_jobs import mpirun, program
 
@@ -238,23 +239,6 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, mon
             comm.barrier()
 
 
-def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
-    """Rank 1 loses rank 2 in their group of two and leaves; rank 0 waits for rank 1 alone."""
-
-    def body(comm: kos.Communicator) -> tuple[int, ...]:
-        part = comm.split(int(comm.rank == 0))
-        if comm.rank:
-            with pytest.raises(RankLost, match="rank 2 of world is gone: it crashed"):
-                part.barrier()
-            comm.abort(reason="it had enough")
-            return ()
-        with pytest.raises(RankLost, match="rank 2 of world is gone: .*; rank 1 aborted because of it") as caught:
-            comm.recv(F4(), 1)
-        return caught.value.ranks
-
-    assert spawn(body, 3, 20, faults=[Fault("crash", 2)])[0] == (2,)
-
-
 ULFM = ["--with-ft", "ulfm"]
 
 
@@ -265,3 +249,47 @@ def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
         pytest.skip(f"this mpirun does not know {' '.join(options)}")
     assert done.stdout, done.stderr
     return done.stdout.splitlines()
+
+
+COUNT = 6 * BLOCK_BYTES  # bytes: more stages than there are slots
+CALLS: dict[str, tuple[int, Callable[[kos.Communicator, Any], Any]]] = {  # and a rank that waits for rank 1 itself
+    "broadcast": (0, lambda c, o: c.broadcast(x(), 0, **o)),
+    "gather": (2, lambda c, o: c.gather(x(), 2, **o)),
+    "scatter": (0, lambda c, o: c.scatter(x(3) if c.rank == 0 else None, x(), **o)),
+    "all_reduce": (0, lambda c, o: c.all_reduce(x(), kos.ReduceOp.MAX, **o)),
+    "all_gather": (2, lambda c, o: c.all_gather(x(), **o)),
+}
+
+
+def x(parts: int = 1) -> np.ndarray:
+    return np.zeros(parts * COUNT, np.uint8)
+
+
+@pytest.mark.parametrize(("name", "direct"), [*((name, False) for name in CALLS), ("all_gather", True)])
+def test_only_those_that_are_waited_for_are_named(name: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("DIRECT_BYTES", "CROWDED_BYTES"):
+        monkeypatch.setattr(f"kos.comm.host.shared.direct.{limit}", 0 if direct else 1 << 40)
+    begun, over = threading.Event(), threading.Event()
+    impatient, call = CALLS[name]
+
+    def body(comm: kos.Communicator) -> str:
+        comm.barrier()
+        if comm.rank == 1:  # takes its first steps and no more
+            call(comm, {"async_op": True})
+            begun.set()
+            over.wait(20)
+            comm.abort()
+            return ""
+        assert begun.wait(20)
+        work, until = call(comm, {"async_op": True}), time.monotonic() + 20
+        while comm.rank == impatient and comm.backend._shared.behind() != [1]:
+            assert time.monotonic() < until and not work.done()
+        with pytest.raises(CollectiveTimeout) as caught:
+            work.wait(0.3 if comm.rank == impatient else TIMEOUT)
+        over.set()
+        comm.abort()
+        return str(caught.value)
+
+    first, _, last = run(body, 3)
+    assert first.endswith("not complete after 0.3 s; every rank arrived, ranks [1] went no further")
+    assert last == first, "all hear of the first failure"
