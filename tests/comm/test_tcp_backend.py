@@ -31,6 +31,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_shapes_and_scalars,
 )
 from tests.comm.test_message_failures import COUNTS, disagree_about_counts, give_up_a_send
+from tests.comm.test_shared_failures import SCHEDULED, check_mismatch
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
@@ -95,6 +96,12 @@ WITH_MEMORY = ("absent", "views_put_and_get")  # what ranks of several hosts can
 )
 def test_promise(ranks: TCPRanks, case: Any) -> None:
     ranks.run(case.call)
+
+
+@pytest.mark.parametrize("memory", ["shared"], indirect=True)
+@pytest.mark.parametrize("case", sorted(SCHEDULED))
+def test_mismatch_of_calls_by_messages(ranks: TCPRanks, case: str) -> None:
+    ranks.run(lambda comm: check_mismatch(comm, case, 1))
 
 
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
