@@ -6,6 +6,7 @@ mpirun -n 8 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_nccl.py
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -352,45 +353,53 @@ def test_a_window_outlives_a_graph_that_keeps_nothing(gpu: Any, /) -> None:
     graph.close()
 
 
+ALGORITHMS = {  # one that each backend does not have, and those that it has
+    "nccl": ("ring", "'auto' for all_reduce on nccl"),
+    "peer": ("halving_doubling", "'auto', one_shot, two_shot, ring, tree"),
+}
+
+
 @on_each_rank("ranks.run")
 def test_refusals(gpu: Any, /) -> None:
     """Nothing is sent: the communicator works after each."""
     comm = gpu.comm
-    x = on_gpu(comm, np.ones(4, np.float32))
+    x, y = (on_gpu(comm, np.ones(4, np.float32)) for _ in range(2))
     freed = Array.empty(4, np.float32, comm.device)
     freed.owner.close()
-    readonly = Array(x.pointer, (4,), np.float32, comm.device, owner=x, readonly=True)
-    there = (comm.device + 1) % len(cuda.visible_devices())
-    elsewhere = Array.empty(4, np.float32, there)
-    stream = cuda.create_stream(comm.device)
-    ordered = Array.empty(4, np.float32, comm.device, stream=stream)
-    refused = {
-        rf"x: expected memory of cuda:{comm.device} \(backend nccl\), got ndarray in memory of the host": lambda: (
-            comm.all_reduce(np.ones(4))
+
+    def described(pointer: int = x.pointer, count: int = 4, device: int = comm.device, **more: Any) -> Array:
+        return Array(pointer, (count,), np.float32, device, owner=y, **more)
+
+    algorithm, known = ALGORITHMS[comm.backend_name]
+    stream = 7 if cuda.unavailable() else cuda.create_stream(comm.device)
+    here = rf"cuda:{comm.device} \(backend {comm.backend_name}\)"
+    refused: dict[str, Callable[[], Any]] = {
+        f"x: expected memory of {here}, got ndarray in memory of the host": lambda: comm.all_reduce(np.ones(4)),
+        f"x: .* got Array in memory of cuda:{comm.device + 1}": lambda: comm.all_reduce(
+            described(8, device=comm.device + 1)
         ),
         "out: expected memory of cuda:., got memory of the host": lambda: comm.all_reduce(
             x, out=np.ones(4, np.float32)
         ),
         "x: expected an array with memory, got one that was freed": lambda: comm.all_reduce(freed),
-        "x: expected a writable array": lambda: comm.all_reduce(readonly),
+        "x: expected a writable array": lambda: comm.all_reduce(described(readonly=True)),
         "out: expected dtype float32, got int32": lambda: comm.all_reduce(x, out=x.view(np.int32)),
         "overlap": lambda: comm.all_reduce(x[:3], out=x[1:]),
-        "overlap of all_gather": lambda: comm.all_gather(x[1:3], x) if comm.size == 2 else None,
-        "algorithm: expected 'auto' for all_reduce on nccl": lambda: comm.all_reduce(x, algorithm="ring"),
-        "tag: expected 0": lambda: comm.send(x, (comm.rank + 1) % comm.size, 3),
-        "got an.* stream of x": lambda: comm.all_reduce(x, out=ordered),
-        "out: expected an array of the stream of x": lambda: comm.all_reduce(x, out=ordered),
+        f"algorithm: expected {known}": lambda: comm.all_reduce(x, algorithm=algorithm),
+        "out: expected an array of the stream of x": lambda: comm.all_reduce(
+            x, out=described(y.pointer, stream=stream)
+        ),
+        "stream: expected a handle, or .*, got 'x'": lambda: comm.all_reduce(x, stream="x"),
+        "stream: expected a handle, or .*, got -1": lambda: comm.barrier(stream=-1),
+        "stream: expected a handle, or .*, got True": lambda: comm.synchronize(stream=True),
     }
-    if there != comm.device:
-        refused[f"got Array in memory of cuda:{there}"] = lambda: comm.all_reduce(elsewhere)
-    if comm.size == 1:
-        del refused["tag: expected 0"]
-    del refused["got an.* stream of x"]
-    if comm.size != 2:
-        del refused["overlap of all_gather"]
+    if comm.size > 1:
+        refused["tag: expected 0"] = lambda: comm.send(x, (comm.rank + 1) % comm.size, 3)
+    if comm.backend_name == "peer":
+        refused["elements at multiples of 4 bytes"] = lambda: comm.all_reduce(described(x.pointer + 2, 3))
     before = comm.recorder.count
     for message, call in refused.items():
-        with pytest.raises(InvalidArgument, match=message.removesuffix(" of all_gather")):
+        with pytest.raises(InvalidArgument, match=message):
             call()
     assert comm.recorder.count == before
     assert (comm.all_reduce(x).numpy() == comm.size).all()

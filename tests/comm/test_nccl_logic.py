@@ -19,7 +19,7 @@ from kos.cuda import driver
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Memory, captures, communicator
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, captures, communicator
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
@@ -27,6 +27,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_deterministic_is_in_rank_order,
     test_messages,
     test_minimum_keeps_nan,
+    test_refusals,
     test_several_communicators,
 )
 
@@ -235,29 +236,6 @@ def test_scratch_grows_and_stays(gpu: Any, /, fake: FakeNCCL) -> None:
     assert not kept[0].closed, "a graph may use it"
     gpu.comm.close()
     assert kept[0].closed
-
-
-@on_each_rank(FakeRanks(2).run)
-def test_refused_by_this_backend(gpu: Any, /, fake: FakeNCCL) -> None:
-    comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
-    owner = Memory(16)
-    owner.close()
-    for message, call in {
-        r"x: expected memory of cuda:0 \(backend nccl\), got ndarray in memory of the host": lambda: comm.all_reduce(
-            np.ones(4)
-        ),
-        "got Array in memory of cuda:1": lambda: comm.all_reduce(Array(8, (1,), np.float32, 1)),
-        "algorithm: expected 'auto' for all_reduce on nccl": lambda: comm.all_reduce(x, algorithm="ring"),
-        "the stream of x": lambda: comm.all_reduce(x, out=Array(owner.pointer, (4,), np.float32, 0, stream=7)),
-        "one that was freed": lambda: comm.all_reduce(Array(8, (1,), np.float32, 0, owner=owner)),
-        "tag: expected 0": lambda: comm.send(x, 1 - comm.rank, tag=4),
-        "stream: expected a handle, or .*, got 'x'": lambda: comm.all_reduce(x, stream="x"),
-        "stream: expected a handle, or .*, got -1": lambda: comm.barrier(stream=-1),
-        "stream: expected a handle, or .*, got True": lambda: comm.synchronize(stream=True),
-    }.items():
-        with pytest.raises(InvalidArgument, match=message):
-            call()
-    assert comm.recorder.count == 0
 
 
 def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from kos import ReduceOp, cuda
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.cuda import driver
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable
 from kos.memory.array import Array
 from kos.testing.conformance.values import LARGE, SIZES, check
 from tests.comm.gpu_ranks import GPURanks
@@ -35,6 +35,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_messages,
     test_minimum_keeps_nan,
     test_mismatch_raises_on_all_ranks,
+    test_refusals,
     test_several_communicators,
     test_windows,
 )
@@ -280,36 +281,6 @@ def test_windows_are_freed_when_all_ranks_let_go(gpu: Any, /) -> None:
     comm.close()
     kept.fill_bytes(0)  # outlives the communicator
     assert (kept.numpy() == 0).all()
-
-
-@on_each_rank("ranks.run")
-def test_refusals(gpu: Any, /) -> None:
-    """Nothing is sent: the communicator works after each."""
-    comm = gpu.comm
-    x = on_gpu(comm, np.ones(4, np.float32))
-    freed = Array.empty(4, np.float32, comm.device)
-    freed.owner.close()
-    odd = Array(x.pointer + 2, (3,), np.float32, comm.device, owner=x)
-    refused = {
-        rf"expected memory of cuda:{comm.device} \(backend peer\), got ndarray": lambda: comm.all_reduce(np.ones(4)),
-        "got one that was freed": lambda: comm.all_reduce(freed),
-        "elements at multiples of 4 bytes": lambda: comm.all_reduce(odd),
-        "algorithm: expected 'auto', one_shot, two_shot, ring, tree": lambda: comm.all_reduce(
-            x, algorithm="halving_doubling"
-        ),
-    }
-    if comm.size > 1:
-        refused["tag: expected 0"] = lambda: comm.send(x, (comm.rank + 1) % comm.size, 3)
-    there = (comm.device + 1) % len(cuda.visible_devices())
-    if there != comm.device:
-        elsewhere = Array.empty(4, np.float32, there)
-        refused[f"got Array in memory of cuda:{there}"] = lambda: comm.all_reduce(elsewhere)
-    before = comm.recorder.count
-    for message, call in refused.items():
-        with pytest.raises(InvalidArgument, match=message):
-            call()
-    assert comm.recorder.count == before
-    assert (comm.all_reduce(x).numpy() == comm.size).all()
 
 
 def test_ranks_that_are_threads_are_told() -> None:

@@ -39,6 +39,7 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_messages,
     test_messages_of_a_batch_wait_for_none_of_it,
     test_minimum_keeps_nan,
+    test_refusals,
     test_what_overlaps_goes_by_copy_engines,
     test_windows_are_freed_when_all_ranks_let_go,
 )
