@@ -22,7 +22,7 @@ from kos.comm.host.shared import Segment
 from kos.comm.host.shared.segment import BLOCK_BYTES, STARTED
 from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
-from kos.testing import spawn
+from kos.testing import Fault, spawn
 from kos.testing.conformance.failures import MISMATCHES
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import TIMEOUT, run
@@ -237,6 +237,23 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, mon
     if comm.rank == 0:
         with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):
             comm.barrier()
+
+
+def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
+    """Rank 1 loses rank 2 in their group of two and leaves; rank 0 waits for rank 1 alone."""
+
+    def body(comm: kos.Communicator) -> tuple[int, ...]:
+        part = comm.split(int(comm.rank == 0))
+        if comm.rank:
+            with pytest.raises(RankLost, match="rank 2 of world is gone: it crashed"):
+                part.barrier()
+            comm.abort(reason="it had enough")
+            return ()
+        with pytest.raises(RankLost, match="rank 2 of world is gone: .*; rank 1 aborted because of it") as caught:
+            comm.recv(F4(), 1)
+        return caught.value.ranks
+
+    assert spawn(body, 3, 20, faults=[Fault("crash", 2)])[0] == (2,)
 
 
 ULFM = ["--with-ft", "ulfm"]
