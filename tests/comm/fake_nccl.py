@@ -25,7 +25,7 @@ import pytest
 import kos
 from kos.comm import watchdog
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, works
+from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.rendezvous.threads import ThreadRendezvous
@@ -394,6 +394,22 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         watchdog._end()
         if windows._memories:
             gc.collect()
+
+
+@contextlib.contextmanager
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
+
+    def nothing(backend: NCCLBackend, o: Any, route: Any) -> bool:
+        route.launch = lambda stream: None
+        return True
+
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
+    with no_gpu(monkeypatch) as fake:
+        monkeypatch.setattr(NCCLBackend, "resolve", nothing)
+        monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
+        yield fake
 
 
 def _file(path: Path, name: str) -> str:

@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import watchdog
-from kos.comm.gpu import shared, works
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.backend import HostBackend
@@ -26,24 +24,13 @@ from kos.comm.host.tcp import TCPBackend
 from kos.comm.rendezvous import base
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveMismatch, KosError, RankLost
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, no_gpu
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, quiet
 from tests.comm.tcp_ranks import run_ranks
-from tests.comm.test_watchdog import DIFFERENCES, Heard, _nothing, on_gpu
+from tests.comm.test_watchdog import DIFFERENCES, Heard, on_gpu
 
 TIMEOUT = 20.0  # seconds
 APART, PAIRS, TWO_AND_ONE = (0, 1), (0, 0, 1, 1), (0, 0, 1)  # the host of each rank
 Body = Callable[[kos.Communicator], Any]
-
-
-@contextlib.contextmanager
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Calls queue nothing, and the GPU ends nothing of it."""
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
-        monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -318,6 +305,7 @@ def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int
 
 def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL reports that another rank has gone before the notice of its host has come."""
+
     def body(comm: kos.Communicator) -> str:
         part: Any = comm.backend
         part.unwatch()

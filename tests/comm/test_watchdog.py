@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,11 @@ import kos
 from kos import ReduceOp
 from kos.comm import watchdog
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import shared, works
-from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu import works
 from kos.comm.host.shared.segment import PID
-from kos.comm.operation import Operation, Route
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import FakeNCCL
+from tests.comm.fake_nccl import FakeNCCL, quiet
 from tests.comm.model import Step, call
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
@@ -32,21 +30,9 @@ Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
-
-
-def _nothing(self: NCCLBackend, o: Operation, route: Route) -> bool:
-    route.launch = lambda stream: None
-    return True
-
-
-@pytest.fixture
-def quiet(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls queue nothing, and the GPU ends nothing of it."""
-    monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
-    monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    with quiet(monkeypatch) as fake:
+        yield fake
 
 
 class Heard:
@@ -83,7 +69,7 @@ def kill(comm: kos.Communicator, rank: int) -> None:
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer", "nccl peer"])
-def test_a_rank_that_dies_is_named(quiet: None, parts: str) -> None:
+def test_a_rank_that_dies_is_named(parts: str) -> None:
     def body(comm: kos.Communicator, log: Any) -> None:
         heard = Heard(comm)
         comm.all_reduce(on_gpu())
@@ -100,8 +86,8 @@ def test_a_rank_that_dies_is_named(quiet: None, parts: str) -> None:
     run(body, parts, host=SharedOnly)
 
 
-@on_each_rank(run, 'nccl', host=SharedOnly)
-def test_what_lasts_too_long_is_ended(comm: kos.Communicator, log: Any, /, quiet: None) -> None:
+@on_each_rank(run, "nccl", host=SharedOnly)
+def test_what_lasts_too_long_is_ended(comm: kos.Communicator, log: Any, /) -> None:
     if comm.rank == 0:
         heard = Heard(comm)
         comm.all_reduce(on_gpu(), timeout=0.1)
@@ -111,9 +97,9 @@ def test_what_lasts_too_long_is_ended(comm: kos.Communicator, log: Any, /, quiet
     comm.rendezvous.barrier()
 
 
-@on_each_rank(run, 'nccl', host=SharedOnly)
+@on_each_rank(run, "nccl", host=SharedOnly)
 def test_a_rank_that_does_not_come_where_no_call_is_marked(
-    comm: kos.Communicator, log: Any, /, quiet: None, monkeypatch: pytest.MonkeyPatch
+    comm: kos.Communicator, log: Any, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of many calls in a row a few have events: of the last ones the host knows who has made them."""
     if comm.rank == 0:
@@ -124,7 +110,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(
     comm.rendezvous.barrier()
 
 
-def test_a_call_that_waits_behind_one_without_a_mark(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_waits_behind_one_without_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU has not begun the marked call: it may hang in a collective that has no mark."""
     monkeypatch.setattr(works._Mark, "ended", lambda mark: not mark.follows_unmarked)
     monkeypatch.setattr(works.Event, "done", lambda event: False)
@@ -144,9 +130,9 @@ def test_a_call_that_waits_behind_one_without_a_mark(quiet: None, monkeypatch: p
     run(body, "nccl", host=SharedOnly)
 
 
-@on_each_rank(run, 'nccl', host=SharedOnly)
+@on_each_rank(run, "nccl", host=SharedOnly)
 def test_an_error_of_nccl_is_found_behind_our_back(
-    comm: kos.Communicator, log: Any, /, quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+    comm: kos.Communicator, log: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard = Heard(comm)
     comm.all_reduce(on_gpu())
@@ -157,7 +143,7 @@ def test_an_error_of_nccl_is_found_behind_our_back(
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator, log: Any, /, quiet: None) -> None:
+def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator, log: Any, /) -> None:
     heard = Heard(comm)
     comm.backend.gpus[0].unwatch()
     comm.backend.gpus[1].unwatch()
@@ -171,7 +157,7 @@ def test_a_failure_that_a_call_found_is_reported_once_too(comm: kos.Communicator
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_a_communicator_that_is_closed_is_not_looked_after(comm: kos.Communicator, log: Any, /, quiet: None) -> None:
+def test_a_communicator_that_is_closed_is_not_looked_after(comm: kos.Communicator, log: Any, /) -> None:
     gpus = comm.backend.gpus
     assert all(gpu in watchdog._watched for gpu in gpus)
     comm.abort()
@@ -179,9 +165,7 @@ def test_a_communicator_that_is_closed_is_not_looked_after(comm: kos.Communicato
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(
-    comm: kos.Communicator, log: Any, /, quiet: None
-) -> None:
+def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(comm: kos.Communicator, log: Any, /) -> None:
     """The wait is no call, and is compared with none."""
     comm.all_reduce(np.zeros(3))
     nothing_yet = comm.backend.gpus[0]
@@ -191,7 +175,7 @@ def test_a_wait_for_a_part_that_carried_nothing_keeps_the_diagnosis(
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, log: Any, /, quiet: None) -> None:
+def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, log: Any, /) -> None:
     part = comm.backend.gpus[0]
     part.unwatch()
     comm.all_reduce(on_gpu())
@@ -203,7 +187,7 @@ def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, l
     comm.rendezvous.barrier()
 
 
-def test_a_wait_on_the_host_is_shown(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_on_the_host_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """And whom it waited for, before it no longer is."""
     monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
 
@@ -235,7 +219,7 @@ def _telling(post: Callable[[Any], None], waiting: threading.Event) -> Callable[
     return posting
 
 
-def test_a_queue_that_waits_is_shown_while_the_program_does_something_else(quiet: None) -> None:
+def test_a_queue_that_waits_is_shown_while_the_program_does_something_else() -> None:
     """Nothing is shown once the ranks have come."""
     began = threading.Event()
 
@@ -262,9 +246,9 @@ def eventually(true: Callable[[], Any]) -> bool:
     return bool(true())
 
 
-@on_each_rank(run, 'nccl', host=SharedOnly)
+@on_each_rank(run, "nccl", host=SharedOnly)
 def test_what_nccl_meets_is_explained_by_the_rank_that_died(
-    comm: kos.Communicator, log: Any, /, quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+    comm: kos.Communicator, log: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL reports that another rank has gone before the watchdog knows which."""
     part = comm.backend.gpus[0]
@@ -308,7 +292,7 @@ DIFFERENCES: dict[str, tuple[Call, Call]] = {
 @pytest.mark.parametrize("case", DIFFERENCES)
 @on_each_rank(run, host=SharedOnly)
 def test_calls_of_auto_that_differ_raise_by_the_next_one(
-    comm: kos.Communicator, log: Any, /, quiet: None, case: str, next_call: str
+    comm: kos.Communicator, log: Any, /, case: str, next_call: str
 ) -> None:
     """Which in host memory waits for all ranks: nobody comes out of it without the error."""
     for gpu in comm.backend.gpus:
