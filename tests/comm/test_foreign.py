@@ -257,14 +257,6 @@ def test_a_second_group_does_not_read_what_the_first_left_in_the_store():
         assert run_threads(lambda: rank(0, late), lambda: rank(1, late)) == [1, 1]  # noqa: B023
 
 
-def test_a_group_of_a_store_can_be_split():
-    def body(comm):
-        with comm.split(comm.rank % 2) as half:
-            return half.all_reduce(np.array([comm.rank])).item()
-
-    assert ranks_of(4, body) == [2, 4, 2, 4]
-
-
 def test_every_rank_names_those_that_are_missing():
     store = DictStore()
 
