@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from kos.errors import (
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_tuning import GPU, LINK, changed
@@ -106,8 +107,8 @@ def run(
     on_threads(SIZE, rank, timeout, lambda: [group.barrier.abort() for group in groups.values()])
 
 
-def zeros(count: int, dtype: Any = np.float16) -> Array:
-    return Array.zeros(count, dtype, 0)
+def zeros(count: int, dtype: Any = np.float16, stream: Any = None) -> Array:
+    return Array.zeros(count, dtype, 0, stream=stream)
 
 
 @on_each_rank(run)
@@ -255,50 +256,39 @@ def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /
         assert begun == list(range(4 * turn + 4))
 
 
-def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = False
-    monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
-    monkeypatch.setattr("kos.comm.persistent.capture_of", lambda stream: captured)
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        nonlocal captured
-        persistent = comm.reduce_init(zeros(8))
-        for captured in (False, True, False):
-            comm.barrier()
-            assert persistent.start().backend.name == ("peer" if captured else "nccl")
+@on_each_rank(run)
+def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
+) -> None:
+    persistent = comm.reduce_init(zeros(8, stream=5))
+    for graph in (nullcontext, captures, nullcontext):
+        part = "peer" if graph is captures else "nccl"
+        with graph():
+            assert persistent.start().backend.name == part
             with comm.batch() as batch:
                 persistent.start()
-            assert batch.works[0].backend.name == ("peer" if captured else "nccl")
-            comm.barrier()
-        assert [part for part in log if part != "mock"] == ["nccl", "peer", "nccl"]  # batches are not logged
-        comm.close()
-        comm.backend.prepare = None
-        with pytest.raises(CollectiveError, match="is closed"):
-            persistent.start()
-
-    run(body)
+            assert batch.works[0].backend.name == part
+    assert log == ["nccl", "peer", "nccl"]  # batches are not logged
+    comm.close()
+    comm.backend.prepare = None
+    with pytest.raises(CollectiveError, match="is closed"):
+        persistent.start()
 
 
-def test_what_is_persistent_tells_nothing_of_the_other_part(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(run, host=SharedOnly)
+def test_what_is_persistent_tells_nothing_of_the_other_part(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
+) -> None:
     """Of the kernel that carried it in a graph: ranks know their calls by their own addresses."""
-    captured = False
-    monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
-    monkeypatch.setattr("kos.comm.persistent.capture_of", lambda stream: captured)
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        nonlocal captured
-        x, y = zeros(8), zeros(8)
-        persistent = comm.reduce_init(x)
-        comm.reduce(y)
-        comm.reduce(x if comm.rank else y)
-        for turn in (True, False):
-            comm.rendezvous.barrier()
-            captured = turn
-            comm.rendezvous.barrier()
-            persistent.start()
-        comm.synchronize()
-
-    run(body, host=SharedOnly)
+    x, y = zeros(8, stream=5), zeros(8, stream=5)
+    persistent = comm.reduce_init(x)
+    comm.reduce(y)
+    comm.reduce(x if comm.rank else y)
+    with captures():
+        persistent.start()
+    persistent.start()
+    comm.synchronize()
+    assert [part for part in log if part != "shared-only"] == ["nccl", "nccl", "peer", "nccl"]
 
 
 @on_each_rank(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,14 +13,13 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import cached
 from kos.comm.cached import ON_GPU
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import test_auto
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, communicator
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, captures, communicator
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step
 from tests.comm.ranks import on_each_rank
@@ -28,6 +28,16 @@ from tests.comm.test_repeated_on_hosts import CASES, check_cached
 
 COUNT = 6
 SIZE = 3
+
+
+@pytest.fixture
+def of_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table by which small calls go by another part in a graph."""
+    table = test_auto.ROUTES | {
+        "all_reduce 16-bit ordinary graph": [[64, "peer"], [None, "nccl"]],
+        "all_reduce 16-bit ordinary eager": [[None, "nccl"]],
+    }
+    monkeypatch.setattr(test_auto.Peer, "table", test_auto.parse(test_auto.changed("routes", to=table), "the test"))
 
 
 @pytest.fixture
@@ -239,32 +249,20 @@ def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
     assert names == ["nccl:all_reduce", "nccl:all_reduce", "nccl:all_gather", "nccl:all_reduce"] * 6
 
 
-def test_auto_repeats_where_a_graph_goes_another_way_too(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = test_auto.ROUTES | {
-        "all_reduce 16-bit ordinary graph": [[64, "peer"], [None, "nccl"]],
-        "all_reduce 16-bit ordinary eager": [[None, "nccl"]],
-    }
-    monkeypatch.setattr(test_auto.Peer, "table", test_auto.parse(test_auto.changed("routes", to=table), "the test"))
-    captured = False
-    monkeypatch.setattr(test_auto.auto, "is_captured", lambda stream: captured)
-    monkeypatch.setattr(cached, "capture_of", lambda stream: int(captured))
-
-    def body(comm: kos.Communicator, log: test_auto.Log) -> None:
-        nonlocal captured
-        small, large, prepared = test_auto.zeros(8), test_auto.zeros(1000), Prepared(comm)
-        for _ in range(3):
+@on_each_rank(test_auto.run)
+def test_auto_repeats_where_a_graph_goes_another_way_too(
+    comm: kos.Communicator, log: test_auto.Log, /, of_graphs: None
+) -> None:
+    small, large, prepared = test_auto.zeros(8, stream=5), test_auto.zeros(1000, stream=5), Prepared(comm)
+    for _ in range(3):
+        comm.all_reduce(small)
+        comm.all_reduce(large)
+    assert not prepared.by(lambda: comm.all_reduce(small))
+    assert not prepared.by(lambda: comm.all_reduce(large))
+    assert set(log) == {"nccl"}
+    for graph in (captures, nullcontext, captures):
+        log.clear()
+        with graph():
             comm.all_reduce(small)
             comm.all_reduce(large)
-        assert not prepared.by(lambda: comm.all_reduce(small))
-        assert not prepared.by(lambda: comm.all_reduce(large))
-        assert set(log) == {"nccl"}
-        for turn in range(1, 4):
-            log.clear()
-            comm.rendezvous.barrier()
-            captured = turn % 2 == 1
-            comm.rendezvous.barrier()
-            comm.all_reduce(small)
-            comm.all_reduce(large)
-            assert log == ["peer" if captured else "nccl", "nccl"]
-
-    test_auto.run(body)
+        assert log == ["peer" if graph is captures else "nccl", "nccl"]
