@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu import memory, nccl_binding
+from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.memory import Windows
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
@@ -94,24 +95,21 @@ def test_the_first_message_to_each_peer_may_wait(fake: FakeNCCL) -> None:
     assert met == [2, 2, 2]
 
 
-def test_scratch_memory_does_not_grow_with_the_streams(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(FakeRanks(2).run)
+def test_scratch_memory_does_not_grow_with_the_streams(gpu: Any, /, fake: FakeNCCL) -> None:
     """What no graph can hold is free when the host has waited for all."""
-    monkeypatch.setattr(memory, "capture_of", lambda stream: stream == 7)
-
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
-        for stream in range(5, 25):
+    comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
+    for stream in range(5, 25):
+        with captures() if stream == 7 else nullcontext():
             comm.all_reduce(x, stream=stream)
-        comm.all_reduce(Array.zeros(1 << 20, np.int16, 0), stream=24)
-        pieces = [piece for each in comm.backend._scratch._pieces.values() for piece in each]
-        assert len(pieces) == 21
-        comm.synchronize()
-        assert {stream: len(each) for stream, each in comm.backend._scratch._pieces.items()} == {7: 1, 24: 1}
-        assert sum(piece.closed for piece in pieces) == 19
-        comm.all_reduce(x, stream=7)
-        comm.all_reduce(x, stream=5)
-
-    FakeRanks(2).run(body)
+    comm.all_reduce(Array.zeros(1 << 20, np.int16, 0), stream=24)
+    pieces = [piece for each in comm.backend._scratch._pieces.values() for piece in each]
+    assert len(pieces) == 21
+    comm.synchronize()
+    assert {stream: len(each) for stream, each in comm.backend._scratch._pieces.items()} == {7: 1, 24: 1}
+    assert sum(piece.closed for piece in pieces) == 19
+    comm.all_reduce(x, stream=7)
+    comm.all_reduce(x, stream=5)
 
 
 def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
