@@ -16,7 +16,7 @@ import pytest
 import kos
 from kos import PremulSum, ReduceOp, cuda
 from kos.comm.gpu import nccl_binding
-from kos.cuda import streams
+from kos.cuda import driver, streams
 from kos.dtypes import dtype_of
 from kos.errors import (
     BackendUnavailable,
@@ -371,7 +371,7 @@ def test_refusals(gpu: Any, /) -> None:
         return Array(pointer, (count,), np.float32, device, owner=y, **more)
 
     algorithm, known = ALGORITHMS[comm.backend_name]
-    stream = 7 if cuda.unavailable() else cuda.create_stream(comm.device)
+    stream = 7 if driver.unavailable() else cuda.create_stream(comm.device)
     here = rf"cuda:{comm.device} \(backend {comm.backend_name}\)"
     refused: dict[str, Callable[[], Any]] = {
         f"x: expected memory of {here}, got ndarray in memory of the host": lambda: comm.all_reduce(np.ones(4)),

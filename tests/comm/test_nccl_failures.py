@@ -246,8 +246,8 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
 
 def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL meets beside what the ranks do next."""
-    may_join, join = threading.Event(), nccl_binding.join
-    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: may_join.wait(20) and join(*arguments))
+    may_join, join = threading.Event(), fake.comm_init_rank_scalable
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: may_join.wait(20) and join(*arguments))
 
     def body(gpu: Any) -> None:
         comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 20)
@@ -263,7 +263,7 @@ def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch:
 
 def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
-    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: never.wait(1e4))
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: never.wait(1e4))
     monkeypatch.setattr(fake, "comm_abort", lambda comm: pytest.fail("there is nothing to abort"))
 
     def body(gpu: Any) -> None:
@@ -280,7 +280,7 @@ def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.Monk
 
 def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     joins = threading.Event()
-    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: joins.wait(20) and "late")
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     waits = works.on_thread(lambda: backend._comm, "a first message", 0, backend.check_others)
     with pytest.raises(CollectiveTimeout):
@@ -293,7 +293,7 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
 def test_a_communicator_that_nothing_needed_is_closed_without_it(
     fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: time.sleep(0.5))
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: time.sleep(0.5))
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     backend.timeout = 0.1
     backend.close()
@@ -311,8 +311,8 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
         raise CollectiveError("destroy")
 
     free = lambda pointer: log.append(str(pointer))  # noqa: E731
-    for name, function in (("deregister", deregister), ("destroy", destroy), ("free", free)):
-        monkeypatch.setattr(nccl_binding, name, function)
+    for name, function in (("comm_window_deregister", deregister), ("comm_destroy", destroy), ("mem_free", free)):
+        monkeypatch.setattr(fake, name, function)
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     assert backend._comm is not None
     monkeypatch.setattr(backend._token, "close", lambda: log.append("freed"))

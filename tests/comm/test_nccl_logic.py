@@ -113,7 +113,7 @@ def test_scratch_memory_does_not_grow_with_the_streams(gpu: Any, /, fake: FakeNC
 
 
 def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: 1 // 0)
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: 1 // 0)
     monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: pytest.fail("nobody frees it"))
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     with pytest.raises(ZeroDivisionError):
