@@ -28,12 +28,12 @@ from kos.memory.array import Array
 from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
-from tests.comm.fake_nccl import captures
 from tests.comm.fake_peer import HostKernel, HostMemory, ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
 from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
+from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_any_bytes_to_and_from_anybody,
     test_messages,
@@ -395,26 +395,3 @@ def test_launches_are_bound_where_a_capture_allows_it(ranks: ThreadRanks, monkey
         comm.all_to_all(x, y)
 
     ranks.run(body)
-
-
-@on_each_rank("ranks.run")
-def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /) -> None:
-    """On one rank or on all: kernels of other ranks reach into it as long as any graph is replayed."""
-    comm = gpu.comm
-    x, other = comm.allocate(1 << 12, np.float32), comm.allocate(1 << 12, np.float32)
-    x.stream = 5
-    with captures() as graph:
-        comm.all_reduce(x)
-    comm.all_reduce(other)  # or the last operation keeps its array
-    windows, pointer = comm.backend._windows.memories, x.pointer
-    del x
-    for ends in ([], [1], [0, 2], []):
-        alive = any(window.pointer == pointer for window in windows.values())
-        assert alive, "a graph on some rank uses it"
-        if comm.rank in ends:
-            graph.destroy()
-        comm.rendezvous.barrier()
-        comm.allocate(1, np.float32)
-        if ends == [0, 2]:
-            break
-    assert all(window.pointer != pointer for window in windows.values())
