@@ -153,8 +153,12 @@ class NCCLBackend(DeviceBackend):
             raise self.ledger.overdue(self.late(last) or self._others, text, None)
         self.report_wait(last)
 
+    def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
+        """The result of a call of NCCL that may wait for other ranks."""
+        return self._finish(self._begin(function, what), what, timeout)
+
     def _bounded(self, function: Callable[[], Any], what: str) -> Any:
-        return self._named(lambda: self._finish(self._begin(function, what), what, self.timeout), what)
+        return self._named(lambda: self.bounded(function, self.timeout, what), what)
 
     def _named(self, function: Callable[[], Any], what: str) -> Any:
         """The result of ``function()``; NCCL's errors become errors of kos that name ``what``."""
@@ -172,10 +176,10 @@ class NCCLBackend(DeviceBackend):
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
     ) -> NCCLBackend | None:
         if self._comm is None:  # aborted: the remaining ranks make a new one
-            return None if rendezvous is None else NCCLBackend(rendezvous, self.device, None, host)
+            return None if rendezvous is None else type(self)(rendezvous, self.device, None, host)
         options = {} if rendezvous is None else rendezvous.nccl
         comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options), "nccl: init")
-        return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
+        return None if rendezvous is None else type(self)(rendezvous, self.device, comm, host)
 
     def close(self) -> None:
         self.unwatch()
@@ -308,8 +312,7 @@ class NCCLBackend(DeviceBackend):
         launches = (c.route.launch for c in together if c.route is not None)
         kinds = frozenset(launch.kind for launch in launches if isinstance(launch, _FirstCall))
         if kinds and (len(together), kinds) not in self._connected:
-            what = str(together[0])
-            self._finish(self._begin(launch, what), what, together[0].operation.options.timeout)
+            self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
             self._connected.add((len(together), kinds))
         else:
             launch()
@@ -402,7 +405,7 @@ class _FirstCall:
     def __call__(self, stream: int) -> None:
         backend, launch, route = self._backend, self.launch, self._route()
         if self.kind not in backend._connected:
-            backend._finish(backend._begin(lambda: launch(stream), "nccl"), "nccl", self._timeout)
+            backend.bounded(lambda: launch(stream), self._timeout, "nccl")
             backend._connected.add(self.kind)
         else:
             launch(stream)
