@@ -51,7 +51,7 @@ VARIANTS = {
 }
 HEADER = ("hardware", "driver", "versions", "commit")  # what rows of one file have in common
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # relative difference of losses
-WORDS = {"flash", "cudnn", "autocast", "master", "fsdp", "graphs", "eager", "compile", "whole"}
+WORDS = set("flash cudnn autocast master fsdp graphs eager compile whole checkpoint async alltoall".split())
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")  # what begins variables that the ranks must not see
 ROW_KEYS = (
     "preset", "batch_size", "seq_len", "ranks", "layout", "implementation", "variant", "tokens_per_second", "step_ms",
@@ -129,9 +129,9 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     if options.worker == "kos":
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
     else:
-        from benchmarks.torch_llama import TorchTraining
+        from benchmarks.torch_parallel import make_training
 
-        training = TorchTraining(config, model, random_tokens(config, model), options.worker)
+        training = make_training(config, model, random_tokens(config, model), options.worker)
 
     def say(**facts: Any) -> None:
         if rank == 0:
