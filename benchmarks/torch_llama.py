@@ -94,6 +94,16 @@ class TorchLlama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+def make_optimizer(config: TrainConfig, parameters: list[torch.Tensor]) -> torch.optim.AdamW:
+    """Fused AdamW, with no weight decay of norms."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+
+
 class TorchTraining:
     """Training as ``config`` says, from the weights that kos begins with, on this rank's share of the batches.
 
@@ -121,11 +131,6 @@ class TorchTraining:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if self.size > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
-        assert config.micro_batch_size is not None
-        rank, size = (self.rank, self.size) if self.axis == "dp" else (0, 1)
-        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, rank, size)
-        if "whole" in words:
-            self.micro_batches = [[row for rows in self.micro_batches for row in rows]]
         self.model, self.masters = self._make_model(model, words), []
         self.model.checkpoint = "checkpoint" in words
         trained = list(self.model.parameters())
@@ -136,29 +141,33 @@ class TorchTraining:
             trained = self.masters
         if "master" in words:
             self.model.to(torch.bfloat16)
-        self.model.make_tables(config.seq_len, self.device)
         self.autocast: Callable[[], Any] = nullcontext
         if "autocast" in words:
             self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16)
         self.run_model: Any = self.model
         self.parallel: Any = None
         self._prepare(words)
-        groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-        ]
-        betas = (config.beta1, config.beta2)
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        replica, replicas = self._replica()
+        assert config.micro_batch_size is not None
+        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, replica, replicas)
+        if "whole" in words:
+            self.micro_batches = [[row for rows in self.micro_batches for row in rows]]
+        self.optimizer = make_optimizer(config, trained)
         self.trained = trained
 
     def _prepare(self, words: set[str]) -> None:
         """Compile the model, and have its gradients averaged."""
+        self.model.make_tables(self.config.seq_len, self.device)
         if self.size > 1 and "fsdp" not in words:
             self.run_model = self.parallel = nn.parallel.DistributedDataParallel(
                 self.model, gradient_as_bucket_view=True, broadcast_buffers=False
             )
         if not {"eager", "fsdp"} & words:
             self.run_model = torch.compile(self.run_model, mode="reduce-overhead" if "graphs" in words else None)
+
+    def _replica(self) -> tuple[int, int]:
+        """Which of how many parts of the batch is this rank's."""
+        return (self.rank, self.size) if self.axis == "dp" else (0, 1)
 
     def _local(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """What this rank holds of ``parameter``, or of its gradient."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ from benchmarks.torch_llama import TorchLlama, TorchTraining
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
+from kos.train.engine.choose import layout_of
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.parallel.mesh import AXES
 
 
 def make_training(config: TrainConfig, model: LlamaConfig, data: Dataset, variant: str) -> TorchTraining:
-    """ConfigError where ``config`` has pipelines, or more than one axis."""
-    axes = [axis for axis in ("dp", "tp", "pp", "cp") if (getattr(config, axis) or 1) > 1]
+    """ConfigError for pipelines, and for more than one axis."""
+    layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
+    axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     if len(axes) > 1 or "pp" in axes:
         raise ConfigError(f"--compare torch: expected one axis of dp, tp and cp, got {' '.join(axes)}")
     kind = {"tp": TensorParallel, "cp": ContextParallel}.get("".join(axes), TorchTraining)
@@ -77,6 +81,7 @@ class TensorParallel(TorchTraining):
         return model
 
     def _prepare(self, words: set[str]) -> None:
+        self.model.make_tables(self.config.seq_len, self.device)
         if "async" in words:
             from torch._inductor import config
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
