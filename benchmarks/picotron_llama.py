@@ -15,12 +15,11 @@ from unittest.mock import MagicMock
 import torch
 import torch.nn.functional as F
 
-from benchmarks.torch_llama import TorchTraining
+from benchmarks.torch_llama import TorchTraining, draw_weights
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.engine.choose import layout_of
-from kos.train.model.initial import InitialWeights
 from kos.train.model.llama_config import LlamaConfig
 
 
@@ -30,19 +29,16 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal).transpose(1, 2)
-
-
-FLASH_ATTN = {  # what picotron calls of flash-attn, by PyTorch's kernels
-    "flash_attn_interface": {"flash_attn_func": attend},
+FLASH_ATTN: dict[str, dict[str, Any]] = {  # what picotron calls of flash-attn, by PyTorch's kernels
+    "flash_attn_interface": {"flash_attn_func": lambda q, k, v, causal: F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal).transpose(1, 2)},
     "layers.rotary": {"apply_rotary_emb": rotate},
     "ops.triton.layer_norm": {"layer_norm_fn": lambda x, w, bias, eps, **_: F.rms_norm(x, w.shape, w, eps)},
-}
+}  # fmt: skip
 
 
 class PicotronTraining(TorchTraining):
-    """Training with picotron's bf16 weights, of which it has no fp32 copy. ConfigError for a tied head and for clipping.
+    """Training of picotron's bf16 weights, which have no fp32 copy. ConfigError for a tied head and for clipping.
 
     Word ``fused``: picotron's path with flash-attn, else that without. Both attend by PyTorch's flash kernel.
     """
@@ -60,47 +56,38 @@ class PicotronTraining(TorchTraining):
         if importlib.util.find_spec("flash_attn") is None:
             sys.modules |= {f"flash_attn.{name}": SimpleNamespace(**held) for name, held in FLASH_ATTN.items()}  # type: ignore[misc]
         self.script: Any = importlib.import_module("train")  # picotron's
+        del sys.modules["transformers"]  # torch.compile looks at what it finds there
         super().__init__(config, shape, data, variant)
         self.layout = " ".join(f"{axis}{n}" for axis in ("dp", "tp", "pp") if (n := getattr(self.split, axis)) > 1)
 
     def _make_model(self, shape: LlamaConfig, words: set[str]) -> Any:
-        self.width, length, split, script = shape.hidden_size, self.config.seq_len, self.split, self.script
+        length, split, script = self.config.seq_len, self.split, self.script
         script.setup_process_group_manager(split.tp, split.cp, split.pp, split.dp)
-        self.mesh = script.pgm.process_group_manager
+        mesh = script.pgm.process_group_manager
+        self.replica, self.shapes = (mesh.dp_rank, split.dp), (self.config.micro_batch_size, length, shape.hidden_size)
         config = SimpleNamespace(**vars(shape) | {"max_position_embeddings": length})
         with script.init_model_with_dematerialized_weights():
             model = script.Llama(config)
             model = script.apply_tensor_parallel(model) if split.tp > 1 else model
             model = script.PipelineParallel(model, config) if split.pp > 1 else model
         model.to(self.dtype).to_empty(device=self.device)
-        placements, parameters = (
-            shape.placements(shape.local(self.mesh.tp_rank, split.tp)),
-            dict(model.named_parameters()),
-        )
         name_of: Any = sys.modules["picotron.checkpoint"].InitializationManager.convert_safetensors_to_hf_name
-        held = {name: theirs for name in placements if (theirs := name_of(None, name)) in parameters}
-        drawn = InitialWeights(shape, self.config.seed, held, torch.get_num_threads())
-        for name, theirs in held.items():
-            part = drawn.read(name, placements[name].rows(0, placements[name].local[0]))
-            parameters[theirs].data.copy_(torch.from_numpy(part))
-        drawn.close()
-        angles = torch.outer(torch.arange(length), torch.tensor(shape.rope_frequencies())).repeat(1, 2)
-        tables = [table.to(self.device, self.dtype) for table in (angles.cos(), angles.sin())]
-        for module in model.modules():
-            if hasattr(module, "attention"):
-                module.cos, module.sin = tables
+        parameters, local = dict(model.named_parameters()), shape.local(mesh.tp_rank, split.tp)
+        held = {name: theirs for name in shape.placements(local) if (theirs := name_of(None, name)) in parameters}
+        for name, part in draw_weights(shape, self.config.seed, held, local):
+            parameters[held[name]].data.copy_(part)
+        angles = torch.outer(torch.arange(length), torch.tensor(shape.rope_frequencies())).repeat(1, 2).to(self.device)
+        for layer in (module for module in model.modules() if hasattr(module, "attention")):
+            layer.cos, layer.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         return script.DataParallelBucket(model) if split.dp > 1 else model
 
     def _prepare(self, words: set[str]) -> None:
         """Nothing: picotron's model is ready."""
 
-    def _replica(self) -> tuple[int, int]:
-        return self.mesh.dp_rank, self.split.dp
-
     def __next__(self) -> dict[str, torch.Tensor]:
         """The next micro-batch, as picotron's steps take it from their loader."""
         tokens, targets = next(self.batches)
-        return {"input_ids": tokens, "target_ids": targets, "position_ids": tokens}  # no positions: nothing reads them
+        return {"input_ids": tokens, "target_ids": targets, "position_ids": tokens}  # its model reads no positions
 
     def _step(self, step: int, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         for group in self.optimizer.param_groups:
@@ -108,8 +95,7 @@ class PicotronTraining(TorchTraining):
         self.batches, self.grad_acc_steps = iter(batch), len(batch)
         self.optimizer.zero_grad()
         if self.split.pp > 1:
-            shapes = (*batch[0][0].shape, self.width)
-            loss = self.script.train_step_pipeline_1f1b(self.model, self, shapes, self.device, self.dtype)
+            loss = self.script.train_step_pipeline_1f1b(self.model, self, self.shapes, self.device, self.dtype)
         else:
             loss = self.script.train_step(self.model, self, self.device)
         loss = self.script.average_loss_across_dp_cp_ranks(loss, self.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.model.initial import init_weights
+from kos.train.model.initial import InitialWeights, init_weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
 from kos.train.parallel.data import shard_batch
 
 
@@ -94,6 +95,17 @@ class TorchLlama(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
+def draw_weights(
+    shape: LlamaConfig, seed: int, names: Iterable[str], *part: Local
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and initial weights of those tensors, or of what ``part`` holds of them."""
+    placements, names = shape.placements(*part), list(names)
+    drawn = InitialWeights(shape, seed, names, torch.get_num_threads())
+    for name in names:
+        yield name, torch.from_numpy(drawn.read(name, placements[name].rows(0, placements[name].local[0])))
+    drawn.close()
+
+
 def make_optimizer(config: TrainConfig, parameters: list[torch.Tensor]) -> torch.optim.AdamW:
     """Fused AdamW, with no weight decay of norms."""
     groups = [
@@ -131,6 +143,7 @@ class TorchTraining:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if self.size > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
+        self.replica = (self.rank, self.size) if self.axis == "dp" else (0, 1)  # which part of the batch is this rank's
         self.model, self.masters = self._make_model(model, words), []
         self.model.checkpoint = "checkpoint" in words
         trained = list(self.model.parameters())
@@ -147,9 +160,8 @@ class TorchTraining:
         self.run_model: Any = self.model
         self.parallel: Any = None
         self._prepare(words)
-        replica, replicas = self._replica()
         assert config.micro_batch_size is not None
-        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, replica, replicas)
+        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, *self.replica)
         if "whole" in words:
             self.micro_batches = [[row for rows in self.micro_batches for row in rows]]
         self.optimizer = make_optimizer(config, trained)
@@ -164,10 +176,6 @@ class TorchTraining:
             )
         if not {"eager", "fsdp"} & words:
             self.run_model = torch.compile(self.run_model, mode="reduce-overhead" if "graphs" in words else None)
-
-    def _replica(self) -> tuple[int, int]:
-        """Which of how many parts of the batch is this rank's."""
-        return (self.rank, self.size) if self.axis == "dp" else (0, 1)
 
     def _local(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """What this rank holds of ``parameter``, or of its gradient."""

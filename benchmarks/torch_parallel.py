@@ -19,12 +19,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.torch_llama import TorchLlama, TorchTraining
+from benchmarks.torch_llama import TorchLlama, TorchTraining, draw_weights
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.engine.choose import layout_of
-from kos.train.model.initial import InitialWeights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import AXES
@@ -38,6 +37,13 @@ def make_training(config: TrainConfig, model: LlamaConfig, data: Dataset, varian
         raise ConfigError(f"--compare torch: expected one axis of dp, tp and cp, got {' '.join(axes)}")
     kind = {"tp": TensorParallel, "cp": ContextParallel}.get("".join(axes), TorchTraining)
     return kind(config, model, data, variant)
+
+
+def compile_parts(model: TorchLlama) -> None:
+    """Each block, and the loss: the blocks share one compilation."""
+    for block in model.blocks:
+        block.compile()
+    model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
 
 
 class TensorParallel(TorchTraining):
@@ -70,12 +76,9 @@ class TensorParallel(TorchTraining):
             model.head.weight = model.embedding.weight
         model.to_empty(device=self.device)
         local = shape.local(self.rank, self.size)  # rows of q, k and v, or gate and up, of a rank are neighbours
-        placements = shape.placements(local)
         weights = Parameters(shape.parameter_shapes(local), groups=shape.fused_groups(local))
-        drawn = InitialWeights(shape, self.config.seed, placements, torch.get_num_threads())
-        for name, placement in placements.items():
-            weights[name][...] = drawn.read(name, placement.rows(0, placement.local[0]))
-        drawn.close()
+        for name, part in draw_weights(shape, self.config.seed, weights, local):
+            weights[name][...] = part.numpy()
         for name, parameter in model.names().items():
             self._local(parameter.data, parameter).copy_(torch.from_numpy(weights[name]))
         return model
@@ -89,9 +92,7 @@ class TensorParallel(TorchTraining):
             config._micro_pipeline_tp = True
             enable_symm_mem_for_group(self.mesh.get_group().group_name)
         if "eager" not in words:
-            for block in self.model.blocks:
-                block.compile()
-            self.model.loss = torch.compile(self.model.loss)  # type: ignore[method-assign]
+            compile_parts(self.model)
         self.run_model = lambda tokens, targets: self.model(tokens, targets).to_local()
 
     def _local(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -120,7 +121,10 @@ class ContextParallel(TorchTraining):
     axis = "cp"
 
     def _prepare(self, words: set[str]) -> None:
-        super()._prepare(words)
+        torch._dynamo.config.optimize_ddp = False  # blocks are small enough: no need to split them by DDP's buckets
+        if not {"eager", "fsdp"} & words:
+            compile_parts(self.model)
+        super()._prepare(words | {"eager"})
         self.layout = f"{self.axis}{self.size}"
         self.mesh = init_device_mesh(self.device.type, (self.size,))
         set_rotate_method("alltoall" if "alltoall" in words else "allgather")

@@ -113,7 +113,9 @@ def test_context_parallelism_of_torch_gives_the_losses_of_one_rank(tmp_path: Pat
 
     losses = []
     for size in (1, 2):
-        context = spawn_processes(_context_parallel, (size, free_port(), tmp_path / "losses"), size, join=False)
+        context = spawn_processes(
+            _context_parallel, (size, free_port(), tmp_path / "losses"), size, join=False, daemon=True
+        )
         assert context is not None
         deadline = time.monotonic() + 120
         while not context.join(1.0):
@@ -297,6 +299,7 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
         (["--no-graph"], "--no-graph: expected a GPU, got the CPU"),
         (["--torch", "flash-best"], "--torch: expected words of .*, got best"),
         (["--compare", "torch", "--preset", "gpt2-124m"], "expected a llama, got gpt2"),
+        (["--compare", "picotron"], "--compare picotron: expected --picotron PATH, got none"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(
@@ -306,6 +309,16 @@ def test_what_cannot_be_is_said_before_anything_runs(
     monkeypatch.setattr(train, "measure", None)
     assert train.main(["--device", "cpu", *flags]) == 2
     assert re.fullmatch(f"kos: error: .*{expected}.*\n", capsys.readouterr().err)
+
+
+def test_torch_takes_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.torch_parallel import make_training
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for flag, got in (("--tp", "dp tp"), ("--cp", "dp cp"), ("--pp", "pp dp")):
+        _, config = train.read_arguments([*SMALL, "--ranks", "4", flag, "2"])
+        with pytest.raises(ConfigError, match=f"^--compare torch: expected one axis of dp, tp and cp, got {got}$"):
+            make_training(config, None, None, "eager")  # type: ignore[arg-type]
 
 
 def test_what_the_ranks_refuse_is_said_as_they_say_it() -> None:
