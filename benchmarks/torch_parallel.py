@@ -41,6 +41,7 @@ def make_training(config: TrainConfig, model: LlamaConfig, data: Dataset, varian
 
 def compile_parts(model: TorchLlama) -> None:
     """Each block, and the loss: the blocks share one compilation."""
+    torch._dynamo.config.recompile_limit = 2 * len(model.blocks) + 8  # beyond it, blocks would silently run eager
     for block in model.blocks:
         block.compile()
     model.loss = torch.compile(model.loss)  # type: ignore[method-assign]
