@@ -14,8 +14,9 @@ from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
-from kos.train.model.shapes import Local, Placement
+from kos.train.model.shapes import Local, Placement, Stages
 from kos.train.ops import Array, Ops
+from kos.train.parallel.tensor import Half
 
 POSITIONS = "transformer.wpe.weight"
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
@@ -52,8 +53,8 @@ class GPT2Config(LlamaConfig):
         names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
         return LayerNames(*(f"transformer.h.{layer}.{name}.weight" for name in names))
 
-    def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
-        if tp * pp > 1:
+    def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
+        if tp * (pp := len(stages)) > 1:
             raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
         return super().local()
 
@@ -97,11 +98,10 @@ class GPT2(Llama):
     def _norm_statistics(self, x_ND: Array, arena: Arena) -> Array:
         return arena.take((2, len(x_ND)), self.ops.statistics_dtype(x_ND.dtype))
 
-    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array, arena: Arena) -> Array:
-        normed_ND = arena.take(x_ND.shape, x_ND.dtype)
+    def _norm(self, weights: Weights, name: str, x_ND: Array, out_ND: Array, rstd_N: Array, rows: slice) -> None:
+        """Of all ``rows``: there is one rank."""
         eps = self.config.rms_norm_eps
-        self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, normed_ND, rstd_N)
-        return normed_ND
+        self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, out_ND, rstd_N)
 
     def _norm_backward(
         self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients
@@ -116,8 +116,11 @@ class GPT2(Llama):
     def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
         self.ops.linear(x_nD, weights[name], out_NF, None, weights[bias_of(name)])
 
-    def _row_linear(self, weights: Weights, name: str, x_NF: Array, out_nD: Array, residual_nD: Array) -> None:
+    def _row_linear(
+        self, weights: Weights, name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
+    ) -> Callable[[], None]:
         self.ops.linear(x_NF, weights[name], out_nD, residual_nD, weights[bias_of(name)])
+        return lambda: None
 
     def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
         super()._weight_gradient(name, d_out, x, into)
