@@ -225,7 +225,7 @@ def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pyt
 def test_losses_that_differ_are_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2"])
+    options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2", "--compare", "torch"])
 
     def group(name: str, losses: list[float]) -> object:
         group = object.__new__(train.Group)
@@ -236,7 +236,7 @@ def test_losses_that_differ_are_an_exit_code(
     for other, expected in (([5.0, 4.0], 0), ([5.0, 4.1], 1), ([float("nan"), 4.0], 1), ([5.0, float("nan")], 1)):
         groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", other), group("eager-whole", [5.0, 4.0, 3.0])]
         monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
-        assert train.main([*SMALL, "--ranks", "2"]) == expected
+        assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == expected
     monkeypatch.setattr(train, "measure", lambda *_: (groups[:1], {"eager": "why"}))
     assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == 1, "nothing of torch came through"
     rows = train.make_rows(groups, options, config)
@@ -249,7 +249,18 @@ def test_losses_that_differ_are_an_exit_code(
     assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
     monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
-        flags = ["--ranks", "2", "--device", "cuda", "--grad-dtype", "bfloat16", "--micro-batch-size", micro_batch_size]
+        flags = [
+            "--compare",
+            "torch",
+            "--ranks",
+            "2",
+            "--device",
+            "cuda",
+            "--grad-dtype",
+            "bfloat16",
+            "--micro-batch-size",
+            micro_batch_size,
+        ]
         rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags]))
         assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
 
