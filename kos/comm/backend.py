@@ -77,9 +77,9 @@ class Backend(ABC):
         """How a wait of this backend polls or sleeps."""
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
-        """The backend of a part of the ranks, whose operations progress with this one's.  Called on every rank.
+        """The backend of a group of these ranks, whose operations progress with this one's.  Called on every rank.
 
-        The ranks that survive a loss call it after ``abort``.  None where ``rendezvous`` and ``color`` are None.
+        After a loss the surviving ranks call it, after ``abort``.  Returns None if ``rendezvous`` is None.
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
@@ -87,7 +87,7 @@ class Backend(ABC):
         """Free the backend's resources.  Collective; nothing may be in flight."""
 
     def signal_end(self, reason: str) -> None:  # noqa: B027
-        """Before ``abort``, of several communicators before any is ended: its end may wait for theirs."""
+        """Called before ``abort``, on several communicators before any of them ends: one end may wait for another."""
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """End everything in flight without waiting for other ranks; notify them of the reason where possible."""

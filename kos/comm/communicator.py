@@ -308,8 +308,8 @@ class Communicator(Operations):
     def shrink(self) -> Communicator:
         """The communicator of the surviving ranks, in their order, after some were lost; all survivors call it.
 
-        This communicator and the groups split from it are aborted: ranks that still wait in one of their
-        operations raise RankLost.  Split the result to have the groups again.  MPI requires
+        This communicator and the groups split from it are aborted.  Ranks that still wait in one of their operations
+        raise RankLost.  Split the result to have the groups again.  MPI requires
         ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the group, RendezvousError
         if a survivor does not call it within the timeout.  On tcp an unreachable rank counts as lost: if a network
         partitions, both groups continue.

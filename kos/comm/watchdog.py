@@ -36,7 +36,10 @@ _stop = threading.Event()
 
 
 def add(backend: Any) -> None:
-    """Call ``backend.watch()`` until it is removed or garbage-collected; the first one starts the thread."""
+    """Call ``backend.watch()`` every ``TICK`` seconds until the backend is removed or garbage-collected.
+
+    The first backend starts the thread.
+    """
     with _lock:
         _watched.add(backend)
         _start()

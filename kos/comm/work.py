@@ -51,7 +51,10 @@ class Engine:
         self.thread: ProgressThread | None = None
 
     def launch(self, call: Call, backend: Any, steps: Steps = _BEGIN) -> Work[Any]:
-        """Start ``call``: messages that need no waiting are posted when this returns.  ``steps``: it has begun."""
+        """Start ``call``: messages that need no waiting are posted when this returns.
+
+        ``steps``: the rest of a call that has begun.
+        """
         with self.lock:
             work: Work[Any] = Work(call, backend, steps)
             if not work.advance():
@@ -164,7 +167,7 @@ class Work(Generic[T]):
 
     def __init__(self, call: Call, backend: Any, steps: Steps | None = _BEGIN) -> None:
         self.call = call
-        self.backend = backend  # a ``kos.comm.backend.Backend``
+        self.backend = backend  # ``kos.comm.backend.Backend``
         self._steps = steps  # None: complete
         self._error: KosError | None = None
         self.polled_at: float | None = None  # monotonic time of the first ``done`` that found it in flight

@@ -80,7 +80,7 @@ def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
             raise
         recorded = call(cu.cuStreamEndCapture, handle)
     try:
-        # Each node has the priority of the stream that it was recorded from: collectives' few blocks go first.
+        # Each node keeps the priority of its stream: a collective's few blocks go before those of matrix products.
         flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
         graph._executable = call(cu.cuGraphInstantiate, recorded, int(flag))
     finally:

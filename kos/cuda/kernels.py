@@ -200,7 +200,7 @@ class Kernel:
         self._configs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0) -> None:
-        """Queue the kernel on ``stream`` once, by cuda.core's launch; its options are those of ``bind``.
+        """Queue the kernel on ``stream`` once, by cuda.core's launch; ``bind`` explains the options.
 
         An argument may also be a TMA descriptor of cuda.core, which is 128 bytes long.  The device must be current.
         """

@@ -66,7 +66,7 @@ class Check:
 
 
 def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float = CHECK_SECONDS) -> list[Check]:
-    """The findings of ``function``; its error, or no answer within ``seconds``, is a finding too."""
+    """The findings of ``function``.  Its error, or no answer within ``seconds``, is a finding too."""
     found: list[Check] = []
     try:
         answered = in_thread(lambda: found.extend(function()), seconds)

@@ -38,7 +38,7 @@ def immutable(x: Any) -> bool:
 
 
 class _Stream:
-    """A stream of another library by its handle, with what keeps it alive."""
+    """A stream of another library: its handle, and the object that keeps it alive."""
 
     __slots__ = ("_handle", "_owner")
 
@@ -50,7 +50,7 @@ class _Stream:
 
 
 _pooled: dict[int, _Stream] = {}
-"""The streams of torch's pool, which are never destroyed."""
+"""The streams of torch's pool by handle; torch never destroys them."""
 
 
 def torch_stream(device: int) -> Any:

@@ -138,7 +138,7 @@ def _cycle(waits: dict[int, Waits]) -> list[int]:
     try:
         TopologicalSorter(peers).prepare()
     except CycleError as error:
-        cycle: list[int] = error.args[1]  # each is waited for by the next
+        cycle: list[int] = error.args[1]  # each rank waits for the one before it
         return cycle[::-1]
     return []
 

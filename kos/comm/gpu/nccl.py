@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
 _ABORT_SECONDS = 20.0
-_POLL_SECONDS = 0.02  # between two looks at the other ranks while a call of NCCL has not returned
+_POLL_SECONDS = 0.02  # between two checks of the other ranks while a call of NCCL has not returned
 
 _OPS = {
     ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
@@ -99,7 +99,7 @@ class NCCLBackend(DeviceBackend):
         return Probe(True, about, claim=f"GPU {device.uuid}")
 
     def _join(self, rendezvous: Rendezvous) -> Future[Any]:
-        """Start to create the communicator of all ranks on a thread, since that takes seconds."""
+        """Begin to create the communicator of all ranks, on a thread because it takes seconds."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
         join = partial(binding.join, self.size, identities[0], self.rank, "kos", rendezvous.nccl)
         return self._begin(join, "nccl: init")
@@ -119,7 +119,7 @@ class NCCLBackend(DeviceBackend):
         self._handle, self._joining = comm, None
 
     def _begin(self, function: Callable[[], Any], what: str) -> Future[Any]:
-        """Begin a call of NCCL on a thread: it may wait for other ranks without a limit."""
+        """Begin a call of NCCL on a thread, because it may wait for other ranks without a limit."""
 
         def run() -> Any:
             with driver.on_device(self.device), relaxed_capture():  # another thread may be capturing a graph
@@ -128,11 +128,15 @@ class NCCLBackend(DeviceBackend):
         return on_thread(run, what)
 
     def _finish(self, begun: Future[Any], what: str, timeout: float | None) -> Any:
-        """The result of what was begun; other ranks see that this one waits, or why no longer."""
+        """The result of a call that ``_begin`` has begun.
+
+        Meanwhile this rank reports that it waits, and afterwards its failure.  CollectiveTimeout after ``timeout``
+        seconds.
+        """
         began = time.monotonic()
         try:
             while not wait([begun], _POLL_SECONDS).done:
-                self._look_at_others(what, timeout is not None and time.monotonic() - began > timeout, timeout)
+                self._check_others(what, timeout is not None and time.monotonic() - began > timeout, timeout)
             return begun.result()
         except KosError as error:
             self.ledger.board.post_failure(error)
@@ -141,11 +145,12 @@ class NCCLBackend(DeviceBackend):
             if self.broken is None:
                 self.report_wait(None)
 
-    def _look_at_others(self, what: str, late: bool, timeout: float | None) -> None:
+    def _check_others(self, what: str, late: bool, timeout: float | None) -> None:
+        """Raise what has failed on another rank, or if ``late`` a CollectiveTimeout that names late ranks."""
         text, ends = f"{what}: not begun by all ranks after {timeout:g} s" if late else "", self.broken is not None
         if late and (ends or self.size == 1):
             raise CollectiveTimeout(text)
-        if ends:  # this call is how it ends
+        if ends:  # the backend has failed already, and this call ends it
             return
         self.shared.confirm()
         last = self.shared.last or Call(Operation(what, self.rank))
@@ -154,7 +159,7 @@ class NCCLBackend(DeviceBackend):
         self.report_wait(last)
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
-        """The result of a call of NCCL that may wait for other ranks."""
+        """The result of a call of NCCL that may wait for other ranks, for at most ``timeout`` seconds."""
         return self._finish(self._begin(function, what), what, timeout)
 
     def _bounded(self, function: Callable[[], Any], what: str) -> Any:

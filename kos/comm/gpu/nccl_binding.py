@@ -23,7 +23,7 @@ _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
 _HOST_IMMEDIATE = 1
-_FIRST_WITH_WINDOWS = 22700  # 2.27
+_FIRST_WITH_WINDOWS = 22700  # NCCL 2.27
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 BYTE = 1
@@ -129,7 +129,10 @@ def is_virtual(address: int) -> bool:
 
 
 def register(comm: Any, address: int, nbytes: int) -> Any:
-    """Make memory a symmetric window of ``comm``; false if NCCL has none here.  Collective, with the same size."""
+    """Make memory a symmetric window of ``comm``; false if NCCL has none here.  Collective, with the same ``nbytes``.
+
+    BackendUnavailable with NCCL older than 2.27.
+    """
     if library().get_version() < _FIRST_WITH_WINDOWS:
         raise BackendUnavailable(f"nccl: windows: expected NCCL 2.27 or newer, got {version()}")
     return library().comm_window_register(comm, address, nbytes, _SYMMETRIC)

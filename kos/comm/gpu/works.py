@@ -28,7 +28,7 @@ class DeviceWork(Work[Any]):
 
     def __init__(self, call: Call, backend: Any, event: PooledEvent | None = None) -> None:
         self.call = call
-        self.backend = backend  # a DeviceBackend
+        self.backend = backend  # ``kos.comm.gpu.backend.DeviceBackend``
         self.event = event  # recorded after an operation on the communicator's own stream
 
     def over(self) -> bool:

@@ -145,7 +145,7 @@ def wait_request(request: Any, timeout: float | None) -> bool:
 
 
 def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
-    """Begin a call that may never return, on a daemon thread."""
+    """Begin a call that may never return, on a daemon thread called ``name``."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -159,7 +159,7 @@ def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
 
 
 def in_thread(call: Callable[[], T], timeout: float | None) -> list[T]:
-    """Run a call without a timeout of its own: a list with its result, empty if ``timeout`` seconds pass."""
+    """Run a call that has no timeout of its own: a list of its result, empty after ``timeout`` seconds."""
     future = on_thread(call)
     return [future.result()] if wait([future], timeout).done else []
 

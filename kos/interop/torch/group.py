@@ -39,14 +39,15 @@ _ASIDE = "side"  # the stream of a call with ``async_op``, for its cache key
 _ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one signature can override
 
 
-_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # of torch's options
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # parameter -> field of torch's options
 
 
 def _overloaded(kind: Any, *names: str, tensors: int = 1, before: int | None = None) -> Callable[[Any], Any]:
-    """Let a method with options, of the class ``kind`` or None, also be called as torch's other overload.
+    """Let a method also be called like torch's other overload, for example ``allreduce(tensor, op, timeout)``.
 
-    There the first ``tensors`` arguments come without their outer lists, and the options, after ``before`` arguments,
-    one by one, by ``names``: ``allreduce(tensor, op, timeout)``.
+    The method takes ``before`` arguments and then options of the class ``kind``, or None.  In the other overload, the
+    first ``tensors`` arguments come without their outer lists, and the options one by one, in the order of ``names``.
+    ``before`` is ``tensors`` unless given.
     """
     before = tensors if before is None else before
 
@@ -100,7 +101,7 @@ class ProcessGroupKos(_ProcessGroup):
         self._streams: dict[int, Any] = {}  # torch's streams by their handle
         self._cache: Cache = {}
         self._messages: list[DeviceMessage] = []  # on the GPU, to be launched together
-        self._scalars: deque[Any] = deque(maxlen=16)  # Works of which DDP's join() keeps the half in C++ alone
+        self._scalars: deque[Any] = deque(maxlen=16)  # keeps Works alive of which DDP's join() holds only the C++ part
         self._coalesced: list[Any] | None = None  # the Works of a coalescing context
         self._host = self._connect("tcp", "host", progress_thread=True)
         self._any = AnySource(self._host)
@@ -129,7 +130,7 @@ class ProcessGroupKos(_ProcessGroup):
         return self._gpu
 
     def _use_gpu(self, device: Any) -> None:
-        """Make it the GPU of this rank, which stays."""
+        """Make ``device`` the GPU of this rank.  InvalidArgument if an earlier call used another one."""
         if self.device is None:
             self.device, self._index, self.side = device, device.index, torch.cuda.Stream(device)
             self._side_ids = self.side.stream_id, self.side.device_index, self.side.device_type
@@ -153,7 +154,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     def wait_on_host(self, event: Any, seconds: float) -> None:
         """Wait until the GPU has reached the event."""
-        if self._gpu is None:  # only copies of messages to this rank
+        if self._gpu is None:  # there were only messages to this rank itself, which are copies
             self.side.synchronize()
             return
         try:
@@ -583,7 +584,8 @@ class ProcessGroupKos(_ProcessGroup):
         So the messages of ``batch_isend_irecv``, and of ranks that all send first, do not wait for each other.
         """
         with self.lock:
-            use = self._use_gpu if peer == self.rank() else self._connect_gpu  # the other ranks may send nothing
+            # A message to this rank needs no connection, and other ranks may not take part in one.
+            use = self._use_gpu if peer == self.rank() else self._connect_gpu
             use(tensors[0].device)
             self._follow_current()
             self._messages.append(message := DeviceMessage(self, tensors, name, peer))

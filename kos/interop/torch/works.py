@@ -99,7 +99,7 @@ class HostWork(_Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A Future of the tensors, which a thread completes; complete now if the operation is over."""
+        """A Future of the tensors.  It is complete if the operation is; otherwise a thread completes it."""
         with self._lock:
             first = self._future is None
             if first:

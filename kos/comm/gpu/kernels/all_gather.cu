@@ -1,9 +1,9 @@
-// All-gather and all-to-all by writes into outputs that all ranks map: rank r writes its ``bytes``, or those for each
-// rank, to place r of every output.
+// All-gather and all-to-all by writes into outputs that all ranks map.  Rank r writes to place r of every output: its
+// ``bytes`` (all-gather), or its ``bytes`` for the rank of that output (all-to-all).
 //
 // The first barrier ensures that no rank still reads its output's old contents, the second that all data has arrived.
 // Block b moves the same part of every rank's bytes, so a channel's barriers cover the memory that its block accesses.
-// No other rank writes to this rank's own bytes: the first of them are loaded before the barrier.
+// No other rank writes to this rank's own bytes, so the first of them are loaded before the barrier.
 #include "channel.cuh"
 
 #ifndef THREADS
@@ -21,7 +21,7 @@ __device__ __forceinline__ void fetch(Vector& v, u64 from) {
     else v = fetch_slowly(from);
 }
 
-// ``each``: the bytes for rank r are the r-th of the source; else all ranks get the same.
+// ``each``: rank r gets part r of the source (all-to-all).  Otherwise all ranks get the same bytes (all-gather).
 template <bool each>
 __device__ __forceinline__ void write(const Context* context, u64 own, unsigned rank, const u64* out_table,
                                       u64 out_offset, u64 source, u64 bytes) {

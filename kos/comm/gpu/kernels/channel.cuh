@@ -66,12 +66,12 @@ __device__ __noinline__ bool give_up(const Context* context, unsigned rank, Caus
     return true;
 }
 
-// A wait has lasted: returns when it began, or GIVEN_UP.  All arguments are by value, so that callers keep registers;
-// ``place`` is the rank and, from bit 8 on, the phase: with one argument more, or a condition for the record of long
-// waits, one_shot spills three registers, 6% of the time of 1 KB.
+// Called in a long wait: returns the time at which it began, or GIVEN_UP.  All arguments are by value, so that callers
+// keep registers; ``place`` is the rank and, from bit 8 on, the phase: with one argument more, or a condition for the
+// record of long waits, one_shot spills three registers, 6% of the time of 1 KB.
 #define GIVEN_UP (~0ull)
-__device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 since, unsigned place, unsigned wanted,
-                                  unsigned seen) {
+__device__ __noinline__ u64 check_wait(const Context* context, unsigned rank, u64 since, unsigned place,
+                                       unsigned wanted, unsigned seen) {
     Record* record = context->record;
     u64 own = context->slab[rank], now = nanoseconds();
     unsigned told = load_relaxed(own + FAILED_OFFSET);
@@ -91,7 +91,7 @@ struct Wait {
     __device__ __forceinline__ bool again(const Context* context, unsigned rank, bool& dead, unsigned peer,
                                           unsigned wanted, unsigned seen, int phase) {
         if (++looks % 1024 == 0) {
-            since = lasts(context, rank, since, peer + (phase << 8), wanted, seen);
+            since = check_wait(context, rank, since, peer + (phase << 8), wanted, seen);
             dead = since == GIVEN_UP;
         }
         return !dead;

@@ -1,19 +1,19 @@
 // Data movement: a piece of any size and alignment to each rank, and one from each, in one launch; see pieces.cuh.
 //
-// Compiled twice.  Without LARGE all pieces are small, each channel has a block, and a thread sends and takes.  This is
-// one round of loads, one of stores and one of waiting: for latency.
+// Compiled in two forms.  Without LARGE all pieces are small.  Each channel has a block, and each thread sends and
+// receives: one round of loads, one of stores and one of waiting, for low latency.
 //
 // With LARGE, large pieces travel in batches through two slots in turn, with two counters for each pair: "sent" (in the
-// receiver's slab) and "taken" (in the sender's).  Half of a block sends, the other half receives, each through all
-// channels of the block: so the links carry both directions all the time, and no direction waits for the other.  A
-// channel is not bound to a block: fewer blocks than channels take them in turn.
+// receiver's slab) and "taken" (in the sender's).  Half of a block sends and the other half receives, each through all
+// channels of the block.  So the links carry both directions all the time, and no direction waits for the other.  A
+// channel is not bound to a block: if there are fewer blocks than channels, each block serves several in turn.
 //
-// With ``relay``, what this rank sends is what it receives from that rank: each packet and batch goes on to the others
-// as soon as it has come.  So a broadcast's root sends each byte once (scatter and all-gather at the same time).
+// With ``relay``, this rank sends what it receives from that rank: each packet and batch goes on to the others as soon
+// as it arrives.  So a broadcast's root sends each byte once (scatter and all-gather at the same time).
 #include "pieces.cuh"
 
 #ifndef THREADS
-#define THREADS (LARGE ? 1024 : RANKS > 4 ? 256 : 512) /* of more ranks a thread holds more */
+#define THREADS (LARGE ? 1024 : RANKS > 4 ? 256 : 512) /* a thread's registers grow with RANKS */
 #endif
 #define KERNEL                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                     \
@@ -36,7 +36,7 @@ KERNEL {
         s.goes[r] = known_as(piece.sending, message), s.comes[r] = known_as(piece.receiving, message);
         cut(s.send[r], s.sending[r], unsigned(piece.send_share), blockIdx.x);
         cut(s.recv[r], s.receiving[r], unsigned(piece.recv_share), blockIdx.x);
-        s.receiving[r] = r == rank && piece.send == piece.recv ? 0 : s.receiving[r];  // it is there
+        s.receiving[r] = r == rank && piece.send == piece.recv ? 0 : s.receiving[r];  // in place
     }
     const Boxes b(context, own, rank, posts, boxes, blockIdx.x);
     exchange_packets(b, s, relay, true, true, false, 0, threadIdx.x, blockDim.x);
@@ -81,12 +81,12 @@ __device__ __noinline__ void copy(u64 to, u64 from, u64 bytes, u64 first, u64 th
 
 // What the threads of half a block share of a channel.
 struct Shared {
-    Small small;                        // what goes by packets
-    Piece pieces[RANKS];                // what goes by batches, and what stays here
-    unsigned sent[RANKS], got[RANKS];   // batches of this pair and channel, ever
-    unsigned out[RANKS], in[RANKS];     // and of these pieces
+    Small small;                        // pieces that travel as packets
+    Piece pieces[RANKS];                // pieces that travel in batches, and this rank's own
+    unsigned sent[RANKS], got[RANKS];   // batches of this pair and channel, of all launches
+    unsigned out[RANKS], in[RANKS];     // batches of these pieces
     unsigned turns[RANKS];              // what can be done now
-    volatile bool ended;                // a thread has given up
+    volatile bool ended;                // a thread has given up its wait
 };
 enum Turn { READY = 1, WAITS = 2 };
 
@@ -233,7 +233,7 @@ __device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, u
             s.small.recv[t] = piece.recv, s.small.receiving[t] = comes ? unsigned(piece.receiving) : 0;
             if (goes) piece.sending = 0;
             if (comes) piece.receiving = 0;
-            if (!other && piece.send == piece.recv) piece.receiving = 0;  // it is there
+            if (!other && piece.send == piece.recv) piece.receiving = 0;  // in place
             s.pieces[t] = piece;
             s.sent[t] = load_relaxed(counts + SENT), s.got[t] = load_relaxed(counts + GOT);
             s.out[t] = s.in[t] = 0, s.ended = x.dead;

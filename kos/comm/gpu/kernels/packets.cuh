@@ -195,7 +195,7 @@ __device__ __forceinline__ Words fetch(const char* in, long long packet, long lo
     return w;
 }
 
-// The same of RANKS inputs ``in(k)``, all loads at once: of the last packet too, which else would wait for each input.
+// The same for RANKS inputs ``in(k)``, whose loads are issued together if possible, also for the last packet.
 template <class In>
 __device__ __forceinline__ void fetch_all(Words (&w)[RANKS], In in, long long packet, long long count, double factor) {
     const long long left = (count - packet * ELEMENTS) * (long long)sizeof(Bits);  // bytes

@@ -1,56 +1,57 @@
-// What ranks exchange: a piece of any size and alignment to each rank and one from each.  Small pieces go by packets.
+// The pieces of an exchange: one of any size and alignment to each rank, and one from each.  Small pieces travel as
+// packets, by ``exchange_packets``.
 //
-// Each pair of ranks has its own queues in the receiver's slab.  No third rank is involved, so this serves messages
-// between two ranks as well as collectives.  Only its own rank accesses a buffer, so neither entry nor exit needs a
-// barrier.  How a piece travels depends only on its size: ranks may take part in different exchanges, as long as the
-// pieces of each pair have the same order on both sides.
+// Each ordered pair of ranks has its own queues in the receiver's slab.  No third rank is involved, so the queues serve
+// messages between two ranks as well as collectives.  Only the rank that owns a buffer accesses it, so neither entry
+// nor exit needs a barrier.  How a piece travels depends only on its size.  So ranks may take part in different
+// exchanges, as long as the pieces of each pair have the same order on both sides.
 //
-// A packet carries its own flag (as in packets.cuh): 8 bytes of data and a tag, in one .b128 access.  The tag is the
-// number of the piece in its queue with the piece's bytes and kind, so that a piece that was not expected, or an older
-// one, is never taken for another.
+// A packet carries its own flag (as in packets.cuh): 8 bytes of data and a tag, in one .b128 access.  The tag holds the
+// number of the piece in its queue, its size in bytes and its kind.  So an older or unexpected piece is never taken for
+// the expected one.
 //
-// A queue has two boxes in turn, so calls may follow one another without a barrier.  No other rank writes to them.
-// Piece n goes where piece n - 2 was, once its receiver has reported that it has read that one.  It reports a piece
-// when it begins to receive the next one: by then the kernel that read the piece has ended, and no kernel ends with a
-// write to another rank.  So a sender is at most two pieces ahead.
+// A queue alternates between two boxes, so calls can follow one another without a barrier.  Only the sender writes to
+// them.  Piece n goes into the box of piece n - 2, once the receiver has reported that it has read that piece.  The
+// receiver reports a piece when it begins to receive the next one.  By then the kernel that read the piece has ended.
+// So no kernel ends with a write to another rank, and a sender is at most two pieces ahead.
 #pragma once
 
 #include "channel.cuh"
 
 #ifndef WHOLE
-#define WHOLE 0 /* all pieces are whole packets, at multiples of 8 */
+#define WHOLE 0 /* addresses and sizes of all pieces are multiples of 8 */
 #endif
 #ifndef LARGE
-#define LARGE 0 /* some pieces are not small */
+#define LARGE 0 /* there may be large pieces */
 #endif
 
 #define BOX_PACKETS 512
 #define BOX_BYTES (BOX_PACKETS * 16)
 #if LARGE
-#define IN_KERNEL __noinline__
+#define INLINE_IF_SMALL __noinline__
 #else
-#define IN_KERNEL __forceinline__
+#define INLINE_IF_SMALL __forceinline__
 #endif
 #define EACH_RANK _Pragma("unroll") for (unsigned r = 0; r < RANKS; r++)
 
-// Pieces of the 8 ranks that there may be.
+// Parameters for the pieces of up to 8 ranks.
 #define RANKS_8(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define PARAMETERS(r) , u64 send##r, u64 sending##r, u64 by##r, u64 recv##r, u64 receiving##r, u64 per##r
 struct Piece {
-    u64 send, sending, send_share, recv, receiving, recv_share;  // addresses and bytes; shares: of a channel
+    u64 send, sending, send_share, recv, receiving, recv_share;  // addresses and bytes; a share is a channel's
 };
 
-// Words of a channel's second line, for batches: own counts by rank, what the others count here, and the piece that the
-// batch in a slot belongs to, at LENGTH + 64 * slot.  Of its third line, for packets: own counts (64 bits), and how many
-// of this rank's pieces the others have taken.
+// Counters in a channel's second line, for batches: own counts by rank, counts that the other ranks write here, and the
+// piece to which the batch in a slot belongs, at LENGTH + 64 * slot.  In its third line, for packets: own counts
+// (64 bits), and how many of this rank's pieces each other rank has read.
 enum Count { SENT = 0, GOT = 64, ARRIVED_BATCHES = 128, TAKEN_BATCHES = 192, LENGTH = 32 };
 enum Post { POSTED = 0, READ = 64, TAKEN_PIECES = 128 };
 
-// How other ranks know a piece: its bytes modulo 2^31 and, in the highest bit, whether it is a message.
+// The identity of a piece for other ranks: its bytes modulo 2^31 and, in the highest bit, whether it is a message.
 __device__ __forceinline__ unsigned known_as(u64 bytes, unsigned message) {
     return unsigned(bytes) & ~(1u << 31) | message << 31;
 }
-// The tag of a small piece: kind, bytes (20 bits) and the number in its queue (43 bits, which last for months).
+// The tag of a small piece: kind (1 bit), bytes (20 bits) and number in its queue (43 bits, enough for months).
 #define NUMBER 43
 __device__ __forceinline__ u64 tag_of(unsigned known, u64 number) {
     return u64(known >> 31) << 63 | u64(known & ~(1u << 31)) << NUMBER | number & (1ull << NUMBER) - 1;
@@ -59,7 +60,7 @@ __device__ __forceinline__ unsigned known_from(u64 tag) {
     return unsigned(tag >> 63) << 31 | unsigned(tag << 1 >> (NUMBER + 1));
 }
 
-// Keep of a piece what goes through this channel.
+// Reduce a piece to the part that goes through this channel.
 template <class Bytes>
 __device__ __forceinline__ void cut(u64& address, Bytes& bytes, Bytes share, unsigned channel) {
     const Bytes begin = min(channel * share, bytes);
@@ -67,7 +68,7 @@ __device__ __forceinline__ void cut(u64& address, Bytes& bytes, Bytes share, uns
     bytes = min(share, bytes - begin);
 }
 
-// 8 bytes of the ``left`` bytes at an address of any alignment.
+// Up to 8 of the ``left`` bytes at an address of any alignment.
 __device__ __noinline__ u64 fetch_slowly(u64 from, unsigned left) {
     if (from % 4 == 0 && left >= 8) return u64(load_element<unsigned>(from + 4)) << 32 | load_element<unsigned>(from);
     u64 x = 0;
@@ -86,13 +87,13 @@ __device__ __forceinline__ void put(u64 to, u64 x, unsigned left) {
     else put_slowly(to, x, left);
 }
 
-// The small pieces of a channel, by rank: addresses, bytes, and how the whole pieces are known.
+// A channel's parts of the small pieces, by rank: addresses and bytes.  ``goes``, ``comes``: whole pieces (known_as).
 struct Small {
     u64 send[RANKS], recv[RANKS];
     unsigned sending[RANKS], receiving[RANKS], goes[RANKS], comes[RANKS];
 };
 
-// Where the packets of a channel are: this rank's slab, and offsets of the channel's lines and boxes.
+// The memory of a channel's packets: this rank's slab, and the offsets of the channel's lines and boxes.
 struct Boxes {
     const Context* context;
     u64 own, line, counts, boxes;
@@ -103,7 +104,7 @@ struct Boxes {
           counts(posts + u64(channel) * LINE_BYTES), boxes(boxes + u64(channel) * (2 * RANKS * BOX_BYTES)),
           rank(rank) {}
 
-    // The box for piece ``number`` (from 0) of those that rank ``from`` sends, in any slab.
+    // Offset, in the receiver's slab, of the box for piece ``number`` (from 0) of rank ``from``.
     __device__ __forceinline__ u64 box(unsigned from, u64 number) const {
         return boxes + (unsigned(number) % 2 * RANKS + from) * BOX_BYTES;
     }
@@ -113,14 +114,14 @@ struct Boxes {
     __device__ __forceinline__ unsigned taken_by(unsigned r) const {
         return load_relaxed(own + counts + TAKEN_PIECES + 4 * r);
     }
-    // Report to rank r that its pieces up to this number were taken.
+    // Report to the rank of ``slab`` that its pieces up to this number were read.
     __device__ __forceinline__ void report(u64 slab, u64 number) const {
         store_relaxed(slab + counts + TAKEN_PIECES + 4 * rank, unsigned(number));
     }
 };
 
-// A wait for rank r has lasted: a piece that was not expected may have come from it, of either size.  ``comes`` is the
-// expected one, ``got`` counts the batches that were taken.
+// Called in a long wait for rank r: whether it has sent an unexpected piece, small or large, which ends the wait.
+// ``comes`` is the expected piece; ``got`` counts the batches received from rank r.
 __device__ __noinline__ bool is_other_piece(Boxes b, unsigned r, unsigned comes, unsigned got) {
     const u64 number = b.count(READ, r);
     u64 low, tag;
@@ -131,20 +132,20 @@ __device__ __noinline__ bool is_other_piece(Boxes b, unsigned r, unsigned comes,
     return known != comes && give_up(b.context, b.rank, UNEQUAL, r, comes, known, 1);
 }
 
-// ``lasts`` of channel.cuh for packets from rank r, or for a box of rank r that is not free.
-__device__ __noinline__ u64 packets_last(Boxes b, unsigned r, bool comes, unsigned known, u64 since) {
+// As ``check_wait`` of channel.cuh: for packets from rank r (``comes``), or for a box of rank r that is not free.
+__device__ __noinline__ u64 check_packets(Boxes b, unsigned r, bool comes, unsigned known, u64 since) {
     if (comes && is_other_piece(b, r, known, load_relaxed(b.own + b.line + GOT + 4 * r))) return GIVEN_UP;
     const unsigned wanted = comes ? b.count(READ, r) + 1 : b.count(POSTED, r) - 1;
-    return lasts(b.context, b.rank, since, r + (comes << 8), wanted, comes ? wanted - 1 : b.taken_by(r));
+    return check_wait(b.context, b.rank, since, r + (comes << 8), wanted, comes ? wanted - 1 : b.taken_by(r));
 }
 
-// Send and take small pieces by a part of the block: ``threads`` threads, whole warps, this one being number t.  A
-// piece to this rank itself is copied.  With ``relay``, what is sent is what comes from that rank.  A packet that must
-// wait for its box holds up no other.  All that the first packets need is loaded before any of it is used: a load that
-// waits for another takes its latency again.  Arrays are indexed by constants, so that they stay in registers.
-// Returns whether this thread, or ``dead`` before, has given up.
-__device__ IN_KERNEL bool exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends, bool takes,
-                                           bool dead, unsigned part, unsigned t, unsigned threads) {
+// Send and receive small pieces by part ``part`` of the block: ``threads`` threads in whole warps, of which this is
+// number t.  A piece to this rank itself is copied.  With ``relay``, the data sent is that received from that rank.  A
+// packet that waits for its box does not delay the others.  The loads for the first packets are issued before any of
+// their results is used, because a load that depends on another adds its latency.  Arrays are indexed by constants, so
+// that they stay in registers.  Returns whether this thread has given up, here or before (``dead``).
+__device__ INLINE_IF_SMALL bool exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends,
+                                                 bool takes, bool dead, unsigned part, unsigned t, unsigned threads) {
     const unsigned rank = b.rank;
     u64 slab[RANKS], posted[RANKS], read[RANKS];
     unsigned taken[RANKS], longest = 0;
@@ -184,7 +185,7 @@ __device__ IN_KERNEL bool exchange_packets(const Boxes& b, const Small& s, unsig
         EACH_RANK if (!i && takes && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
         stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 1);
         for (;;) {
-            u64 v[RANKS], tag[RANKS];  // loaded wanted or not, so that no load waits for another
+            u64 v[RANKS], tag[RANKS];  // loaded even if not missing, so that no load waits for another
             EACH_RANK load_whole(b.own + b.box(r, read[r]) + 16 * i, v[r], tag[r]);
             EACH_RANK {
                 const u64 mine = -u64(r == rank), data = (x[r] & mine) | (v[r] & ~mine);
@@ -205,7 +206,7 @@ __device__ IN_KERNEL bool exchange_packets(const Boxes& b, const Small& s, unsig
             if (++looks % 1024) continue;
             unsigned late = 0, known = 0;
             EACH_RANK if ((missing ? missing : unsent) >> r & 1) late = r, known = s.comes[r];
-            since = packets_last(b, late, missing, known, since);
+            since = check_packets(b, late, missing, known, since);
             if (since == GIVEN_UP) dead = true;
             if (dead) break;
         }

@@ -1,7 +1,7 @@
 """The peer backend: GPU memory by our own kernels, over memory that all ranks of the machine map.
 
-This class chooses the kernel of an operation (``_BINDERS``); ``PeerEngine`` launches it.  All-reduce, and between
-symmetric buffers all-gather, all-to-all and reduce-scatter, have kernels of their own.  Broadcast and every other
+This class chooses the kernel of an operation (``_BINDERS``); ``PeerEngine`` launches it.  All-reduce has kernels of its
+own.  Between symmetric buffers, all-gather, all-to-all and reduce-scatter have them too.  Broadcast and every other
 operation that only moves data use ``exchange``.  The other reductions exchange and add in rank order
 (``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or not,
 16-bit floats are added in fp32, and any dtype, count and alignment is allowed.

@@ -5,7 +5,7 @@ what a kernel that ended early was waiting for.  It checks no arguments that ran
 sequence numbers: that is the backend's business.
 
 ``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather and all-to-all between
-large symmetric buffers have kernels of their own, and so has reduce-scatter.  All-reduce adds in rank order:
+large symmetric buffers have kernels of their own.  So has reduce-scatter.  All-reduce adds in rank order:
 ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push``
 (only writes), ``specialized`` (only writes, each block has one role; symmetric buffers only), ``copies`` (copy
 engines; symmetric buffers only).  ``ring`` and ``tree`` follow the schedules of that name.
@@ -25,7 +25,7 @@ import numpy as np
 
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu.memory import NONE, Piece
-from kos.comm.gpu.peer.copies import BESIDE_ONCE, Copies
+from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
@@ -53,9 +53,9 @@ BESIDE_BLOCKS = 8
 multiprocessors.  Not measured."""
 
 _PACKETS_UP_TO = 2 << 20
-"""Bytes of one rank's pieces to all others up to which they travel as packets, which take twice the bytes."""
+"""Bytes of one rank's pieces to all others, up to which they travel as packets.  Packets take twice the bytes."""
 _DIRECT_FROM = 512 << 10
-"""The same from which an all-gather or all-to-all writes to symmetric outputs where they lie, between two barriers."""
+"""The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
 _SHARE, _SMALL_SHARE = 8192, 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
 
@@ -347,9 +347,9 @@ class PeerEngine:
         if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
             return None
         if beside:
-            kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE_ONCE, dtype, op), self._everywhere(send)
-            barrier = self.bind_barrier(overlap=False)
-            return self._copies.reduce_scatter(kernel, barrier, BESIDE_ONCE, dtype.itemsize, count, inputs, recv)
+            launch, inputs = BESIDE_REDUCE_SCATTER, self._everywhere(send)
+            kernel, barrier = self._kernel("all_reduce_copies.cu", launch, dtype, op), self.bind_barrier(overlap=False)
+            return self._copies.reduce_scatter(kernel, barrier, launch, dtype.itemsize, count, inputs, recv)
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
@@ -359,17 +359,21 @@ class PeerEngine:
         )  # fmt: skip
 
     def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
-        """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if ``beside``; None for
-        anything else, for parts that are no whole vectors, and for small ones, which packets carry faster."""
+        """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if ``beside``.
+
+        None for other memory and for parts that are not a multiple of 16 bytes.  None for small parts too, unless
+        ``beside``: packets are faster.
+        """
         if beside and nbytes % 16 == 0 and nbytes and self.is_symmetric(recv, nbytes * self.size):
             return self._copies.all_gather(self.bind_barrier(overlap=False), nbytes, send, self._everywhere(recv))
         return None if beside else self._bind_writes("all_gather", send, recv, nbytes)
 
     def bind_all_to_all(self, send: int, recv: int, nbytes: int) -> Run | None:
-        """The all-to-all of ``nbytes`` from each rank to each, into symmetric memory; None as above."""
+        """The all-to-all of ``nbytes`` from each rank to each into symmetric memory; None as in ``bind_all_gather``."""
         return self._bind_writes("all_to_all", send, recv, nbytes)
 
     def _bind_writes(self, name: str, send: int, recv: int, nbytes: int) -> Run | None:
+        """The kernel ``name`` of all_gather.cu, which writes to the outputs of the other ranks."""
         place = self._symmetric(recv, nbytes * self.size)
         by_packets = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM
         if place is None or nbytes % 16 or not nbytes or by_packets:
@@ -405,11 +409,11 @@ class PeerEngine:
     ) -> Run:  # fmt: skip
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
-        Bytes of any number and alignment, none where nothing goes.  Every rank that has something to send or
-        to receive takes part; what one rank sends another comes in the order in which it was sent, in pieces of the
-        same sizes: a kernel raises CollectiveMismatch, by ``check``, where it is another one that comes, or one of the
-        other kind (``messages``).  ``beside``: on few multiprocessors, for it may wait long while others compute.
-        ``relay``: what this rank sends is what it receives from that rank, and goes on as it comes.
+        A piece has any number of bytes, 0 included, and any alignment.  Every rank that sends or receives something
+        takes part.  Pieces from one rank to another arrive in the order in which they were sent.  ``check`` raises
+        CollectiveMismatch if a piece has another size than expected, or another kind (``messages``).  ``beside``: use
+        few multiprocessors, because the kernel may wait long while others compute.  ``relay``: send to the others what
+        comes from that rank, as it arrives.
         """
         lengths = [nbytes for _, nbytes in (*sends, *recvs)]
         if not any(lengths):
@@ -417,11 +421,11 @@ class PeerEngine:
         pieces = [word for r in range(self.size) for piece in (sends[r], recvs[r]) for word in self._with_share(*piece)]
         channels = max(-(-nbytes // self._share(nbytes)) for nbytes in lengths if nbytes)
         by_packets = all(nbytes <= self.small for nbytes in lengths)
-        if by_packets and not beside:  # a thread sends and takes a packet each
+        if by_packets and not beside:  # each thread sends and receives a packet
             blocks, most = channels, 256 if self.size > 4 else 512
             threads = min(-(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32, most)
             macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces))}
-        else:  # half of the threads send, half receive: a packet each, or a vector of a large piece
+        else:  # half of the threads send and half receive, each a packet or a vector of a large piece
             most, unit = (_BOX_PACKETS, _PACKET_BYTES) if by_packets else (512, 16)
             blocks = min(channels, BESIDE_BLOCKS) if beside else channels
             threads = 2 * min(-(-max(map(self._share, lengths)) // (32 * unit)) * 32, most)
