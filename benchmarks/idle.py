@@ -1,8 +1,9 @@
 """How long each rank of a pipeline computes and how long it waits: ``python -m benchmarks.train --idle --pp 4``.
 
-A rank stamps its clock around each action of its schedule, and around norm and update. On a GPU, a stamp is a kernel
-on the engine's stream and so a node of the step's CUDA graph. A rank is idle when it does none of these: it waits for
-messages, for gradients to be summed, or for the last rank. A message that slows an action down counts as computing.
+A rank records a timestamp before and after each pass of its schedule, the gradient norm and the update. On a GPU, a
+timestamp is a kernel on the engine's stream, and so a node of the step's CUDA graph. A rank is idle while it does none
+of these: it waits for messages, for sums of gradients, or for the last rank. If messages slow a pass down, the whole
+pass counts as computing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from kos.train.parallel.schedules.timeline import simulate
 
 
 class Stamps:
-    """The clock around the passes of ``engine``, made before its first step. ``times``: of the last step, in ns."""
+    """Timestamps around the passes of ``engine``. Construct it before the engine's first step.
+
+    ``times``: those of the last step, in nanoseconds.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.actions = engine, engine.pipeline.actions
@@ -44,9 +48,11 @@ class Stamps:
 
         engine.queue_step = queue_step
         for name in names:
-            setattr(engine, name, self._between(getattr(engine, name)))
+            setattr(engine, name, self._stamped(getattr(engine, name)))
 
-    def _between(self, work: Callable[..., None]) -> Callable[..., None]:
+    def _stamped(self, work: Callable[..., None]) -> Callable[..., None]:
+        """``work`` with a timestamp before and after it."""
+
         def stamped(*arguments: Any) -> None:
             self._stamp()
             work(*arguments)
@@ -62,7 +68,10 @@ class Stamps:
         self._next += 1
 
     def facts(self) -> dict[str, Any]:
-        """Of the last step, whose results are there. Collective. ``simulated``: with these passes, free messages."""
+        """The times of the last step, in ms, which must be complete, and shares of idle time. Collective.
+
+        ``simulated``: for passes of these times, and messages that take no time.
+        """
         engine, times = self.engine, self.times
         times = (engine.ops.to_host(times) if self._kernels else times) / 1e6
         spans = times[1:-1].reshape(-1, 2)
@@ -91,7 +100,7 @@ class Stamps:
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """A row for each rank of the pipeline."""
+    """Print a row for each rank of the pipeline."""
     columns = "".join(f"{name:>10}" for name in ("layers", "computes", "update", "step ms", "idle", "simulated"))
     print(f"{'':8}{columns}  mean ms of a pass, by kind and stage of the rank")
     for rank, (row, simulated) in enumerate(zip(facts["ranks"], facts["simulated_idle"], strict=True)):
@@ -99,5 +108,5 @@ def print_facts(facts: dict[str, Any]) -> None:
         layers, *times = "+".join(map(str, row["layers"])), row["computes_ms"], row["update_ms"], row["step_ms"]
         print(f"rank {rank:<3}{layers:>10}" + "".join(f"{each:10.1f}" for each in times)
               + f"{row['idle']:10.1%}{simulated:10.1%}  {passes}")  # fmt: skip
-    print(f"idle, mean of the ranks: {facts['idle']:.1%}; these passes with free messages would take "
+    print(f"idle, mean of the ranks: {facts['idle']:.1%}; if messages took no time, these passes would take "
           f"{facts['simulated_ms']:.1f} ms, {mean(facts['simulated_idle']):.1%} idle")  # fmt: skip

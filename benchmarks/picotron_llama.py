@@ -1,6 +1,7 @@
-"""The peer of ``benchmarks.train --compare picotron``: a clone of Hugging Face's picotron, from kos' initial weights.
+"""``benchmarks.train --compare picotron``: training by a clone of Hugging Face's picotron, from kos' initial weights.
 
-Its model, wrappers and steps run as they are. Replaced are its data, its metrics, and flash-attn if not installed.
+Its model, wrappers and steps run unchanged. This file replaces its data, its metrics, and flash-attn if that is not
+installed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-FLASH_ATTN: dict[str, dict[str, Any]] = {  # what picotron calls of flash-attn, by PyTorch's kernels
+FLASH_ATTN: dict[str, dict[str, Any]] = {  # flash-attn's functions that picotron calls, over PyTorch's kernels
     "flash_attn_interface": {"flash_attn_func": lambda q, k, v, causal: F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal).transpose(1, 2)},
     "layers.rotary": {"apply_rotary_emb": rotate},
@@ -38,9 +39,10 @@ FLASH_ATTN: dict[str, dict[str, Any]] = {  # what picotron calls of flash-attn, 
 
 
 class PicotronTraining(TorchTraining):
-    """Training of picotron's bf16 weights, which have no fp32 copy. ConfigError for a tied head and for clipping.
+    """Training of picotron's bf16 weights, without an fp32 copy. ConfigError for a tied head and for clipping.
 
-    Word ``fused``: picotron's path with flash-attn, else that without. Both attend by PyTorch's flash kernel.
+    With ``fused`` in ``variant`` picotron takes its path with flash-attn. Without flash-attn, both paths use PyTorch's
+    flash attention.
     """
 
     def __init__(self, config: TrainConfig, shape: LlamaConfig, data: Dataset, variant: str, path: str) -> None:
@@ -48,7 +50,7 @@ class PicotronTraining(TorchTraining):
             raise ConfigError("--compare picotron: expected --no-tie-word-embeddings --grad-clip 0")
         self.split, self.dtype = layout_of(config, int(os.environ["WORLD_SIZE"])), torch.bfloat16
         if config.device == "cpu":
-            self.dtype, torch.cuda.synchronize = torch.float32, lambda *_: None  # its pipeline calls it on CPUs too
+            self.dtype, torch.cuda.synchronize = torch.float32, lambda *_: None  # picotron calls it on CPUs too
         os.environ |= {"DEVICE": config.device, "DTYPE": str(self.dtype).removeprefix("torch.")}
         os.environ |= {"FLASH_ATTEN": str(int("fused" in variant)), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         sys.path.insert(0, path)
@@ -56,7 +58,7 @@ class PicotronTraining(TorchTraining):
         if importlib.util.find_spec("flash_attn") is None:
             sys.modules |= {f"flash_attn.{name}": SimpleNamespace(**held) for name, held in FLASH_ATTN.items()}  # type: ignore[misc]
         self.script: Any = importlib.import_module("train")  # picotron's
-        del sys.modules["transformers"]  # torch.compile looks at what it finds there
+        del sys.modules["transformers"]  # torch.compile inspects this module, here a mock
         super().__init__(config, shape, data, variant)
         self.layout = " ".join(f"{axis}{n}" for axis in ("dp", "tp", "pp") if (n := getattr(self.split, axis)) > 1)
 
@@ -85,7 +87,7 @@ class PicotronTraining(TorchTraining):
         """Nothing: picotron's model is ready."""
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next micro-batch, as picotron's steps take it from their loader."""
+        """The next micro-batch, in the form of picotron's data loader."""
         tokens, targets = next(self.batches)
         return {"input_ids": tokens, "target_ids": targets, "position_ids": tokens}  # its model reads no positions
 
@@ -102,4 +104,4 @@ class PicotronTraining(TorchTraining):
         self.optimizer.step()
         if self.split.dp > 1:
             self.model.reset()
-        return torch.tensor(loss * self.split.pp, device=self.device)  # 0 but on the last stage
+        return torch.tensor(loss * self.split.pp, device=self.device)  # 0 except on the last stage

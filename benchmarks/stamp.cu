@@ -1,4 +1,4 @@
-// Nanoseconds on the clock of this GPU, to *at.
+// Write the time of this GPU's global timer, in nanoseconds, to *at.
 extern "C" __global__ void stamp(unsigned long long* at) {
     unsigned long long now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");

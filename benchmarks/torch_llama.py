@@ -98,7 +98,7 @@ class TorchLlama(nn.Module):
 def draw_weights(
     shape: LlamaConfig, seed: int, names: Iterable[str], *part: Local
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and initial weights of those tensors, or of what ``part`` holds of them."""
+    """Each of ``names`` with its initial weights: the whole tensor, or the part of it that ``part`` holds."""
     placements, names = shape.placements(*part), list(names)
     drawn = InitialWeights(shape, seed, names, torch.get_num_threads())
     for name in names:
@@ -107,7 +107,7 @@ def draw_weights(
 
 
 def make_optimizer(config: TrainConfig, parameters: list[torch.Tensor]) -> torch.optim.AdamW:
-    """Fused AdamW, with no weight decay of norms."""
+    """Fused AdamW, without weight decay for norms."""
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
@@ -124,7 +124,7 @@ class TorchTraining:
     or ``eager``, else compiled; ``whole``: no micro-batches; ``checkpoint``: the backward recomputes each block.
     """
 
-    axis = "dp"  # what the ranks split
+    axis = "dp"  # the axis of the layout along which the ranks lie
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, variant: str) -> None:
         self.config, self.data, self.schedule = config, data, config.make_schedule()
@@ -143,7 +143,7 @@ class TorchTraining:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if self.size > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
-        self.replica = (self.rank, self.size) if self.axis == "dp" else (0, 1)  # which part of the batch is this rank's
+        self.replica = (self.rank, self.size) if self.axis == "dp" else (0, 1)  # the part, and of how many
         self.model, self.masters = self._make_model(model, words), []
         self.model.checkpoint = "checkpoint" in words
         trained = list(self.model.parameters())
@@ -168,7 +168,7 @@ class TorchTraining:
         self.trained = trained
 
     def _prepare(self, words: set[str]) -> None:
-        """Compile the model, and have its gradients averaged."""
+        """Compile the model, and wrap it so that gradients are averaged over the ranks."""
         self.model.make_tables(self.config.seq_len, self.device)
         if self.size > 1 and "fsdp" not in words:
             self.run_model = self.parallel = nn.parallel.DistributedDataParallel(
@@ -178,11 +178,11 @@ class TorchTraining:
             self.run_model = torch.compile(self.run_model, mode="reduce-overhead" if "graphs" in words else None)
 
     def _local(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """What this rank holds of ``parameter``, or of its gradient."""
+        """This rank's part of ``tensor``: the value or the gradient of ``parameter``."""
         return tensor
 
     def _around(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
-        """What the forward and backward of a micro-batch run in."""
+        """The context in which the forward and backward of a micro-batch run."""
         return nullcontext()
 
     def _clip(self) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's own tensor and context parallelism of ``benchmarks.torch_llama``, beside kos' ``--tp`` and ``--cp``."""
+"""PyTorch's own tensor and context parallelism for ``benchmarks.torch_llama``, beside kos' ``--tp`` and ``--cp``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kos.train.parallel.mesh import AXES
 
 
 def make_training(config: TrainConfig, model: LlamaConfig, data: Dataset, variant: str) -> TorchTraining:
-    """ConfigError for pipelines, and for more than one axis."""
+    """The training by PyTorch in the layout of ``config``. ConfigError for pipelines and for more than one axis."""
     layout = layout_of(config, int(os.environ["WORLD_SIZE"]))
     axes = [axis for axis in AXES if getattr(layout, axis) > 1]
     if len(axes) > 1 or "pp" in axes:
@@ -40,7 +40,7 @@ def make_training(config: TrainConfig, model: LlamaConfig, data: Dataset, varian
 
 
 def compile_parts(model: TorchLlama) -> None:
-    """Each block, and the loss: the blocks share one compilation."""
+    """Compile each block and the loss. The blocks share one compilation."""
     torch._dynamo.config.recompile_limit = 2 * len(model.blocks) + 8  # beyond it, blocks would silently run eager
     for block in model.blocks:
         block.compile()
@@ -48,10 +48,10 @@ def compile_parts(model: TorchLlama) -> None:
 
 
 class TensorParallel(TorchTraining):
-    """``parallelize_module`` with sequence parallelism and loss parallel; each block and the loss are compiled.
+    """``parallelize_module`` with sequence parallelism and loss parallelism; each block and the loss are compiled.
 
-    Word ``async``: products overlap with their collectives (``_micro_pipeline_tp``, symmetric memory).
-    The optimizer and the norm of the gradients work on plain tensors, which costs the CPU less than DTensors.
+    With ``async`` in ``variant``, collectives overlap matrix products (``_micro_pipeline_tp``, symmetric memory). The
+    optimizer and the norm of the gradients use plain tensors, which take less CPU time than DTensors.
     """
 
     axis = "tp"
@@ -72,7 +72,7 @@ class TensorParallel(TorchTraining):
             "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
         parallelize_module(model, mesh, ends)
-        model.embedding.register_forward_hook(lambda *call: call[-1].clone())  # waits: compiled blocks would not
+        model.embedding.register_forward_hook(lambda *call: call[-1].clone())  # waits; compiled blocks do not
         if shape.tie_word_embeddings:
             model.head.weight = model.embedding.weight
         model.to_empty(device=self.device)
@@ -98,7 +98,7 @@ class TensorParallel(TorchTraining):
 
     def _local(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         assert isinstance(tensor, DTensor) and isinstance(parameter, DTensor)
-        return tensor.redistribute(placements=parameter.placements).to_local()  # sums gradients that are partial
+        return tensor.redistribute(placements=parameter.placements).to_local()  # sums partial gradients
 
     def _around(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
         return loss_parallel()
@@ -114,15 +114,16 @@ class TensorParallel(TorchTraining):
 
 
 class ContextParallel(TorchTraining):
-    """``context_parallel``: each rank has every weight and its part of each sequence, halves balanced for causality.
+    """``context_parallel``: each rank has all weights and a part of each sequence, balanced for the causal mask.
 
-    Keys and values are gathered; word ``alltoall``: they go round. Gradients are averaged by DDP or FSDP2.
+    Keys and values are gathered. With ``alltoall`` in ``variant`` they pass from rank to rank. DDP or FSDP2 averages
+    the gradients.
     """
 
     axis = "cp"
 
     def _prepare(self, words: set[str]) -> None:
-        torch._dynamo.config.optimize_ddp = False  # blocks are small enough: no need to split them by DDP's buckets
+        torch._dynamo.config.optimize_ddp = False  # each block is compiled alone: do not split it by DDP's buckets
         if not {"eager", "fsdp"} & words:
             compile_parts(self.model)
         super()._prepare(words | {"eager"})

@@ -65,7 +65,7 @@ ROW_KEYS = (
 )  # fmt: skip
 """The keys of a row: ``batch_size`` is a data-parallel rank's, memory a rank's, tokens a second those of all ranks;
 ``loss`` is that of the last step that all rows have, ``loss_difference`` the largest of any step, relative to kos.
-With ``--idle`` a row has ``stages`` too, see ``benchmarks.idle``."""
+With ``--idle`` a row also has ``stages``: see ``benchmarks.idle``."""
 
 
 # --- one rank of one implementation, a process of its own -------------------------------------------------
@@ -396,7 +396,7 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--compare", choices=("torch", "picotron"), help="what to measure beside kos")
-    parser.add_argument("--picotron", metavar="PATH", help="a clone of huggingface/picotron, to compare with")
+    parser.add_argument("--picotron", metavar="PATH", help="the clone of huggingface/picotron for --compare picotron")
     parser.add_argument("--torch", metavar="VARIANT,…", help=f"on CPUs {VARIANTS['cpu']}, on GPUs {VARIANTS['cuda']}")
     parser.add_argument("--ranks", type=int, help="processes of each; default: mpirun's, or 1")
     parser.add_argument("--per-rank", type=int, help="sequences a rank and step; default: the preset's over all ranks")
@@ -405,7 +405,7 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each [3]")
     parser.add_argument("--apart", action="store_true", help="one after the other, where memory does not hold two")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to wait for a measurement [120]")
-    parser.add_argument("--idle", action="store_true", help="measure when each rank of a pipeline waits (kos)")
+    parser.add_argument("--idle", action="store_true", help="measure how long each rank of a pipeline waits (kos only)")
     parser.add_argument("--name", help="what the rows call the preset, where flags change it")
     parser.add_argument("--json", type=Path, help="where to write the rows; of the same commit, they are added")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

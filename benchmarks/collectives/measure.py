@@ -84,7 +84,8 @@ class HostTimer:
 class DeviceTimer:
     """Times calls that queue work on ``stream``.  ``lead`` is queued before the timed calls: it aligns the GPUs.
 
-    Of a graph it is as long as what is timed, so that the launch of the graph, tens of microseconds, is over by then.
+    The lead of a graph is a graph with as many calls.  While it runs, the launch of the timed graph completes, which
+    takes tens of microseconds.
     """
 
     MODES = ("graph", "eager", "single_shot")
@@ -200,7 +201,7 @@ class Run:
         return times, cpu, self._space.wrong()
 
     def forget(self) -> None:
-        """Let the captured graphs go."""
+        """Free the captured graphs."""
         self._replay, self._replay_lead = None, self._lead
 
 

@@ -99,7 +99,7 @@ class GPT2(Llama):
         return arena.take((2, len(x_ND)), self.ops.statistics_dtype(x_ND.dtype))
 
     def _norm(self, weights: Weights, name: str, x_ND: Array, out_ND: Array, rstd_N: Array, rows: slice) -> None:
-        """Of all ``rows``: there is one rank."""
+        """Write all rows: with one rank, ``rows`` is always all of them."""
         eps = self.config.rms_norm_eps
         self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, out_ND, rstd_N)
 

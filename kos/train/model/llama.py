@@ -47,7 +47,7 @@ class Gradients(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """What a block's forward writes and its backward reads; None is computed again there."""
+    """What a block's forward writes and its backward reads. The backward recomputes what is None."""
 
     x_nD: Array
     rstd_in_n: Array
@@ -63,7 +63,7 @@ class BlockActivations(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The forward of a layer: where its activations and its output go. Without an output it ends at ``gate_up_N2F``."""
+    """A layer's forward: where its activations and its output go. Without an output it ends at ``gate_up_N2F``."""
 
     layer: int
     kept: BlockActivations
@@ -138,7 +138,7 @@ class Llama:
             slot.kept = [self._empty_activations(x, slot.seq_len, slot.arena) for x in slot.inputs]
         with self.arena.scope():
             kept = slot.kept
-            if slot.inputs and not kept:  # all blocks use the same memory
+            if slot.inputs and not kept:  # nothing is kept, so all blocks use the same memory
                 one = self._empty_activations(x_nD, slot.seq_len, self.arena)
                 kept = [one._replace(x_nD=x) for x in slot.inputs]
             if kept:
@@ -197,7 +197,7 @@ class Llama:
             return float(self.ops.to_host(loss)[0])
 
     def evaluate_stage(self, weights: Weights, tokens: Array, x_nD: Array | None = None) -> Array:
-        """``queue_forward`` for no backward: all blocks use the same memory, and write over ``x_nD``."""
+        """``queue_forward`` without a backward: all blocks use the same memory, and overwrite ``x_nD``."""
         if x_nD is None:
             x_nD = self.embed(weights, self._flatten(tokens), tokens.shape[1], self.arena)
         with self.arena.scope():
@@ -271,15 +271,15 @@ class Llama:
         )  # fmt: skip
 
     def _forward(self, weights: Weights, blocks: Sequence[Block]) -> None:
-        """The forward of these blocks, one after another; their halves of the tokens take turns.
+        """The forward of these blocks, one after another. The halves of the tokens take turns.
 
-        A turn ends where a half waits for a collective, or would keep the other half from starting one. The second half
-        is a turn behind::
+        A turn ends where a half waits for a collective, or where the other half can start one. The second half is one
+        turn behind::
 
             half 0: gather | qkv |        | attention, o, sum |     | add, gather |                   | gate_up |
             half 1:              | gather |                   | qkv |             | attention, o, sum |         | …
 
-        So each collective has a product of the other half beside it, but for the first and the last of ``blocks``.
+        So each collective overlaps a matrix product of the other half, except at the first and last of ``blocks``.
         """
         kept = blocks[0].kept
         with self.arena.scope():
@@ -299,12 +299,12 @@ class Llama:
     def _forward_half(
         self, weights: Weights, blocks: Sequence[Block], exchange_ND: Array, half: Half, last: bool
     ) -> Iterator[None]:
-        """Yields at the end of each turn. ``exchange_ND``: for what is gathered, and for the terms of sums."""
+        """Yields at the end of each turn. ``exchange_ND``: memory for gathered rows and for the terms of sums."""
         rows, own = half
         for layer, kept, out_nD in blocks:
             names, qkv_NW, heads_NA, lse_BHT = self._layers[layer], kept.qkv_NW, kept.heads_NA, kept.lse_BHT
             start, stop = (row // lse_BHT.shape[-1] for row in (rows.start, rows.stop))  # samples
-            apart = (stop - start) * lse_BHT.shape[-1] == rows.stop - rows.start  # or one sample is in both halves
+            apart = (stop - start) * lse_BHT.shape[-1] == rows.stop - rows.start  # no sample is in both halves
 
             def start_gather(norm: str, x: Array, rstd: Array, normed: Array) -> Callable[[], Array]:
                 self._norm(weights, norm, x, normed, rstd, own)
@@ -343,13 +343,14 @@ class Llama:
         self, layer: int, weights: Weights, kept: BlockActivations, dx_nD: Array, d_out_ND: Array, into: Gradients,
         keep: Arena, more: bool,
     ) -> Array:  # fmt: skip
-        """``dx_nD`` comes as the gradient of the block's output and goes as that of its input.
+        """Replaces the gradient of the block's output in ``dx_nD`` by the gradient of its input.
 
-        ``d_out_ND`` is the former of all ranks' rows; returned is the latter, if ``more`` of the backward needs it.
-        What the gradients of weights need lies in ``keep``: ``self.arena``, or where they are deferred the slot's.
+        ``d_out_ND`` is the gradient of the output for all ranks' rows. Returns the gradient of the input for all ranks'
+        rows if ``more`` of the backward needs it. What the gradients of weights need lies in ``keep``: ``self.arena``,
+        or if they are deferred the slot's arena.
 
-        A gradient of weights is computed when a collective can run beside it: of a pair of matrices, that of the second
-        beside the sum of the first's input gradient, that of the first beside the gather of ``dx_nD``.
+        A gradient of weights is computed when it can overlap a collective. In a pair of matrices, that of the second
+        overlaps the sum of the first's input gradient. That of the first overlaps the gather of ``dx_nD``.
         """
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         H, K, d = self.local.heads, self.local.kv_heads, config.head_dim
@@ -360,9 +361,9 @@ class Llama:
             return self.tensor.start_gather(normed, self.tensor.empty_rows(normed, keep))
 
         def row_linear_backward(name: str, x_NF: Array, dx_NF: Array) -> Callable[[], None]:
-            """Returned is what computes the gradient of the weights."""
+            """Returns a function that computes the gradient of the weights."""
             d_out = d_out_ND
-            if deferred and d_out is dx_nD:  # to which the rest of the backward adds
+            if deferred and d_out is dx_nD:  # the rest of the backward adds to dx_nD
                 d_out = keep.take(dx_nD.shape, dx_nD.dtype)
                 ops.copy(dx_nD, d_out)
             self._row_linear_backward(weights, name, d_out, dx_NF)
@@ -376,7 +377,7 @@ class Llama:
             with arena.scope():
                 d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
                 self._column_linear_backward(weights, name, d_out_NF, d_normed_nD, beside)
-                of_norm = into._replace(final=finished.append)  # after that of the matrix, as the gradients lie
+                of_norm = into._replace(final=finished.append)  # final after the matrix, in their order in memory
                 self._norm_backward(weights, norm, d_normed_nD, x, rstd, dx_nD, of_norm)
             dx_ND = self.tensor.empty_rows(dx_nD, keep) if deferred and more else d_out_ND
             wait = self.tensor.start_gather(dx_nD, dx_ND, None if more else [])
@@ -453,11 +454,11 @@ class Llama:
         return arena.take((len(x_ND),), self.ops.statistics_dtype(x_ND.dtype))
 
     def _norm(self, weights: Weights, name: str, x_nD: Array, out_nD: Array, rstd_n: Array, rows: slice) -> None:
-        """Writes ``rows`` of ``out_nD`` and ``rstd_n``."""
+        """Write ``rows`` of ``out_nD`` and ``rstd_n``."""
         self.ops.rms_norm(x_nD[rows], weights[name], self.config.rms_norm_eps, out_nD[rows], rstd_n[rows])
 
     def _normed(self, weights: Weights, name: str, x_nD: Array, arena: Arena, rstd_n: Array | None = None) -> Array:
-        """The norm of all rows, in ``arena``."""
+        """The normed rows of ``x_nD``, in ``arena``."""
         rstd_n = self._norm_statistics(x_nD, self.arena) if rstd_n is None else rstd_n
         normed_nD = arena.take(x_nD.shape, x_nD.dtype)
         self._norm(weights, name, x_nD, normed_nD, rstd_n, slice(0, len(x_nD)))

@@ -15,7 +15,7 @@ from kos.errors import ConfigError
 from kos.train.model.shapes import Local, Placement, Stages, split_layers
 
 HEAD = 0.7
-"""The time of the head, relative to that of layers whose matrix products have as many flops.
+"""The time of the head, as a fraction of the time of layers whose matrix products have as many flops.
 
 Measured: 0.67 in benchmarks/results/profile-1b-h200-1.txt, 0.76 in profile-8b-h200-8.txt."""
 
@@ -114,9 +114,9 @@ class LlamaConfig:
         return LayerNames(*(f"{prefix}{name}.weight" for name in names))
 
     def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
-        """A rank of ``tp``'s part of a stage of the pipeline; the whole model unless told otherwise.
+        """The part of rank ``tp_rank`` of ``tp`` in stage ``stage`` of the pipeline; by default the whole model.
 
-        ConfigError where heads, intermediate size or vocabulary do not divide.
+        ConfigError if ``tp`` does not divide the heads, the intermediate size or the vocabulary.
         """
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
             if (got := getattr(self, name)) % tp:
@@ -130,16 +130,16 @@ class LlamaConfig:
         )  # fmt: skip
 
     def _head_cost(self) -> float:
-        """Of the head, in layers, which also have attention and norms."""
+        """The time of the head, in layers."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         return HEAD * self.vocab_size / (heads + self.up_size + self.intermediate_size)
 
     def parts(self, tp_rank: int, tp: int, pp_rank: int, stages: Stages) -> tuple[Local, ...]:
-        """Of one rank, a stage each. ConfigError where a stage would have nothing, and as in ``local``."""
+        """The part of a rank in each of its stages. ConfigError if a stage would be empty, and as in ``local``."""
         count, pp, most = sum(map(len, stages)), len(stages), self.num_hidden_layers + 1
         if count > most:
             chunks = f" x {count // pp} stages a rank (--pp-schedule, --pp-chunks)" * (count > pp)
-            raise ConfigError(f"--pp {pp}{chunks}: expected at most a stage more than layers, {most}, got {count}")
+            raise ConfigError(f"--pp {pp}{chunks}: expected at most {most} stages (layers + 1), got {count}")
         return tuple(self.local(tp_rank, tp, stage, stages) for stage in stages[pp_rank])
 
     def placements(self, *parts: Local) -> dict[str, Placement]:

@@ -68,11 +68,11 @@ class Placement(NamedTuple):
 
 @cache
 def split_layers(layers: int, stages: Stages, head: float = 0.0) -> tuple[range, ...]:
-    """The layers of each stage of a pipeline, so that the busiest rank has as little to do as can be.
+    """The layers of each stage of a pipeline, such that the busiest rank has as little work as possible.
 
-    The last stage has the head besides, which costs as much as ``head`` layers, and it may have no layer. All others
-    have at least one. Layers are dealt one by one: each to the rank that has least, there to the shortest stage, and
-    among equals to the last stage, then to the first.
+    ``stages``: the stages of each rank. The last stage also has the head, which takes as long as ``head`` layers. It
+    may have no layer; every other stage has at least one. Each layer in turn goes to the rank that has the least work,
+    and there to the shortest stage. Among equals, the last stage comes first, then the others in order.
     """
     ranks = {stage: held for held in stages for stage in held}
     last = len(ranks) - 1

@@ -6,9 +6,9 @@ gives a term of a sum over ranks (Shoeybi et al. 2019, arXiv:1909.08053). That s
 ``n = N / tp`` of the N tokens in the residual stream and works out norms and additions on those only; an all-gather
 before the first matrix brings all N together again (sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198).
 
-On a GPU collectives overlap products. In the forward the tokens are two *halves*: the collective of one half runs
-beside the products of the other (``Llama._forward``). In the backward it runs beside gradients of weights
-(``Llama.block_backward``). So a rank's n rows are its rows of the first half, then its rows of the second half.
+On a GPU collectives overlap matrix products. In the forward the tokens are split into two *halves*: the collective of
+one half overlaps the products of the other (``Llama._forward``). In the backward, collectives overlap gradients of
+weights (``Llama.block_backward``). A rank's n rows are its rows of the first half, then its rows of the second half.
 
 The embedding and the head are split by vocabulary. No rank has all logits of a token: three numbers of each rank's
 part, the statistics of ``Ops.logit_statistics``, give the loss and its gradient.
@@ -29,7 +29,7 @@ ALONE = Axis(0, 1, None)
 
 
 class Half(NamedTuple):
-    """A half of a micro-batch, or all of it: its rows of the N tokens, and of the n rows of this rank."""
+    """A half of a micro-batch, or all of it: ``rows`` among the N tokens, and ``own`` among this rank's n rows."""
 
     rows: slice
     own: slice
@@ -51,16 +51,16 @@ class TensorParallel:
         return tokens // self.size
 
     def halves(self, tokens: int) -> list[Half]:
-        """The halves of so many rows; one of all, if there is nothing to overlap or a half would be too small."""
+        """The halves of ``tokens`` rows. One half has all rows if nothing overlaps or two would be too small."""
         least = self.ops.overlap_rows
         count = 2 if self.size > 1 and least and tokens >= 2 * least and tokens % (2 * self.size) == 0 else 1
         bounds = [(half * tokens // count, (half + 1) * tokens // count) for half in range(count)]
         return [Half(slice(*each), slice(*map(self.rows, each))) for each in bounds]
 
     def start_gather(self, x_nD: Array, x_ND: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
-        """Begin to gather ``halves`` (None: all). The returned function waits, and returns the rows of all ranks.
+        """Begin to gather ``halves`` (None: all) into ``x_ND``.
 
-        These are ``x_ND``; with one rank ``x_nD``.
+        The returned function waits and returns the rows of all ranks: ``x_ND``, or with one rank ``x_nD``.
         """
         if self.size == 1:
             return lambda: x_nD
@@ -80,11 +80,11 @@ class TensorParallel:
         return self.start_gather(x_nD, self.empty_rows(x_nD, arena))()
 
     def empty_rows(self, x_nD: Array, arena: Arena) -> Array:
-        """Memory for the rows of all ranks; none is needed with one rank."""
+        """Memory for the rows of all ranks. None with one rank, which needs no such memory."""
         return None if self.size == 1 else arena.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
 
     def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], None]:
-        """Begin to sum all ranks' terms of ``halves`` (None: all), this rank's rows. The returned function waits."""
+        """Begin to sum all ranks' terms of ``halves`` (None: all) for this rank's rows. The returned function waits."""
         scatter = self.axis.comm.reduce_scatter
         halves = self.halves(len(term_ND)) if halves is None else halves
         works = [scatter(term_ND[half.rows], out_nD[half.own], async_op=True) for half in halves]
@@ -98,9 +98,9 @@ class TensorParallel:
     def row_linear(
         self, x_NF: Array, weight: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half, arena: Arena
     ) -> Callable[[], None]:
-        """out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features, of ``half``.
+        """For ``half``: out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features.
 
-        The product is in ``term_ND`` until the returned function has completed ``out_nD``.
+        The returned function completes ``out_nD``. Until then the product is in ``term_ND``.
         """
         rows, own = half
         if self.size == 1:
@@ -118,7 +118,7 @@ class TensorParallel:
     def column_linear_backward(
         self, d_out_NF: Array, weight: Array, dx_nD: Array, arena: Arena, beside: Callable[[], None]
     ) -> None:
-        """Writes ``dx_nD``. Its sum over ranks overlaps the second half of the product and what ``beside`` queues."""
+        """Write ``dx_nD``. Its sum over ranks overlaps the second half of the product and what ``beside`` queues."""
         if self.size == 1:
             self.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
             beside()

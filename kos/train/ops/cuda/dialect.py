@@ -42,7 +42,7 @@ class CudaOps:
     """
 
     overlap_rows: int | None = 2048
-    """Products of fewer rows leave multiprocessors idle: blocks of a product have up to 256 rows and 128 columns."""
+    """Products of fewer rows leave multiprocessors idle: a thread block computes up to 256 rows and 128 columns."""
 
     def __init__(
         self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False,
