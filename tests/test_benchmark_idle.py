@@ -29,7 +29,7 @@ FLAGS = shlex.split("""
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any], None], *flags: str) -> dict[str, Any]:
-    """Of the third step of two ranks, ``prepare``d before they are stamped."""
+    """The results of the third step of two ranks.  ``prepare`` gets each engine before it records timestamps."""
     options, config = train.read_arguments([*FLAGS, *flags])
     assert options.idle
     config = config.for_world(1, device)
@@ -74,7 +74,7 @@ def test_a_rank_waits_for_a_slow_one(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_stamps_are_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that ticks once a stamp: a pass takes a tick, and so does what is between two passes."""
+    """The clock ticks once per timestamp, so each pass takes a tick, and so does each gap between two passes."""
     host_engine(monkeypatch)
 
     def load_kernel(path: Path, name: str, device: int) -> Any:

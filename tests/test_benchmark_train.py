@@ -65,9 +65,9 @@ def test_two_ranks_beside_torch(layout: str, flags: str, tmp_path: Path) -> None
 
 
 def _context_parallel(rank: int, size: int, port: int, file: Path) -> None:
-    """A rank of ``size``: trains, and rank 0 writes its losses to ``file``.
+    """One rank of ``size`` trains; rank 0 writes its losses to ``file``.
 
-    PyTorch's ring attention knows the kernels of GPUs only. It is given that of CPUs.
+    PyTorch's ring attention supports only the kernels of GPUs. The test registers that of CPUs.
     """
     import torch
     from torch.distributed.tensor import DTensor, Shard

@@ -1,9 +1,9 @@
 """PyTorch's own tests of torch.distributed, from its wheel, as a TestCase; BACKEND and WORLD_SIZE choose what runs.
 
-PyTorch's runner starts each rank of each test anew, which takes seconds with a GPU.  Here a rank's process runs test
-after test, until one of them does not end as it should: then all ranks are new.  Each test makes its own groups.
-The ranks are forked from a process that has imported torch.  On CPUs that is this process.  On GPUs it is a server of
-``multiprocessing`` that only imports this file: a process that has used CUDA cannot share a GPU with its forks.
+PyTorch's runner starts a new process for each rank of each test, which takes seconds with a GPU.  Here the process of
+a rank runs one test after another, and each test makes its own groups.  After a test with an unexpected exit code, all
+ranks get new processes.  The ranks are forked from a process that has imported torch.  On CPUs that is this process.
+On GPUs it is a server of ``multiprocessing`` that only imports this file, because CUDA does not survive a fork.
 Many tests run for some backends only, which the suite names.  With TORCH_SUITE_ON_KOS every group is one of kos, so
 that the tests of gloo, MPI or NCCL run on kos: BACKEND=gloo, BACKEND=mpi or BACKEND=nccl.
 """
@@ -58,11 +58,11 @@ from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
 )
 
 CLEAN = {0} | {skip.exit_code for skip in common.TEST_SKIPS.values()}
-"""The exit codes after which a process goes on."""
+"""The exit codes of a test after which its process runs the next one."""
 
 
 class KeptProcess:
-    """One rank of one test, as a ``Process`` to PyTorch's runner; it runs in a process that is kept for the next."""
+    """A ``Process`` for PyTorch's runner: one rank of one test, run in a process that is kept for the next test."""
 
     kept: ClassVar[dict[str, tuple[Any, Connection]]] = {}
 
@@ -98,7 +98,7 @@ class KeptProcess:
         return self._code
 
     def terminate(self) -> None:
-        """End the processes of all ranks if this one has not ended as it should."""
+        """Kill the processes of all ranks if the exit code of this one is unexpected."""
         if self.exitcode not in CLEAN:
             for process, connection in self.kept.values():
                 process.kill()
@@ -107,7 +107,7 @@ class KeptProcess:
 
 
 def run_tests(tasks: Connection) -> None:
-    """Run each test that comes as PyTorch's runner would, and answer with its exit code."""
+    """Run the tests received from ``tasks`` as PyTorch's runner does, and answer each with its exit code."""
     while True:
         try:
             environment, args, keywords = tasks.recv()

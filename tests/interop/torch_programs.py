@@ -242,7 +242,7 @@ def ddp_join(kind: str = "cpu") -> list[list[float]]:
 
 
 def overloads() -> list[Any]:
-    """The methods of a process group with one tensor and their options one by one, as torch's own code calls some."""
+    """The methods of a process group, called with one tensor and with their options one by one."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     mine, found = torch.arange(4.0) + 10 * rank, list[Any]()

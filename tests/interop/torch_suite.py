@@ -70,7 +70,7 @@ class Outcomes(unittest.TestResult):
 
 
 def missed(tests: dict[str, dict[str, str]], other: str = "gloo") -> list[str]:
-    """The tests that ``other``, gloo or nccl, passes and kos does not, without an explanation."""
+    """The tests that ``other`` (gloo or nccl) passes and kos does not, except those that EXCEPT explains."""
     passed = {name for name, row in tests.items() if row[other] == "passed"}
     ours = {name for name in passed if "passed" in (tests[name].get("kos"), tests[name].get(f"kos as {other}"))}
     return sorted(passed - ours - (EXCEPT if other == "gloo" else EXCEPT_CUDA).keys())

@@ -96,7 +96,7 @@ def test_two_ranks(train, flags: str, backend: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("flags", HALVES)
 def test_tensor_parallel_in_halves(train, flags: str, recompute: str, backend: str) -> None:
-    """Of whole sequences, and of one sequence."""
+    """Halves of whole sequences, and halves of one sequence."""
     alone = tuple(flags.split())
     check(train, 2, backend, "--tp", "2", "--recompute", recompute, *alone, alone=alone)
 

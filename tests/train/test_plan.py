@@ -70,7 +70,7 @@ def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
 
 @pytest.mark.parametrize(("sequences", "most"), [(1, 0.25), (2, 0.13), (3, 0.25)])
 def test_collectives_of_tensor_parallel_overlap_products_on_gpus(sequences, most):
-    """Of the time of the collectives, the share for which the step waits; of a sequence in both halves more."""
+    """``most``: the share of the collectives' time that the step may wait, more if both halves share a sequence."""
     flags = ["--device=cuda", "--preset=8b", "--num-hidden-layers=4", f"--micro-batch-size={sequences}"]
     config, layout = parse([*flags, f"--batch-size={sequences}", "--tp=4"]), Layout(tp=4)
     model, rates = config.model_config_for(config.model.vocab_size), gpu_rates("H200", 128)
