@@ -46,6 +46,7 @@ SIMT = HERE.parent / "train/host_kernels/simt.h"
 NAMES = {  # the kernels of a file, all compiled at once
     "all_reduce_packets": ("one_shot", "two_shot", "reduce_scatter", "ring", "tree"),
     "all_reduce_push": ("push", "reduce_scatter"),
+    "all_gather": ("all_gather", "all_to_all"),
     "all_reduce_direct": ("direct",),
     "all_reduce_specialized": ("specialized",),
     "all_reduce_copies": ("copies",),

@@ -134,6 +134,24 @@ def test_a_broadcast_by_parts(gpu: Any, /, seed: int) -> None:
             assert_bits(xs[gpu.rank], xs[root], "in place")
 
 
+@pytest.mark.parametrize("part", [1, 8, 4000])  # elements: less than a vector, whole vectors
+def test_an_all_to_all_into_symmetric_memory(
+    ranks: ThreadRanks, part: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    data = np.random.default_rng(seed).integers(-99, 99, (SIZE, SIZE, part)).astype(np.float32)
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        outs = comm.allocate(SIZE * part, np.float32), Array.zeros(SIZE * part, np.float32, 0)
+        for out in outs:
+            out.fill_bytes(255)
+            comm.all_to_all(Array.from_numpy(data[comm.rank].reshape(-1), 0), out)
+            np.testing.assert_array_equal(out.numpy().reshape(SIZE, part), data[:, comm.rank])
+
+    ranks.run(body)
+
+
 def test_back_to_back(ranks: ThreadRanks, seed: int) -> None:
     assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, KINDS, 80)) == [0] * SIZE
 

@@ -97,8 +97,8 @@ def test_movements(seed: int, size: int, dtype: Any) -> None:
     def body(comm: kos.Communicator) -> None:
         for count in SIZES:
             for name in ("all_gather", "broadcast", "gather", "scatter", "all_to_all", "barrier"):
-                for in_place in (False, True):
-                    model.run(comm, Step(name, count, dtype, root=count % size, in_place=in_place), seed)
+                model.run(comm, Step(name, count, dtype, root=count % size), seed)
+            model.run(comm, Step("broadcast", count, dtype, root=count % size, in_place=True), seed)
             everyone = inputs(seed, size, count, dtype)
             whole = poison((size, count), dtype)
             whole[comm.rank] = everyone[comm.rank]
