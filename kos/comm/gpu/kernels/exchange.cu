@@ -19,12 +19,15 @@
     extern "C" __global__ void __launch_bounds__(THREADS)                                                     \
         exchange(const Context* context, u64 own, unsigned rank, u64 slots, unsigned slot, u64 posts, u64 boxes, \
                  unsigned small, unsigned all_channels, unsigned message, unsigned relay RANKS_8(PARAMETERS))
-#define PIECE(r) {send##r, sending##r, by##r, recv##r, receiving##r, per##r},
+#define PIECE(r) {send##r, sending##r, by##r, recv##r, receiving##r, per##r}
+#define ENTRY(r) PIECE(r),
+#define CHOICE(r) \
+    if (t == r) piece = PIECE(r);
 
 #if !LARGE
 KERNEL {
     after_former_kernel();
-    const Piece pieces[] = {RANKS_8(PIECE)};
+    const Piece pieces[] = {RANKS_8(ENTRY)};
     Small s;
     EACH_RANK {
         const Piece& piece = pieces[r];
@@ -35,9 +38,8 @@ KERNEL {
         cut(s.recv[r], s.receiving[r], unsigned(piece.recv_share), blockIdx.x);
         s.receiving[r] = r == rank && piece.send == piece.recv ? 0 : s.receiving[r];  // it is there
     }
-    bool dead = false;
     const Boxes b(context, own, rank, posts, boxes, blockIdx.x);
-    exchange_packets(b, s, relay, true, true, dead, 0, threadIdx.x, blockDim.x);
+    exchange_packets(b, s, relay, true, true, false, 0, threadIdx.x, blockDim.x);
 }
 #else
 #define PATIENCE 16 /* looks, of a microsecond or less */
@@ -92,10 +94,11 @@ enum Turn { READY = 1, WAITS = 2 };
 struct Exchange {
     Shared& s;
     const Context* context;
-    u64 own, line, slots;  // this rank's slab; offsets of line and slots
+    u64 own, line, slots, posts, boxes;  // this rank's slab, and offsets
     unsigned rank, channel, slot, relay;
     bool dead = false;
 
+    __device__ __forceinline__ Boxes packets() const { return {context, own, rank, posts, boxes, channel}; }
     __device__ __forceinline__ bool relays() const { return relay < RANKS; }
     __device__ __forceinline__ u64 sending(unsigned r) const { return s.pieces[r].sending; }
     __device__ __forceinline__ u64 receiving(unsigned r) const { return s.pieces[r].receiving; }
@@ -109,9 +112,8 @@ struct Exchange {
         return context->slab[to] + slots + ((u64(channel) * 2 + count % 2) * RANKS + from) * slot;
     }
 
-    __device__ __forceinline__ void again(Wait& wait, const Boxes& boxes, unsigned r, unsigned wanted, unsigned seen,
-                                          int phase) {
-        if (phase && wait.looks % 1024 == 1023 && is_other_piece(boxes, r, s.small.comes[r], s.got[r])) dead = true;
+    __device__ __forceinline__ void again(Wait& wait, unsigned r, unsigned wanted, unsigned seen, int phase) {
+        if (phase && wait.looks % 1024 == 1023 && is_other_piece(packets(), r, s.small.comes[r], s.got[r])) dead = true;
         else wait.again(context, rank, dead, r, wanted, seen, phase);
         if (dead) s.ended = true;
         else if (wait.looks % 32 == 0) dead = s.ended;
@@ -132,7 +134,7 @@ struct Exchange {
         return can;
     }
     template <bool takes>
-    __device__ __forceinline__ unsigned turn(unsigned t, Wait& wait, const Boxes& boxes) {
+    __device__ __forceinline__ unsigned turn(unsigned t, Wait& wait) {
         if (dead || !(takes ? length(receiving(t), s.in[t]) : relays() ? 0 : length(sending(t), s.out[t]))) return 0;
         if (takes && t == rank) return READY;
 #ifdef BROKEN
@@ -147,7 +149,7 @@ struct Exchange {
                 if (known == s.small.comes[t]) return READY;
                 dead = give_up(context, rank, UNEQUAL, t, s.small.comes[t], known, 1);
             } else {
-                again(wait, boxes, t, takes ? s.got[t] + 1 : s.sent[t] - 1, seen, takes);
+                again(wait, t, takes ? s.got[t] + 1 : s.sent[t] - 1, seen, takes);
             }
         }
         return dead ? 0 : WAITS;
@@ -160,10 +162,10 @@ struct Exchange {
     }
 
     // Batches, until all are sent, or taken.
-    __device__ __forceinline__ void send(const Boxes& boxes, unsigned t, unsigned threads) {
+    __device__ __forceinline__ void send(unsigned t, unsigned threads) {
         Wait wait;
         for (unsigned pass = 0;; pass++) {
-            if (t < RANKS) s.turns[t] = t == rank ? 0 : turn<false>(t, wait, boxes);
+            if (t < RANKS) s.turns[t] = t == rank ? 0 : turn<false>(t, wait);
             part_barrier(false, threads);
             unsigned left = 0;
             for (unsigned r = 0; r < RANKS; r++) left |= s.turns[r];
@@ -180,10 +182,10 @@ struct Exchange {
             if (t < RANKS && s.turns[t] == READY) announce(t);
         }
     }
-    __device__ __forceinline__ void take(const Boxes& boxes, unsigned t, unsigned threads) {
+    __device__ __forceinline__ void take(unsigned t, unsigned threads) {
         Wait wait;
         for (unsigned pass = 0;; pass++) {
-            if (t < RANKS) s.turns[t] = turn<true>(t, wait, boxes);
+            if (t < RANKS) s.turns[t] = turn<true>(t, wait);
             part_barrier(true, threads);
             unsigned left = 0;
             for (unsigned r = 0; r < RANKS; r++) left |= s.turns[r];
@@ -214,13 +216,12 @@ struct Exchange {
 
 // One half of a block: what it sends, or takes, through all channels of the block.
 template <bool takes>
-__device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, u64 posts, u64 boxes, unsigned small,
-                                    unsigned all_channels, unsigned message, unsigned t, unsigned threads) {
+__device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, unsigned small, unsigned all_channels,
+                                    unsigned message, unsigned t, unsigned threads) {
     const unsigned rank = x.rank;
     const bool other = t < RANKS && t != rank, sends = takes == x.relays();
     for (x.channel = blockIdx.x; x.channel < all_channels; x.channel += gridDim.x) {
-        const Boxes packets(x.context, x.own, rank, posts, boxes, x.channel);
-        x.line = packets.line;
+        x.line = PAIRS_OFFSET + u64(x.channel) * LINE_BYTES;
         const u64 counts = x.own + x.line + 4 * t;
         if (t < RANKS) {
             Piece piece = whole;
@@ -236,12 +237,12 @@ __device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, u
             s.pieces[t] = piece;
             s.sent[t] = load_relaxed(counts + SENT), s.got[t] = load_relaxed(counts + GOT);
             s.out[t] = s.in[t] = 0, s.ended = x.dead;
-            if (takes && s.small.receiving[t]) packets.report(x.context->slab[t], packets.count(READ, t));
+            if (takes && s.small.receiving[t]) x.packets().report(x.context->slab[t], x.packets().count(READ, t));
         }
         part_barrier(takes, threads);
-        if constexpr (takes) x.take(packets, t, threads);
-        exchange_packets(packets, s.small, x.relay, sends, takes, x.dead, takes, t, threads);
-        if (!takes && sends) x.send(packets, t, threads);
+        if constexpr (takes) x.take(t, threads);
+        x.dead = exchange_packets(x.packets(), s.small, x.relay, sends, takes, x.dead, takes, t, threads);
+        if (!takes && sends) x.send(t, threads);
         if (other) {
             if (sends) store_relaxed(counts + SENT, s.sent[t]);
             if (takes) store_relaxed(counts + GOT, s.got[t]);
@@ -254,11 +255,10 @@ KERNEL {
     __shared__ Shared s[2];
     after_former_kernel();
     const unsigned half = blockDim.x / 2, at = threadIdx.x / half, t = threadIdx.x % half;
-    const Piece all[] = {RANKS_8(PIECE)};
     Piece piece;  // of the rank that this thread looks after, if any
-    EACH_RANK if (t == r) piece = all[r];
-    const Exchange x{s[at], context, own, 0, slots, rank, 0, slot, relay};
-    if (at == 0) run<false>(s[0], x, piece, posts, boxes, small, all_channels, message, t, half);
-    else run<true>(s[1], x, piece, posts, boxes, small, all_channels, message, t, half);
+    RANKS_8(CHOICE)
+    const Exchange x{s[at], context, own, 0, slots, posts, boxes, rank, 0, slot, relay};
+    if (at == 0) run<false>(s[0], x, piece, small, all_channels, message, t, half);
+    else run<true>(s[1], x, piece, small, all_channels, message, t, half);
 }
 #endif

@@ -142,13 +142,14 @@ __device__ __noinline__ u64 packets_last(Boxes b, unsigned r, bool comes, unsign
 // piece to this rank itself is copied.  With ``relay``, what is sent is what comes from that rank.  A packet that must
 // wait for its box holds up no other.  All that the first packets need is loaded before any of it is used: a load that
 // waits for another takes its latency again.  Arrays are indexed by constants, so that they stay in registers.
-__device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends, bool takes,
-                                           bool& dead, unsigned part, unsigned t, unsigned threads) {
+// Returns whether this thread, or ``dead`` before, has given up.
+__device__ IN_KERNEL bool exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends, bool takes,
+                                           bool dead, unsigned part, unsigned t, unsigned threads) {
     const unsigned rank = b.rank;
     u64 slab[RANKS], posted[RANKS], read[RANKS];
     unsigned taken[RANKS], longest = 0;
     EACH_RANK longest = max(longest, max(sends ? s.sending[r] : 0, takes ? s.receiving[r] : 0));
-    if (LARGE && !longest) return;
+    if (LARGE && !longest) return dead;
     u64 x[RANKS];
     const auto fetch_all = [&](unsigned i) {
         EACH_RANK if (relay >= RANKS && sends && 8 * i < s.sending[r])
@@ -215,4 +216,5 @@ __device__ IN_KERNEL void exchange_packets(const Boxes& b, const Small& s, unsig
         if (sends && s.sending[r]) store_element(b.own + b.counts + POSTED + 8 * r, posted[r] + 1);
         if (takes && s.receiving[r]) store_element(b.own + b.counts + READ + 8 * r, read[r] + 1);
     }
+    return dead;
 }

@@ -25,7 +25,7 @@ import numpy as np
 
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu.memory import NONE, Piece
-from kos.comm.gpu.peer.copies import BESIDE, Copies
+from kos.comm.gpu.peer.copies import BESIDE, BESIDE_ONCE, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
@@ -347,9 +347,9 @@ class PeerEngine:
         if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
             return None
         if beside:
-            kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE, dtype, op), self._everywhere(send)
+            kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE_ONCE, dtype, op), self._everywhere(send)
             barrier = self.bind_barrier(overlap=False)
-            return self._copies.reduce_scatter(kernel, barrier, BESIDE, dtype.itemsize, count, inputs, recv)
+            return self._copies.reduce_scatter(kernel, barrier, BESIDE_ONCE, dtype.itemsize, count, inputs, recv)
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
