@@ -115,15 +115,12 @@ class KosTraining:
 
     def peak_memory(self) -> int | None:
         """Bytes of device memory that arrays took at once; None on CPUs."""
-        from kos.memory.array import Array
         from kos.memory.pool import pool_of
 
         engine: Any = self.engine
         if not hasattr(engine, "ops"):
             return None
-        reached = (engine.gradients.flat, engine.weights.flat)  # by other ranks, where the pool has not given them
-        beside = sum(flat.nbytes for flat in reached if isinstance(flat.owner, Array))
-        return pool_of(engine.ops.device).statistics().peak + beside
+        return pool_of(engine.ops.device).statistics().peak + engine.reachable_bytes
 
 
 def work(options: argparse.Namespace, config: TrainConfig) -> None:

@@ -22,7 +22,6 @@ from benchmarks import train
 from kos.comm import Communicator
 from kos.errors import ConfigError
 from kos.memory import pool as pool_module
-from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm.tcp_ranks import free_port
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -289,10 +288,8 @@ def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.Monk
 def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
     monkeypatch.setattr(pool_module, "pool_of", lambda device: pool)
-    own = Array(0, (3,), "float32", 0)
-    gradients, weights = (SimpleNamespace(flat=Array(0, (5,), "float32", 0, owner=owner)) for owner in (own, "pool"))
     training = object.__new__(train.KosTraining)
-    training.engine = SimpleNamespace(ops=SimpleNamespace(device=0), gradients=gradients, weights=weights)  # type: ignore[assignment]
+    training.engine = SimpleNamespace(ops=SimpleNamespace(device=0), reachable_bytes=20)  # type: ignore[assignment]
     assert training.peak_memory() == 120
     training.engine = SimpleNamespace()  # type: ignore[assignment]
     assert training.peak_memory() is None

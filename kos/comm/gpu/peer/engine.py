@@ -25,7 +25,7 @@ import numpy as np
 
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu.memory import NONE, Piece
-from kos.comm.gpu.peer.copies import BESIDE, BESIDE_ONCE, Copies
+from kos.comm.gpu.peer.copies import BESIDE_ONCE, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
