@@ -10,10 +10,12 @@ uses slots too: there all ranks add, and here only the root would.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,13 @@ from kos.comm.scheduled import wrong_message
 
 Array = np.ndarray[Any, Any]
 
-DIRECT_BYTES, CROWDED_BYTES = 32 << 10, 128 << 10
-"""The least bytes that a rank reads from another rank in one copy; the second number is for more ranks than cores.
+DIRECT_BYTES, NEAR_BYTES, CROWDED_BYTES = 32 << 10, 512 << 10, 128 << 10
+"""The least bytes that a rank reads from another rank in one copy.
 
-Below this size slots are faster, since they need one wait less; for a reduce_scatter the limit is twice as large.
-Measured with 2 and 4 ranks on 2 cores of an EPYC 9004, November 2026: a broadcast of 64 KB takes 12 us in one copy.
-Through slots it takes 13 us, or 32 us if the two cores share no cache.
+The second number is for ranks whose cores share a last-level cache, the third for more ranks than cores.  Below this
+size slots are faster.  For a reduce_scatter the first and the last are twice as large.  Measured with 2 ranks on 2
+cores of an EPYC 9005, November 2026: a broadcast of 64 KB takes 14 us in one copy and 6 us through slots, where the
+cores share a cache.  Where they do not, on an EPYC 9004, it takes 12 us and 32 us.
 """
 CHUNK_BYTES = 256 << 10
 """The bytes that are read at a time and then reduced."""
@@ -57,7 +60,7 @@ class Direct:
     def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans, crowded: bool) -> None:
         self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
         self._gots, puts = ([segment.layout.line(r) + word for r in range(self.size)] for word in (GOT, PUT))
-        self._puts, self._least = [puts[r] for r in self.peers], CROWDED_BYTES if crowded else DIRECT_BYTES
+        self._puts = [puts[r] for r in self.peers]
         self._readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
         if self._readv is not None:
             self._readv.restype, vectors = ctypes.c_ssize_t, (ctypes.c_void_p, ctypes.c_ulong)
@@ -73,8 +76,11 @@ class Direct:
             self._read_token(rank, at, token.nbytes) == each[mine.nbytes :]
             for rank, ((_, at), each) in enumerate(zip(places, everyone, strict=True))
         )
-        self.usable = all(each == b"1" for each in rendezvous.allgather(b"1" if able else b"0"))
+        answers = rendezvous.allgather(b"1" + _cache() if able else b"")
+        self.usable = all(answers)
         """Whether every rank can read the memory of every other one."""
+        near = len(set(answers)) == 1 and len(answers[0]) > 1
+        self.least = NEAR_BYTES if near else CROWDED_BYTES if crowded else DIRECT_BYTES
         self._tables = plans.typed(np.dtype(np.int64))
         self._offers = [[memoryview(table) for table in slot] for slot in zip(*self._tables, strict=True)]  # by slot
 
@@ -84,7 +90,7 @@ class Direct:
         if not self.usable or name not in _DIRECT or buffer is None or o.options.algorithm != AUTO:
             return None
         nbytes = (o.common_count() or 0) * buffer.dtype.itemsize // (self.size if name == "all_to_all" else 1)
-        if name == o.name and nbytes < self._least * (1 if o.reduction is None else 2):
+        if name == o.name and nbytes < self.least * (1 if o.reduction is None else 2):
             return None
         sources, readers = range(self.size), self.peers
         if name in _FROM_ROOT:
@@ -220,3 +226,15 @@ class Direct:
 def _address(x: Array) -> int:
     start: int = x.__array_interface__["data"][0]
     return start
+
+
+def _cache() -> bytes:
+    """The number of the last-level cache that all cores of this process share; empty if there is none."""
+    number = b""
+    with contextlib.suppress(OSError):
+        for core in os.sched_getaffinity(0):
+            other = Path(f"/sys/devices/system/cpu/cpu{core}/cache/index3/id").read_bytes()
+            if number not in (b"", other):
+                return b""
+            number = other
+    return number
