@@ -90,11 +90,11 @@ def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyP
     def body(comm: kos.Communicator) -> None:
         ours = comm.backend._shared.direct  # type: ignore[attr-defined]
         before = comm.all_gather(contributions(comm), async_op=True)
-        reads, ours._reads = ours._reads, lambda rank, at: comm.rank != 1
+        reads, ours.reads = ours.reads, lambda rank, at: comm.rank != 1
         assert CALLS[name](comm, contributions(comm))
         work = comm.all_reduce(contributions(comm), async_op=True)
         assert CALLS[name](comm, contributions(comm))
-        ours._reads = reads
+        ours.reads = reads
         assert CALLS[name](comm, contributions(comm))
         assert (work.wait() == 6).all() and before.wait()[2, 0] == 3
 
@@ -119,7 +119,7 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "caches, crowded, least", [((b"0", b"0"), True, 2), ((b"0", b"1"), False, 1), ((b"", b""), True, 3)]
+    ("caches", "crowded", "least"), [((b"0", b"0"), True, 2), ((b"0", b"1"), False, 1), ((b"", b""), True, 3)]
 )
 def test_the_least_bytes_depend_on_the_caches_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, caches: tuple[bytes, bytes], crowded: bool, least: int
@@ -160,7 +160,7 @@ def test_a_read_that_fails(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None
 
 def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of that rank may change its array as soon as the call has failed."""
-    given_up, reader = threading.Event(), direct.Direct._reader
+    given_up, reader = threading.Event(), direct.Direct.reader
 
     def slow(self: Any, rank: int, to: int) -> Any:
         read = reader(self, rank, to)
@@ -172,7 +172,7 @@ def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pyte
 
         return later
 
-    monkeypatch.setattr(direct.Direct, "_reader", slow)
+    monkeypatch.setattr(direct.Direct, "reader", slow)
 
     def body(comm: kos.Communicator) -> None:
         x = contributions(comm)

@@ -37,6 +37,13 @@ size slots are faster.  For a reduce_scatter the first and the last are twice as
 cores of an EPYC 9005, November 2026: a broadcast of 64 KB takes 14 us in one copy and 6 us through slots, where the
 cores share a cache.  Where they do not, on an EPYC 9004, it takes 12 us and 32 us.
 """
+SPINS, CROWDED_SPINS = 300, 30
+"""Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
+There each poll also yields the core, since a spinning rank may keep the awaited rank from running."""
+READ_SPINS = 4000
+"""Polls that wait for other ranks to read this rank's memory, unless there are more ranks than cores."""
+ENDING_SECONDS = 1.0
+"""Time to detect that a process has ended, once its memory cannot be read."""
 CHUNK_BYTES = 256 << 10
 """The bytes that are read at a time and then reduced."""
 
@@ -66,9 +73,9 @@ class Direct:
             self._readv.restype, vectors = ctypes.c_ssize_t, (ctypes.c_void_p, ctypes.c_ulong)
             self._readv.argtypes = ctypes.c_int, *vectors, *vectors, ctypes.c_ulong
         self._scratch = np.empty(min(CHUNK_BYTES, plans.block), np.uint8)
-        self._byte = _address(self._scratch)
+        self._byte = address_of(self._scratch)
         token = np.frombuffer(os.urandom(16), np.uint8)
-        mine = np.array([os.getpid(), _address(token)], np.int64)
+        mine = np.array([os.getpid(), address_of(token)], np.int64)
         everyone = rendezvous.allgather(mine.tobytes() + token.tobytes())
         places = [np.frombuffer(each[: mine.nbytes], np.int64).tolist() for each in everyone]
         self._pids = [pid for pid, _ in places]
@@ -120,8 +127,8 @@ class Direct:
         """Writes into the slot whether ``x`` can be read, and for each rank the address and bytes of its part."""
         parts = [1]
         if x is not None:
-            address, itemsize = _address(x), x.itemsize
-            parts[0] = not x.size or self._reads(self.rank, address)
+            address, itemsize = address_of(x), x.itemsize
+            parts[0] = not x.size or self.reads(self.rank, address)
             for start, count in zip(starts, counts, strict=False):
                 parts += address + start * itemsize, count * itemsize
         values = np.array(parts, np.int64)
@@ -138,12 +145,12 @@ class Direct:
         """Copies ``mine`` and the data of the other sources to ``out``, in rank order."""
         reads, own, end, at = [], None, 0, 1 + 2 * self.rank
         if out is not None:
-            address, itemsize = _address(out), out.itemsize
+            address, itemsize = address_of(out), out.itemsize
             for source, count in zip(sources, counts or [out.size // len(sources)] * len(sources), strict=True):
                 to = address + end * itemsize
                 if source != self.rank:
-                    reads.append((source, count * itemsize, self._reader(source, to)))
-                elif mine is not None and _address(mine) != to:
+                    reads.append((source, count * itemsize, self.reader(source, to)))
+                elif mine is not None and address_of(mine) != to:
                     own = out[end : end + count]
                 end += count
         offers = self._offers
@@ -168,8 +175,8 @@ class Direct:
         """Reduces ``x`` and the data of the other ranks to ``out``, a chunk at a time."""
         step, offers, at = self._scratch.size // len(self.peers) // x.itemsize, self._offers, 1 + 2 * self.rank
         typed = self._scratch[: step * len(self.peers) * x.itemsize].view(x.dtype).reshape(len(self.peers), step)
-        first, scratch = _address(typed), list(typed)
-        reads = [(source, self._reader(source, first + k * step * x.itemsize)) for k, source in enumerate(self.peers)]
+        first, scratch = address_of(typed), list(typed)
+        reads = [(source, self.reader(source, first + k * step * x.itemsize)) for k, source in enumerate(self.peers)]
 
         def get(slot: int, a: int, b: int) -> None:
             offered = offers[slot]
@@ -186,7 +193,7 @@ class Direct:
 
         return get
 
-    def _reader(self, rank: int, to: int) -> Callable[[int, int], None]:
+    def reader(self, rank: int, to: int) -> Callable[[int, int], None]:
         """A function ``read(address, nbytes)`` that copies from that rank's memory to the address ``to``.
 
         It raises OSError if Linux refuses the call or the process has ended.
@@ -201,7 +208,7 @@ class Direct:
                 return
             if count <= 0:
                 raise OSError(ctypes.get_errno(), f"process_vm_readv of rank {rank}")
-            self._reader(rank, to + count)(address + count, nbytes - count)  # Linux copies at most 2 GiB at a time
+            self.reader(rank, to + count)(address + count, nbytes - count)  # Linux copies at most 2 GiB at a time
 
         return read
 
@@ -209,21 +216,21 @@ class Direct:
         """What is there; nothing if it cannot be read.  In another PID namespace a number may be another process's."""
         found = np.empty(nbytes, np.uint8)
         try:
-            self._reader(rank, _address(found))(address, nbytes)
+            self.reader(rank, address_of(found))(address, nbytes)
         except OSError:
             return b""
         return found.tobytes()
 
-    def _reads(self, rank: int, address: int) -> bool:
+    def reads(self, rank: int, address: int) -> bool:
         """Whether the byte at that address of that rank can be read."""
         try:
-            self._reader(rank, self._byte)(address, 1)
+            self.reader(rank, self._byte)(address, 1)
         except OSError:
             return False
         return True
 
 
-def _address(x: Array) -> int:
+def address_of(x: Array) -> int:
     start: int = x.__array_interface__["data"][0]
     return start
 

@@ -47,6 +47,12 @@ BLOCK_BYTES = 512 * 1024
 SLOTS_BYTES = 16 << 20
 """Bytes of all slots of a segment: with many ranks, slots are smaller."""
 MAX_RANKS = 256
+HEADERS = 128
+"""Messages of a mailbox that the receiver has not taken."""
+MAIL_HEAD = 8 * (32 + 9 * HEADERS)
+"""Bytes of a mailbox before its room for data: flags, and for each message an answer and a header of a cache line."""
+MAIL_BYTES, MAILS_BYTES = 1 << 20, 256 << 20
+"""Bytes of a mailbox, and of all of a segment.  The system gives memory only to pages that are used."""
 LOCK_SECONDS = 1.0
 
 
@@ -61,7 +67,7 @@ class Segment:
         self.bytes = memoryview(memory)
         self.words = self.bytes[: layout.texts].cast("Q")
         self.layout = layout
-        self.data: Array = np.frombuffer(memory, np.uint8, offset=layout.data)
+        self.data: Array = np.frombuffer(memory, np.uint8, layout.mail - layout.data, layout.data)
 
     def close(self) -> None:
         """Unmap the memory, which is freed when the last rank has unmapped it."""
@@ -107,7 +113,9 @@ class _Layout:
         self.failures = self.failure_text + FAILURE_BYTES  # the last failure of each rank, in any group
         self.data = -(-(self.failures + FAILURE_BYTES * size) // 4096) * 4096
         self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
-        self.total = self.data + DEPTH * self.block * size
+        self.mail, self._size = self.data + DEPTH * self.block * size, size
+        self.mail_bytes = max(MAIL_HEAD + 4096, min(MAIL_BYTES, MAILS_BYTES // size**2)) // 1024 * 1024
+        self.total = self.mail + self.mail_bytes * size**2
 
     def line(self, rank: int) -> int:
         return self.lines + _LINE * rank
@@ -117,6 +125,10 @@ class _Layout:
 
     def text(self, rank: int, index: int) -> int:
         return self.texts + TEXT_BYTES * (TEXTS * rank + index)
+
+    def mailbox(self, sender: int, receiver: int) -> int:
+        """In bytes from ``mail`` on."""
+        return self.mail_bytes * (self._size * sender + receiver)
 
     def failure_of(self, rank: int) -> int:
         return self.failures + FAILURE_BYTES * rank
