@@ -109,7 +109,8 @@ class SharedMessages:
         return [rank for rank, box in self._boxes.items() if any(each.tag == tag for each in box.messages())]
 
     def close(self) -> None:
-        """Release the views of the segment, which hold its memory."""
+        """Release all views of the segment, which hold its memory."""
+        del self.direct
         for box in self._boxes.values():
             box.words = box.bytes = self._control = memoryview(b"")
 
