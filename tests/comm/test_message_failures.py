@@ -20,26 +20,40 @@ from tests.comm.ranks import time_out_beside_others
 from tests.comm.test_failures import F4
 
 
+@pytest.fixture
+def between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups made from now on share no memory."""
+    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("posted", ["before", "after"])
-def test_message_of_another_size_on_mpi(ranks_of_mpi: Any, posted: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "none"])
+def test_message_of_another_size_on_mpi(
+    ranks_of_mpi: Any, request: pytest.FixtureRequest, posted: str, kind: str
+) -> None:
     """Nothing is written beside what the receive was given: Open MPI would, of longer messages within a host."""
+    if kind == "none":
+        request.getfixturevalue("between_hosts")
 
-    def body(comm: kos.Communicator) -> None:
+    def body(world: kos.Communicator) -> None:
+        comm = world.duplicate()
         for sent, expected in [(3, 4), (5, 4), (0, 2), (2, 0), (100_000, 2000), (10**6, 0), (2000, 10**6)]:
             memory = np.zeros(2 * 10**6, np.float32)
             if comm.rank == 1 and posted == "before":
                 work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
                 work.done()
             comm.rendezvous.barrier()
+            message = f"rank 1 expected {expected} elements of float32 from rank 0, got {sent} elements"
             if comm.rank == 0:
-                comm.send(np.ones(sent, np.float32), 1)
+                long = kind == "shared" and sent > 65536  # the receiver answers
+                with pytest.raises(CollectiveMismatch, match=message) if long else contextlib.nullcontext():
+                    comm.send(np.ones(sent, np.float32), 1)
             elif comm.rank == 1:
                 if posted == "after":
                     work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
                 with pytest.raises(CollectiveMismatch, match=r"recv #\d") as caught:
                     work.wait()
-                message = f"rank 1 expected {expected} elements of float32 from rank 0, got {sent} elements"
                 assert message in str(caught.value)
                 assert not memory.any()
         for tag in range(3):  # the dtype is wrong; other messages have come before it was asked for
@@ -55,7 +69,7 @@ def test_message_of_another_size_on_mpi(ranks_of_mpi: Any, posted: str) -> None:
                 ):
                     comm.recv(F4(), 0, tag)
                 assert (comm.recv(F4(), 0, tag) == 1).all()
-        comm.barrier()
+        comm.close()
 
     ranks_of_mpi.run(body)
 
@@ -122,8 +136,7 @@ def test_a_send_given_up_ends_the_communicator(several: Any) -> None:
 
 
 @pytest.mark.mpi
-def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, between_hosts: None) -> None:
     ranks_of_mpi.run(give_up_a_send)
 
 
@@ -147,9 +160,9 @@ def abort_a_send(comm: kos.Communicator) -> None:
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"])
-def test_a_send_under_way_at_an_abort(several: Any, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+def test_a_send_under_way_at_an_abort(several: Any, request: pytest.FixtureRequest, memory: str) -> None:
     if memory == "none":
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+        request.getfixturevalue("between_hosts")
     several.run(abort_a_send)
 
 
@@ -171,7 +184,9 @@ def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(several: Any) ->
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("elements", [65_536, 200_003])
-def test_messages_longer_than_mpi_counts(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+def test_messages_longer_than_mpi_counts(
+    ranks_of_mpi: Any, between_hosts: None, monkeypatch: pytest.MonkeyPatch, elements: int
+) -> None:
     """With a limit of 1000 bytes instead of 2 GiB."""
     monkeypatch.setattr("kos.comm.host.mpi_messages.LARGEST", 1000)
     monkeypatch.setattr("kos.comm.host.mpi.LARGEST", 1000)
@@ -179,7 +194,8 @@ def test_messages_longer_than_mpi_counts(ranks_of_mpi: Any, monkeypatch: pytest.
     make = mpi_messages._long_type
     monkeypatch.setattr(mpi_messages, "_long_type", lambda nbytes, MPI: (long.add(nbytes), make(nbytes, MPI))[1])
 
-    def body(comm: kos.Communicator) -> None:
+    def body(world: kos.Communicator) -> None:
+        comm = world.duplicate()
         me, n = comm.rank, comm.size
         x = np.random.default_rng(elements + me).integers(0, 256, elements, np.uint8)
         rows = np.stack([np.random.default_rng(elements + r).integers(0, 256, elements, np.uint8) for r in range(n)])
@@ -197,5 +213,6 @@ def test_messages_longer_than_mpi_counts(ranks_of_mpi: Any, monkeypatch: pytest.
             with pytest.raises(CollectiveMismatch, match=f"expected {elements + 1} .* got {elements} elements"):
                 comm.recv(z, 0)
             assert not z.any()
+        comm.close()
 
     ranks_of_mpi.run(body)
