@@ -24,7 +24,7 @@ from kos.comm.failures import again
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
 from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, address_of
-from kos.comm.host.shared.segment import HEADERS, MAIL_HEAD
+from kos.comm.host.shared.segment import ANSWERS, HEADERS, MAIL_HEAD
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.scheduled import wrong_message
 from kos.comm.schedules.execute import Request
@@ -35,7 +35,7 @@ Array = np.ndarray[Any, Any]
 CREDIT_BYTES, OVERHEAD_BYTES = 4 << 20, 256
 """Bytes of eager messages of a rank that another may keep, and those that each takes beside its own."""
 
-_SENT, _TAKEN, _RECEIVED, _ANSWERS, _HEADERS = 0, 16, 17, 32, 32 + HEADERS
+_SENT, _TAKEN, _RECEIVED, _ANSWERS, _HEADERS = 0, 16, 17, 32, 32 + ANSWERS
 """Words of a mailbox: messages sent; messages taken and eager bytes received; answers to RTS; headers."""
 _WHAT, _BYTES, _WHERE, _ANSWER = range(4)
 """Words of a header: tag, dtype and kind; bytes; their place in the room, or their address; the word of the answer."""
@@ -145,10 +145,10 @@ class _Box:
         self.bytes = segment.bytes[layout.mail : layout.total]
         self.words = self.bytes.cast("Q")
         self._out, self.into = out // 8, into // 8
-        self._out_room, self._in_room, self._room = out + MAIL_HEAD, into + MAIL_HEAD, layout.mail_bytes - MAIL_HEAD
+        self._out_room, self._in_room, self._room = out + MAIL_HEAD, into + MAIL_HEAD, layout.room
         self._eager = min(self._room // 4, mail.direct.least)
         self._sent = self._at = self._eager_bytes = 0  # messages, the first free byte of the room, bytes ever sent
-        self.free = [self._out + _ANSWERS + index for index in range(HEADERS)]  # words for answers
+        self.free = [self._out + _ANSWERS + index for index in range(ANSWERS)]  # words for answers
         self.taken = 0  # messages
         self.waiting: deque[_Message] = deque()  # sends without a header
         self.posted: list[_Message] = []  # receives without a message
@@ -164,7 +164,7 @@ class _Box:
         yield from self.active
 
     def put(self, message: _Message) -> bool:
-        """Write a message, or its RTS, to the mailbox; False if all headers are in use."""
+        """Write a message, or its RTS, to the mailbox; False if all headers or answers are in use."""
         words, out, sent, nbytes, what = self.words, self._out, self._sent, message.nbytes, message.what
         unread = sent - words[out + _TAKEN]
         if unread == HEADERS or not self.free:

@@ -47,12 +47,12 @@ BLOCK_BYTES = 512 * 1024
 SLOTS_BYTES = 16 << 20
 """Bytes of all slots of a segment: with many ranks, slots are smaller."""
 MAX_RANKS = 256
-HEADERS = 128
-"""Messages of a mailbox that the receiver has not taken."""
-MAIL_HEAD = 8 * (32 + 9 * HEADERS)
-"""Bytes of a mailbox before its room for data: flags, and for each message an answer and a header of a cache line."""
-MAIL_BYTES, MAILS_BYTES = 1 << 20, 256 << 20
-"""Bytes of a mailbox, and of all of a segment.  The system gives memory only to pages that are used."""
+HEADERS, ANSWERS = 128, 1024
+"""The messages of a mailbox that the receiver has not taken, and those that it has not read in place, at most."""
+MAIL_HEAD = 8 * (32 + ANSWERS + 8 * HEADERS)
+"""Bytes of a mailbox before its room for data: flags, answers, and headers of a cache line each."""
+ROOM_BYTES, ROOMS_BYTES = 1 << 20, 256 << 20
+"""Bytes of data in a mailbox, and in all of a segment.  The system gives memory only to pages that are used."""
 LOCK_SECONDS = 1.0
 
 
@@ -114,8 +114,8 @@ class _Layout:
         self.data = -(-(self.failures + FAILURE_BYTES * size) // 4096) * 4096
         self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
         self.mail, self._size = self.data + DEPTH * self.block * size, size
-        self.mail_bytes = max(MAIL_HEAD + 4096, min(MAIL_BYTES, MAILS_BYTES // size**2)) // 1024 * 1024
-        self.total = self.mail + self.mail_bytes * size**2
+        self.room = max(4096, min(ROOM_BYTES, ROOMS_BYTES // size**2 // 4096 * 4096))
+        self.total = self.mail + (MAIL_HEAD + self.room) * size**2
 
     def line(self, rank: int) -> int:
         return self.lines + _LINE * rank
@@ -128,7 +128,7 @@ class _Layout:
 
     def mailbox(self, sender: int, receiver: int) -> int:
         """In bytes from ``mail`` on."""
-        return self.mail_bytes * (self._size * sender + receiver)
+        return (MAIL_HEAD + self.room) * (self._size * sender + receiver)
 
     def failure_of(self, rank: int) -> int:
         return self.failures + FAILURE_BYTES * rank
