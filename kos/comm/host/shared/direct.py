@@ -48,6 +48,8 @@ CHUNK_BYTES = 256 << 10
 """The bytes that are read at a time and then reduced."""
 
 _FROM_ROOT = ("broadcast", "scatter")
+_WHOLE = ("broadcast", "gather", "all_gather")
+"""Operations in which a slot, which holds ``NEAR_BYTES``, is one rank's data for all others."""
 _DIRECT = frozenset({*_FROM_ROOT, "gather", "all_gather", "all_to_all", "reduce_scatter"})
 
 
@@ -97,7 +99,8 @@ class Direct:
         if not self.usable or name not in _DIRECT or buffer is None or o.options.algorithm != AUTO:
             return None
         nbytes = (o.common_count() or 0) * buffer.dtype.itemsize // (self.size if name == "all_to_all" else 1)
-        if name == o.name and nbytes < self.least * (1 if o.reduction is None else 2):
+        least = self.least if o.reduction is None else 2 * self.least
+        if name == o.name and nbytes < least + (name in _WHOLE):
             return None
         sources, readers = range(self.size), self.peers
         if name in _FROM_ROOT:
