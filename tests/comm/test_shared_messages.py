@@ -240,3 +240,32 @@ def test_a_read_that_fails(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None
         comm.rendezvous.barrier()
 
     run(body, 2, close=False)
+
+
+def test_what_is_read_of_a_sender_that_has_given_up_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its program may change the array as soon as the send has failed."""
+    given_up, reader = threading.Event(), direct.Direct.reader
+
+    def slow(self: Any, rank: int, to: int) -> Any:
+        read = reader(self, rank, to)
+
+        def later(address: int, nbytes: int) -> None:
+            if nbytes > 16:  # not the token of the start
+                assert given_up.wait(TIMEOUT)
+            read(address, nbytes)
+
+        return later
+
+    monkeypatch.setattr(direct.Direct, "reader", slow)
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.full(LONG, comm.rank)
+        with pytest.raises(CollectiveTimeout, match="send #0 .*: not complete after 0.3 s; rank 1 did not receive"):
+            if comm.rank == 0:
+                comm.send(x, 1, timeout=0.3)
+            else:
+                comm.recv(x, 0)
+        x[:] = 7
+        given_up.set()
+
+    run(body, 2)

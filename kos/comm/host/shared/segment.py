@@ -155,7 +155,7 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     segment, refusal = share_file(rendezvous, ranks, _Layout(len(ranks)).total, refusal, use)
     if segment is None:
         return None, refusal
-    shared = f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
+    shared = f"{len(ranks)} ranks of this host share up to {segment.layout.total >> 10} KiB"
     return segment, shared if len(ranks) > 1 else "no other rank runs on this host"
 
 
