@@ -161,52 +161,57 @@ class Plans:
         if x.size * reduction.dtype.itemsize > self.one_shot_bytes:
             return Sum(x, out, reduction)
         plain, slots = reduction.is_plain, self.parts(reduction, x.size)
-        quietly, ufunc = self._quietly, reduction.ufunc
         mine, every = [parts.put[0][0] for parts in slots], [parts.contributions.copy() for parts in slots]
         for contributions in every if plain else ():
             contributions[self.rank] = x
 
-        def copy(slot: int, a: int, b: int) -> None:
-            mine[slot][...] = x
-
         def stage(slot: int, a: int, b: int) -> None:
             reduction.stage(x, mine[slot])
 
+        put = self._moves(x.size, x.size, lambda slot, a, b: [(mine[slot], x)]) if plain else stage
+        get = None if out is None else self._adds(reduction, every, out)
+        return Plan(x.size, x.size or 1, self.peers if get else (), put=put, get=get)
+
+    def _adds(self, reduction: Reduction, every: list[list[Array]], out: Array) -> Step:
+        """Reduces the contributions of an only stage, given by slot."""
+        quietly, ufunc = self._quietly, reduction.ufunc
+        if self.size > 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
+            ufunc = None
+
         def add(slot: int, a: int, b: int) -> None:
-            assert out is not None
-            self.sum(reduction, every[slot], out)
+            if ufunc is None:
+                self.sum(reduction, every[slot], out)
+            else:
+                first, second = every[slot]
+                quietly(ufunc, first, second, out=out)
 
-        def add_two(slot: int, a: int, b: int) -> None:
-            first, second = every[slot]
-            quietly(ufunc, first, second, out=out)
-
-        direct = self.size == 2 and reduction.carrier is reduction.dtype.numpy and reduction.op is not ReduceOp.AVG
-        get = None if out is None else add_two if direct and ufunc is not None else add
-        return Plan(x.size, x.size or 1, self.peers if get else (), put=copy if plain else stage, get=get)
+        return add
 
     def _reduce_scatter(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None and o.reduction is not None
-        x, out, reduction, rank = o.send.flat, o.recv.flat, o.reduction, self.rank
-        count, slots = out.size, self.typed(reduction.carrier)
-        per_stage = self._per_part(reduction.carrier.itemsize)
-        plain = reduction.is_plain
+        out, reduction, rank = o.recv.flat, o.reduction, self.rank
+        x, count, slots = o.send.flat.reshape(self.size, -1), out.size, self.typed(reduction.carrier)
+        per_stage, plain = self._per_part(reduction.carrier.itemsize), reduction.is_plain
 
-        def put(slot: int, a: int, b: int) -> None:
-            for r in self.peers if plain else range(self.size):
-                at, part = r * per_stage, x[r * count + a : r * count + b]
-                if plain:
-                    slots[rank][slot][at : at + b - a] = part
-                else:
-                    reduction.stage(part, slots[rank][slot][at : at + b - a])
+        def parts(slot: int, a: int, b: int) -> Pairs:
+            mine = slots[rank][slot]
+            return [(mine[r * per_stage :][: b - a], x[r, a:b]) for r in (self.peers if plain else range(self.size))]
+
+        def stage(slot: int, a: int, b: int) -> None:
+            for staged, part in parts(slot, a, b):
+                reduction.stage(part, staged)
+
+        def contributions(slot: int, a: int, b: int) -> list[Array]:
+            each = [slots[r][slot][rank * per_stage :][: b - a] for r in range(self.size)]
+            return [*each[:rank], x[rank, a:b], *each[rank + 1 :]] if plain else each
 
         def get(slot: int, a: int, b: int) -> None:
-            at = rank * per_stage
-            contributions = [slots[r][slot][at : at + b - a] for r in range(self.size)]
-            if plain:
-                contributions[rank] = x[rank * count + a : rank * count + b]
-            self.sum(reduction, contributions, out[a:b])
+            self.sum(reduction, contributions(slot, a, b), out[a:b])
 
-        return Plan(count, per_stage, self.peers, put=put, get=get)
+        put, add = self._moves(count, per_stage, parts) if plain else stage, None
+        if count <= per_stage:
+            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(DEPTH)], out)
+        return Plan(count, per_stage, self.peers, put=put, get=add or get)
 
     def _scan(self, o: Operation) -> Plan:
         """scan, and exscan, in which rank 0 has no ``recv``."""
