@@ -85,7 +85,8 @@ class SharedMessages:
                     if crowded:
                         sched_yield()
                 box.take()
-                message.answered()
+                if message.answer:
+                    message.answered()
                 if not spins or message.request is not None or message.error is not None:
                     return [each for each in plan if not each.complete]
         return []
@@ -212,6 +213,10 @@ class _Box:
         words = self.words
         if what < _RTS:
             words[self.into + _RECEIVED] += nbytes + OVERHEAD_BYTES
+            if what == message.what and nbytes == message.nbytes:
+                message.view[:] = data
+                message.complete = True
+                return
         if what >= _OTHER:
             self.active.append(message)
             message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
@@ -220,7 +225,7 @@ class _Box:
             message.error = wrong_message(self.mail.rank, (message.nbytes, message.array.dtype), self.rank, got)
             if what >= _RTS:
                 words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
-        elif what >= _RTS:
+        else:
             try:
                 message.read(data)
             except OSError as error:  # the rank has failed and freed its memory, or has ended: the checks find it
@@ -229,9 +234,6 @@ class _Box:
                 return
             words[answer] = 1
             message.complete = self.mail.failed(message.tag) is None  # else it may have changed the data
-        else:
-            message.view[:] = data
-            message.complete = True
 
 
 class _Message:
@@ -248,19 +250,21 @@ class _Message:
         self.view = array.view(np.uint8).data
         self._address: int | None = None
         self._read: Any = None
+        self.complete, self.answer = False, 0  # the word of the receiver's answer, while an RTS waits for it
+        self.request: Request | None = None  # of the transport between hosts
+        self.error: Exception | None = None
+        self.until = 0.0  # when an OSError is raised
 
     def post(self) -> _Message:
         """Begin to send or receive."""
-        box, self.complete, self.answer, self.until = self.box, False, 0, 0.0
-        self.error: Exception | None = None
-        self.request: Request | None = None  # of the transport between hosts
+        box, self.complete, self.error, self.request, self.answer = self.box, False, None, None, 0
         if not self.receives:
             if (failure := box.mail.failed(self.tag)) is not None:
                 raise failure
             if box.waiting or not box.put(self):
                 box.waiting.append(self)
             return self
-        for index, arrival in enumerate(box.arrived):
+        for index, arrival in enumerate(box.arrived) if box.arrived else ():
             if arrival[0] & _TAG == self.tag:
                 del box.arrived[index]
                 box.deliver(self, *arrival)
