@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from benchmarks import idle
 from benchmarks.collectives import report
 from kos.comm.rendezvous.choose import launched_rank
 from kos.commands import program
@@ -59,7 +60,8 @@ ROW_KEYS = (
     "measurements",
 )  # fmt: skip
 """The keys of a row: ``batch_size`` is a data-parallel rank's, memory a rank's, tokens a second those of all ranks;
-``loss`` is that of the last step that all rows have, ``loss_difference`` the largest of any step, relative to kos."""
+``loss`` is that of the last step that all rows have, ``loss_difference`` the largest of any step, relative to kos.
+With ``--idle`` a row has ``stages`` too, see ``benchmarks.idle``."""
 
 
 # --- one rank of one implementation, a process of its own -------------------------------------------------
@@ -126,8 +128,10 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     config = config.for_world(layout_of(config, int(os.environ["WORLD_SIZE"])).dp, options.device)
     model = model_of(config)
     training: Any
+    stamps = None
     if options.worker == "kos":
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
+        stamps = idle.Stamps(training.engine) if options.idle else None
     else:
         from benchmarks.torch_llama import TorchTraining
 
@@ -144,7 +148,8 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     for line in sys.stdin:
         seconds, losses = training.run(int(line), options.steps)
         memory = training.peak_memory() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        say(seconds=median(seconds), losses=losses, peak_memory_bytes=memory)
+        stages = {"stages": stamps.facts()} if stamps else {}
+        say(seconds=median(seconds), losses=losses, peak_memory_bytes=memory, **stages)
     if isinstance(training, KosTraining):
         training.engine.close()  # before the communicator ends
 
@@ -197,9 +202,9 @@ class Group:
             with contextlib.suppress(BrokenPipeError):  # who died is found below
                 process.stdin.write(f"{len(self.losses)}\n".encode())
         answer = self._answer()
-        self.seconds.append(answer["seconds"])
-        self.losses += answer["losses"]
-        self.facts["peak_memory_bytes"] = answer["peak_memory_bytes"]
+        self.seconds.append(answer.pop("seconds"))
+        self.losses += answer.pop("losses")
+        self.facts |= answer
 
     def _answer(self) -> dict[str, Any]:
         """The next JSON object that rank 0 prints."""
@@ -313,11 +318,13 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             "measurements": [1e3 * seconds for seconds in group.seconds],
             **group.facts,
         }
-        rows.append({key: _rounded(row[key]) for key in ROW_KEYS})
+        rows.append({key: _rounded(row[key]) for key in (*ROW_KEYS, *row.keys() & {"stages"})})
     return rows
 
 
 def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -336,6 +343,8 @@ def print_rows(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
             f"{mfu:>14}{row['peak_memory_bytes'] / 2**30:14.2f}{row['first_step_seconds']:14.1f}"
             f"{first['tokens_per_second'] / row['tokens_per_second']:14.2f}{row['loss_difference']:14.1e}"
         )
+    if "stages" in first:
+        idle.print_facts(first["stages"])
     for variant, why in skipped.items():
         print(f"torch {variant} left out: {why}" if variant != "kos" else f"kos ended early: {why}")
 
@@ -390,6 +399,7 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each [3]")
     parser.add_argument("--apart", action="store_true", help="one after the other, where memory does not hold two")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds to wait for a measurement [120]")
+    parser.add_argument("--idle", action="store_true", help="measure when each rank of a pipeline waits (kos)")
     parser.add_argument("--name", help="what the rows call the preset, where flags change it")
     parser.add_argument("--json", type=Path, help="where to write the rows; of the same commit, they are added")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

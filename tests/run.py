@@ -49,6 +49,7 @@ WITH_GPUS = (
     "tests/comm/test_auto_gpu.py",
     "tests/comm/test_client_arrays_gpu.py",
     "tests/comm/test_gpu_calls.py",
+    "tests/comm/test_register_gpu.py",
     "tests/comm/test_nccl.py",
     "tests/comm/test_peer.py",
     "tests/comm/test_peer_soak.py",

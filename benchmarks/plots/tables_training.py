@@ -142,9 +142,10 @@ def layouts_of_four() -> str:
     for row in load("layouts-h200-4")["rows"]:
         batch = f"{row['batch_size']} x {row['seq_len']:,}"
         rows.append([row["preset"], row["layout"], batch, tokens(row), f"{row['step_ms']:,.0f}",
-                     f"{row['mfu_causal']:.1%}", gib(row), f"{row['predicted_ms']:,.0f}", row["commit"]])  # fmt: skip
-    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "GiB", "predicted, ms", "commit"]
-    return table(head, rows)
+                     f"{row['mfu_causal']:.1%}", f"{row['stages']['idle']:.1%}" if "stages" in row else "", gib(row),
+                     f"{row['predicted_ms']:,.0f}", row["commit"]])  # fmt: skip
+    head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "idle", "GiB", "predicted, ms"]
+    return table([*head, "commit"], rows)
 
 
 def kernels(name: str) -> str:

@@ -49,7 +49,7 @@ def test_the_death_of_a_rank_ends_the_wait_for_a_stream(gpu):
 
 
 @needs_two
-@pytest.mark.parametrize("program", ["ddp", "fsdp", "tensor_parallel"])
+@pytest.mark.parametrize("program", ["ddp", "ddp_join", "fsdp", "tensor_parallel"])
 def test_what_is_built_on_it_gives_the_losses_of_nccl(program):
     ours = run(f"{PROGRAMS}:{program}", 2, "kos", "cuda", gpu="nccl")
     assert ours == run(f"{PROGRAMS}:{program}", 2, "nccl", "cuda")

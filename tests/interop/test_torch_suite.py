@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.interop.torch_suite import EXCEPT, RESULT, missed, run
+from tests.interop.torch_suite import EXCEPT, RESULT, RESULT_CUDA, missed, run
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
@@ -24,6 +24,13 @@ def test_every_test_that_gloo_passed_passed_or_is_explained():
     assert {ranks: missed(each["tests"]) for ranks, each in table.items()} == {"2": [], "3": [], "4": []}
     for each in table.values():
         assert each["counts"]["kos"]["failed"] == 0 and each["counts"]["gloo"]["passed"] >= 90
+
+
+def test_every_test_that_nccl_passed_passed_or_is_explained():
+    table = json.loads(RESULT_CUDA.read_text())["ranks"]
+    assert {ranks: missed(each["tests"], "nccl") for ranks, each in table.items()} == {"2": [], "4": []}
+    for each in table.values():
+        assert each["counts"]["kos as nccl"]["passed"] >= 140 and each["counts"]["nccl"]["passed"] >= 140
 
 
 def expect_no_failure(outcomes):

@@ -1,14 +1,16 @@
 """PyTorch's own tests of torch.distributed, from its wheel, as a TestCase; BACKEND and WORLD_SIZE choose what runs.
 
-The ranks are forked from a process that has imported torch: PyTorch's runner starts each rank of each test anew.  On
-CPUs that is this process.  On GPUs it is a server of ``multiprocessing`` that only imports this file, since a process
-that has used CUDA cannot share a GPU with processes that it forks.
+PyTorch's runner starts each rank of each test anew, which takes seconds with a GPU.  Here a rank's process runs test
+after test, until one of them does not end as it should: then all ranks are new.  Each test makes its own groups.
+The ranks are forked from a process that has imported torch.  On CPUs that is this process.  On GPUs it is a server of
+``multiprocessing`` that only imports this file: a process that has used CUDA cannot share a GPU with its forks.
 Many tests run for some backends only, which the suite names.  With TORCH_SUITE_ON_KOS every group is one of kos, so
 that the tests of gloo, MPI or NCCL run on kos: BACKEND=gloo, BACKEND=mpi or BACKEND=nccl.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -16,8 +18,8 @@ import sys
 import tempfile
 import types
 import unittest
-from multiprocessing.context import ForkServerProcess
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, ClassVar
 
 os.environ.setdefault("BACKEND", "kos")
 os.environ.setdefault("WORLD_SIZE", "2")
@@ -49,19 +51,84 @@ if os.environ.get("TORCH_SUITE_ON_KOS"):
     c10d.init_process_group = torch.distributed.init_process_group = initialize_on_kos
     c10d._new_process_group_helper = make_on_kos
 
-from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend  # noqa: E402
+from torch.testing._internal.distributed.distributed_test import (  # noqa: E402
+    Barrier,
+    DistributedTest,
+    TestDistBackend,
+)
+
+CLEAN = {0} | {skip.exit_code for skip in common.TEST_SKIPS.values()}
+"""The exit codes after which a process goes on."""
 
 
-class ServedProcess(ForkServerProcess):
-    """A process with the environment of its creator; the server's environment is older."""
+class KeptProcess:
+    """One rank of one test, as a ``Process`` to PyTorch's runner; it runs in a process that is kept for the next."""
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
-        self._environment = dict(os.environ)
+    kept: ClassVar[dict[str, tuple[Any, Connection]]] = {}
 
-    def run(self) -> None:
-        os.environ.update(self._environment)
-        super().run()
+    def __init__(self, target: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._name, self._task = name, (args, kwargs)
+        self._code: int | None = None
+
+    def start(self) -> None:
+        if self._name not in self.kept or not self.kept[self._name][0].is_alive():
+            ours, theirs = multiprocessing.Pipe()
+            if torch.cuda.is_available():
+                multiprocessing.set_forkserver_preload([__name__])
+                context: Any = multiprocessing.get_context("forkserver")
+            else:
+                context = multiprocessing.get_context("fork")
+            process = context.Process(target=run_tests, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.kept[self._name] = process, ours
+        self._process, self._connection = self.kept[self._name]
+        self.pid = self._process.pid
+        self._connection.send((dict(os.environ), *self._task))
+
+    @property
+    def exitcode(self) -> int | None:
+        if self._code is None:
+            try:
+                if self._connection.poll():
+                    self._code = self._connection.recv()
+            except (EOFError, OSError):  # it has ended
+                self._process.join(1)
+                self._code = self._process.exitcode
+        return self._code
+
+    def terminate(self) -> None:
+        """End the processes of all ranks if this one has not ended as it should."""
+        if self.exitcode not in CLEAN:
+            for process, connection in self.kept.values():
+                process.kill()
+                connection.close()
+            self.kept.clear()
+
+
+def run_tests(tasks: Connection) -> None:
+    """Run each test that comes as PyTorch's runner would, and answer with its exit code."""
+    while True:
+        try:
+            environment, args, keywords = tasks.recv()
+        except EOFError:
+            return
+        os.environ.clear()
+        os.environ.update(environment)
+        Barrier.barrier_id = 0
+        try:
+            TorchSuite._run(*args, **keywords)
+        except SystemExit as end:
+            code = end.code
+        if code not in CLEAN:
+            sys.exit(code)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+            torch.cuda.set_device(0)
+        tasks.send(code)
 
 
 class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):
@@ -69,8 +136,4 @@ class TorchSuite(TestDistBackend, DistributedTest._DistTestBase):
 
     def setUp(self) -> None:
         super().setUp()
-        if torch.cuda.is_available():
-            multiprocessing.set_forkserver_preload([__name__])
-            self._start_processes(ServedProcess)
-        else:
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+        self._start_processes(KeptProcess)

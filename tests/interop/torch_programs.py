@@ -221,6 +221,50 @@ def ddp(kind: str = "cpu", **options: Any) -> list[float]:
     return _train(wrapped, device)
 
 
+def ddp_join(kind: str = "cpu") -> list[list[float]]:
+    """DistributedDataParallel with fewer batches on rank 0, and with parameters that rank 0 does not use."""
+    device, rank = _device(kind), dist.get_rank()
+    found = []
+    for divide_by_all, unused in ((False, False), (True, False), (True, True)):
+        model = torch.nn.ModuleList([torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)]).to(device)
+        for layer in model:
+            torch.nn.init.constant_(layer.weight, 0.5)
+        model.forward = lambda x, model=model, both=rank or not unused: model[0](model[1](x) if both else x)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
+        gradients = []
+        with wrapped.join(divide_by_initial_world_size=divide_by_all):
+            for _ in range(3 + 2 * rank):
+                wrapped(torch.full((2, 4), rank + 1.0, device=device)).sum().backward()
+                gradients.append(sum(x.grad.double().sum().item() for x in model.parameters() if x.grad is not None))
+                wrapped.zero_grad()
+        found.append(gradients)
+    return found
+
+
+def overloads() -> list[Any]:
+    """The methods of a process group with one tensor and their options one by one, as torch's own code calls some."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    mine, found = torch.arange(4.0) + 10 * rank, list[Any]()
+    outputs = [torch.zeros(4) for _ in range(size)]
+    for call, x in (
+        (lambda x: group.allreduce(x), mine.clone()),
+        (lambda x: group.allreduce(x, dist.ReduceOp.MAX), mine.clone()),
+        (lambda x: group.allreduce([x], op=dist.ReduceOp.MAX, timeout=timedelta(seconds=30)), mine.clone()),
+        (lambda x: group.broadcast(x, 1), mine.clone()),
+        (lambda x: group.broadcast(x, root=1), mine.clone()),
+        (lambda x: group.reduce(x, 0, dist.ReduceOp.MIN), mine.clone()),
+        (lambda x: group.allgather(outputs, x), mine),
+        (lambda x: group.gather(outputs if rank == 1 else [], x, 1), mine),
+        (lambda x: group.scatter(x, [mine + r for r in range(size)] if rank == 1 else [], 1), torch.zeros(4)),
+        (lambda x: group.reduce_scatter(x, [mine + r for r in range(size)], dist.ReduceOp.MAX), torch.zeros(4)),
+        (lambda x: group.barrier(timedelta(seconds=30)), mine),
+    ):
+        call(x).wait()
+        found.append([x.tolist() if rank == 0 else None, [output.tolist() for output in outputs]])
+    return found
+
+
 def ddp_hooks() -> list[list[float]]:
     """DistributedDataParallel with the communication hooks that chain futures."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -322,9 +366,14 @@ def gpu_collectives() -> dict[str, Any]:
 
 
 def gpu_messages() -> dict[str, Any]:
-    """Messages in which all ranks send first, by isend, batch_isend_irecv and on a coalescing context."""
+    """Messages of rank 0 to itself, then messages in which all ranks send first."""
     device, rank, size = _device("cuda"), dist.get_rank(), dist.get_world_size()
     left, right, found = (rank - 1) % size, (rank + 1) % size, dict[str, Any]()
+    if rank == 0:
+        x, y = torch.ones(3, device=device), torch.zeros(3, device=device)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, y, 0), dist.P2POp(dist.isend, x, 0)]):
+            work.wait(timedelta(seconds=5))
+        assert y.tolist() == [1.0, 1.0, 1.0]
     for count in (3, 1 << 20):
         x, y = torch.full((count,), rank + 0.5, device=device), torch.empty(count, device=device)
         sent, received = dist.isend(x, right), dist.irecv(y, left)

@@ -159,6 +159,14 @@ def test_schedule(schedule: str, tied: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("schedule", "layers", "tied"),
+    [("1f1b", 1, True), ("zero-bubble", 1, False), ("interleaved", 3, True), ("zero-bubble-v", 3, True)],
+)
+def test_a_stage_may_be_the_head_alone(schedule: str, layers: int, tied: bool) -> None:
+    check(Layout(pp=2), Precise, layers, tied, pp_schedule=schedule)
+
+
+@pytest.mark.parametrize(
     ("schedule", "recompute"),
     [
         ("zero-bubble-v", "norms"),

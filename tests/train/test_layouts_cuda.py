@@ -112,7 +112,7 @@ FIXED = [f"--pp 2 --pp-schedule {name}" for name in SCHEDULES]
 FIXED_MORE = [
     "--pp 2 --pp-schedule zero-bubble --no-graph --recompute norms", "--pp 2 --pp-schedule 1f1b --recompute block",
     "--pp 2 --no-tie-word-embeddings", "--pp 2 --pp-schedule zero-bubble-v --master-weights none",
-    "--pp 2 --hidden-size 528 --micro-batch-size 2",
+    "--pp 2 --hidden-size 528 --micro-batch-size 2", "--pp 2 --num-hidden-layers 3 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
 FIXED_FOUR = [
     "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule interleaved", "--pp 4 --pp-schedule zero-bubble",

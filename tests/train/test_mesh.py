@@ -15,8 +15,9 @@ from kos.errors import ConfigError, InvalidArgument
 from kos.testing import spawn
 from kos.train.config.flags import parse
 from kos.train.model.gpt2 import GPT2Config
-from kos.train.model.shapes import split_layers
+from kos.train.model.shapes import Stages, split_layers
 from kos.train.parallel.mesh import AXES, Layout, Mesh
+from kos.train.parallel.schedules import Schedule
 from kos.train.run import Trainer
 from tests.train.models import small
 
@@ -107,7 +108,7 @@ def test_the_parts_of_a_model_make_it_whole(tp: int, pp: int, tied: bool) -> Non
     whole: dict[str, int] = dict.fromkeys(model.parameter_shapes(), 0)
     for stage in range(pp):
         for rank in range(tp):
-            local = model.local(rank, tp, stage, pp)
+            local = model.local(rank, tp, stage, row(pp))
             assert (local.first, local.last) == (stage == 0, stage == pp - 1)
             shapes = model.parameter_shapes(local)
             assert list(shapes) == [name for name in whole if name in shapes]  # in the order of the backward
@@ -120,20 +121,31 @@ def test_the_parts_of_a_model_make_it_whole(tp: int, pp: int, tied: bool) -> Non
         assert whole[name] == copies * math.prod(shape), name
 
 
-def test_layers_are_split_in_order_and_the_longest_stage_is_short() -> None:
-    assert [split_layers(7, 3, stage) for stage in range(3)] == [range(2), range(2, 4), range(4, 7)]
-    bounds = [(stage.start, stage.stop) for stage in (split_layers(32, 4, stage, 2.4) for stage in range(4))]
-    assert bounds == [(0, 9), (9, 18), (18, 26), (26, 32)]
-    for layers, stages, head in itertools.product(range(1, 12), range(1, 6), (0.0, 0.4, 1.0, 5.0)):
-        if stages <= layers:
-            got = [split_layers(layers, stages, stage, head) for stage in range(stages)]
-            assert [layer for stage in got for layer in stage] == [*range(layers)] and all(got)
-            longest = max(len(stage) + head * (stage is got[-1]) for stage in got)
-            cuts = itertools.combinations(range(1, layers), stages - 1)
-            best = min(
-                max([b - a for a, b in itertools.pairwise((0, *cut))] + [layers - (0, *cut)[-1] + head]) for cut in cuts
-            )
-            assert longest == best
+def row(ranks: int, chunks: int = 1, v_shape: bool = False) -> Stages:
+    return Schedule("", 1, ((),) * ranks, chunks, v_shape).stages_of_ranks
+
+
+def test_layers_are_split_in_order_and_the_busiest_rank_has_little() -> None:
+    assert split_layers(7, row(3)) == (range(2), range(2, 4), range(4, 7))
+    assert split_layers(32, row(4), 2.4) == (range(9), range(9, 18), range(18, 26), range(26, 32))
+    v = split_layers(16, row(4, 2, v_shape=True), 4.3)  # rank 0 has the head, and so one layer
+    assert [len(stage) for stage in v] == [1, 3, 3, 3, 2, 2, 2, 0]
+    shapes = [row(ranks) for ranks in range(1, 5)] + [row(2, 2), row(2, 2, v_shape=True), row(2, 3), row(3, 2)]
+    for layers, stages, head in itertools.product(range(1, 10), shapes, (0.0, 0.4, 1.0, 5.0)):
+        count = sum(map(len, stages))
+        if count > layers + 1:
+            continue
+        got = split_layers(layers, stages, head)
+        assert [layer for stage in got for layer in stage] == [*range(layers)] and all(got[:-1])
+
+        def busiest(sizes: tuple[int, ...], stages: Stages = stages, head: float = head) -> float:
+            costs = [*sizes[:-1], sizes[-1] + head]
+            return max(sum(costs[stage] for stage in held) for held in stages)
+
+        cuts = itertools.combinations(range(1, layers + 1), count - 1)
+        assert busiest(tuple(map(len, got))) == min(
+            busiest(tuple(b - a for a, b in itertools.pairwise((0, *cut, layers)))) for cut in cuts
+        )
 
 
 @pytest.mark.parametrize(
@@ -170,9 +182,10 @@ def test_a_gpt2_stays_data_parallel() -> None:
         (["--tp", "2", "--seq-len", "31"], "--seq-len: expected a multiple of 2 (--tp), got 31"),
         (["--cp", "2", "--seq-len", "30"], "--seq-len: expected a multiple of 4 (2 × --cp), got 30"),
         (["--cp", "2", "--model-type", "gpt2"], "--cp 2: expected 1 with a GPT-2, which is data parallel only, got 2"),
-        (["--pp", "2", "--num-hidden-layers", "1"], "--pp 2: expected at most one stage a layer, 1, got 2"),
-        (["--pp", "2", "--pp-schedule", "zero-bubble-v", "--num-hidden-layers", "3"],
-         "--pp 2 x 2 stages a rank (--pp-schedule, --pp-chunks): expected at most one stage a layer, 3, got 4"),
+        (["--pp", "2", "--pp-schedule", "interleaved", "--pp-chunks", "3", "--num-hidden-layers", "4"],
+         "--pp 2 x 3 stages a rank (--pp-schedule, --pp-chunks): expected at most a stage more than layers, 5, got 6"),
+        (["--pp", "2", "--pp-schedule", "zero-bubble-v", "--num-hidden-layers", "2"],
+         "--pp 2 x 2 stages a rank (--pp-schedule, --pp-chunks): expected at most a stage more than layers, 3, got 4"),
         (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "3", "--micro-batch-size", "1"],
          "to be a multiple of 2 (--pp), got 3 (--batch-size "),
         (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "1"],

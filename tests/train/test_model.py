@@ -170,7 +170,7 @@ def test_stages_in_a_row_give_the_bits_of_the_whole(tied, deferred, recompute):
     ]
     stages = []
     for rank in range(2):
-        local = config.local(0, 1, rank, 2)
+        local = config.local(0, 1, rank, ((0,), (1,)))
         own = Parameters(config.parameter_shapes(local), np.float32, config.fused_groups(local))
         for name in own:
             own[name][...] = weights[name]

@@ -162,7 +162,7 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
         assert (config, layout) == (each.job.config.model_copy(update=asked), each.job.layout)
         model = config.model_config_for(V)
         for stage in range(each.job.schedule.stages):
-            model.local(0, layout.tp, stage, each.job.schedule.stages)
+            model.local(0, layout.tp, stage, each.job.schedule.stages_of_ranks)
     speeds = [each.seconds for each in legal if each.fits]
     assert speeds == sorted(speeds) and (ranks == 1 or len(speeds) > 1)
 
@@ -170,7 +170,7 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
 def test_what_does_not_divide_is_refused():
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(8)[1]}
     assert "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2" in refused[2, 4, 1, 1]
-    assert "--pp 8: expected at most one stage a layer, 4, got 8" in refused[1, 1, 8, 1]
+    assert "--pp 8: expected at most a stage more than layers, 5, got 8" in refused[1, 1, 8, 1]
     assert "--batch-size: expected a multiple of 16 (--micro-batch-size 2 × 8 ranks), got 8" in refused[8, 1, 1, 1]
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, "--seq-len", "18")[1]}
     assert "--seq-len: expected a multiple of" in refused[1, 1, 1, 4]

@@ -11,9 +11,11 @@ torch's C++ calls only the operations that DDP and the functional collectives us
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +37,36 @@ log = logging.getLogger(__name__)
 _C: Any = torch._C
 _ASIDE = "side"  # the stream of a call with ``async_op``, for its cache key
 _ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one signature can override
+
+
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # of torch's options
+
+
+def _overloaded(kind: Any, *names: str, tensors: int = 1, before: int | None = None) -> Callable[[Any], Any]:
+    """Let a method with options, of the class ``kind`` or None, also be called as torch's other overload.
+
+    There the first ``tensors`` arguments come without their outer lists, and the options, after ``before`` arguments,
+    one by one, by ``names``: ``allreduce(tensor, op, timeout)``.
+    """
+    before = tensors if before is None else before
+
+    def decorate(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **keywords: Any) -> Any:
+            given, values = args[:before], args[before:]
+            if any(isinstance(x, Tensor) for x in args[:tensors]):
+                given = (*([x] for x in args[:tensors]), *args[tensors:before])
+            if (values and hasattr(values[0], "timeout")) or "opts" in keywords or len(given) < before:
+                return method(self, *given, *values, **keywords)
+            opts = kind()
+            for name, value in {**dict(zip(names, values, strict=False)), **keywords}.items():
+                if value is not None:
+                    setattr(opts, _FIELDS[name], value)
+            return method(self, *given, opts)
+
+        return call
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +100,7 @@ class ProcessGroupKos(_ProcessGroup):
         self._streams: dict[int, Any] = {}  # torch's streams by their handle
         self._cache: Cache = {}
         self._messages: list[DeviceMessage] = []  # on the GPU, to be launched together
+        self._scalars: deque[Any] = deque(maxlen=16)  # Works of which DDP's join() keeps the half in C++ alone
         self._coalesced: list[Any] | None = None  # the Works of a coalescing context
         self._host = self._connect("tcp", "host", progress_thread=True)
         self._any = AnySource(self._host)
@@ -90,15 +123,20 @@ class ProcessGroupKos(_ProcessGroup):
 
     def _connect_gpu(self, device: Any) -> kos.Communicator:
         """The communicator of this rank's GPU; the first call connects all ranks of the group."""
+        self._use_gpu(device)
         if self._gpu is None:
             self._gpu = self._connect(self.options.gpu, "gpu", device=device.index)
+        return self._gpu
+
+    def _use_gpu(self, device: Any) -> None:
+        """Make it the GPU of this rank, which stays."""
+        if self.device is None:
             self.device, self._index, self.side = device, device.index, torch.cuda.Stream(device)
             self._side_ids = self.side.stream_id, self.side.device_index, self.side.device_type
             event: Any = super(torch.cuda.Event, torch.cuda.Event())  # without the methods in Python
             self._record, self._wait = event.record, event.wait
         elif device != self.device:
             raise InvalidArgument(f"tensors: expected memory of {self.device}, as in earlier calls, got {device}")
-        return self._gpu
 
     def translated(self, error: KosError) -> Exception:
         """The error that torch's users expect."""
@@ -115,7 +153,9 @@ class ProcessGroupKos(_ProcessGroup):
 
     def wait_on_host(self, event: Any, seconds: float) -> None:
         """Wait until the GPU has reached the event."""
-        assert self._gpu is not None
+        if self._gpu is None:  # only copies of messages to this rank
+            self.side.synchronize()
+            return
         try:
             self._gpu.synchronize(seconds, until=event.query)
         except KosError as error:
@@ -183,8 +223,13 @@ class ProcessGroupKos(_ProcessGroup):
     _set_default_timeout = set_timeout
 
     def split_group(
-        self, new_ranks: list[int], timeout: timedelta | None = None, opts: Any = None, group_name: str | None = None,
-        group_desc: str | None = None, device_types: Any = None,
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
     ) -> ProcessGroupKos | None:
         """The group of ``new_ranks`` of this one; None on other ranks, which need not call it."""
         if self.rank() not in new_ranks:
@@ -196,7 +241,7 @@ class ProcessGroupKos(_ProcessGroup):
         group = ProcessGroupKos(store, me, len(new_ranks), limit, ranks, options)
         group.setGroupName(name)
         group.setGroupDesc(group_desc or "undefined")
-        if self.device is not None:
+        if self._gpu is not None:
             group.eager_connect_single_device(self.device)
         return group
 
@@ -233,6 +278,8 @@ class ProcessGroupKos(_ProcessGroup):
             work = launch(call, tensors, overlap, timeout, what, arguments, batch)
         except KosError as error:
             raise self.translated(error) from error
+        if overlap and tensors[0].numel() == 1:
+            self._scalars.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -345,6 +392,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     # Collectives.
 
+    @_overloaded(_C._distributed_c10d.AllreduceOptions, "op", "timeout")
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
@@ -356,6 +404,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    @_overloaded(_C._distributed_c10d.BroadcastOptions, "root", "timeout")
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         root = 0 if opts is None else opts.rootRank
 
@@ -365,6 +414,7 @@ class ProcessGroupKos(_ProcessGroup):
 
         return self._launch(call, tensors, opts, "broadcast", (root,), len(tensors) > 1)
 
+    @_overloaded(_C._distributed_c10d.ReduceOptions, "root", "op", "timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         root, op = opts.rootRank, opts.reduceOp
 
@@ -384,6 +434,7 @@ class ProcessGroupKos(_ProcessGroup):
         count = len(inputs)
         return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", (count,), count > 1)
 
+    @_overloaded(_C._distributed_c10d.AllgatherOptions, "timeout", tensors=2)
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         """``outputs[i][r]`` receives input i of rank r, whose size may be the rank's own."""
         for parts in outputs:
@@ -404,6 +455,7 @@ class ProcessGroupKos(_ProcessGroup):
         """``outputs[r][i]`` receives input i of rank r."""
         return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
 
+    @_overloaded(_C._distributed_c10d.GatherOptions, "root", "timeout", tensors=2)
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         parts = outputs[0] if self.rank() == opts.rootRank else []
         if parts:
@@ -414,6 +466,7 @@ class ProcessGroupKos(_ProcessGroup):
 
         return self._launch(call, [*parts, *inputs], opts, "gather", (opts.rootRank,))
 
+    @_overloaded(_C._distributed_c10d.ScatterOptions, "root", "timeout", tensors=2)
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         parts = inputs[0] if self.rank() == opts.rootRank else []
         if parts:
@@ -424,6 +477,7 @@ class ProcessGroupKos(_ProcessGroup):
 
         return self._launch(call, [*outputs, *parts], opts, "scatter", (opts.rootRank,))
 
+    @_overloaded(_C._distributed_c10d.ReduceScatterOptions, "op", "timeout", tensors=2)
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         """``inputs[0][r]`` is summed for rank r; the sizes may differ between ranks."""
         output, parts = outputs[0], inputs[0]
@@ -453,6 +507,7 @@ class ProcessGroupKos(_ProcessGroup):
         tensors, arguments = [*outputs, *inputs], (count, *op_id(op))
         return self._launch(call, tensors, opts, "reduce_scatter_single", arguments, count > 1)
 
+    @_overloaded(_C._distributed_c10d.AllToAllOptions, "timeout", tensors=0, before=4)
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
@@ -484,6 +539,7 @@ class ProcessGroupKos(_ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @_overloaded(_C._distributed_c10d.BarrierOptions, "timeout", tensors=0)
     def barrier(self, opts: Any = None) -> Any:
         """Return once every rank has called it, and its GPU has run the work of the current stream."""
         if self._gpu is not None:
@@ -527,7 +583,8 @@ class ProcessGroupKos(_ProcessGroup):
         So the messages of ``batch_isend_irecv``, and of ranks that all send first, do not wait for each other.
         """
         with self.lock:
-            self._connect_gpu(tensors[0].device)
+            use = self._use_gpu if peer == self.rank() else self._connect_gpu  # the other ranks may send nothing
+            use(tensors[0].device)
             self._follow_current()
             self._messages.append(message := DeviceMessage(self, tensors, name, peer))
         if self._coalesced is not None:

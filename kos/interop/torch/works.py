@@ -99,12 +99,16 @@ class HostWork(_Work):
     _source_rank = source_rank
 
     def get_future(self) -> Any:
-        """A Future of the tensors, which a thread completes."""
+        """A Future of the tensors, which a thread completes; complete now if the operation is over."""
         with self._lock:
-            if self._future is None:
+            first = self._future is None
+            if first:
                 self._future = HostFuture(self)
-                _futures.add(self)
-            return self._future
+        if self.is_completed():
+            self.settle()
+        elif first:
+            _futures.add(self)
+        return self._future
 
     def settle(self) -> None:
         """Complete the future, once: the operation is over."""

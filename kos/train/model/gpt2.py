@@ -14,7 +14,7 @@ from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
-from kos.train.model.shapes import Local, Placement
+from kos.train.model.shapes import Local, Placement, Stages
 from kos.train.ops import Array, Ops
 
 POSITIONS = "transformer.wpe.weight"
@@ -52,8 +52,8 @@ class GPT2Config(LlamaConfig):
         names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
         return LayerNames(*(f"transformer.h.{layer}.{name}.weight" for name in names))
 
-    def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
-        if tp * pp > 1:
+    def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
+        if tp * (pp := len(stages)) > 1:
             raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
         return super().local()
 

@@ -14,6 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from kos.errors import ConfigError
 from kos.train.model.shapes import Local, Placement, Stages, split_layers
 
+HEAD = 0.7
+"""The time of the head, relative to that of layers whose matrix products have as many flops.
+
+Measured: 0.67 in benchmarks/results/profile-1b-h200-1.txt, 0.76 in profile-8b-h200-8.txt."""
+
 
 class Section(BaseModel):
     """A section of a configuration, with typed values; unknown keys are refused."""
@@ -108,8 +113,8 @@ class LlamaConfig:
                  "mlp.gate_up_proj", "mlp.down_proj")  # fmt: skip
         return LayerNames(*(f"{prefix}{name}.weight" for name in names))
 
-    def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
-        """The part of one rank of ``tp`` times ``pp``; the whole model unless told otherwise.
+    def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
+        """A rank of ``tp``'s part of a stage of the pipeline; the whole model unless told otherwise.
 
         ConfigError where heads, intermediate size or vocabulary do not divide.
         """
@@ -118,25 +123,24 @@ class LlamaConfig:
                 raise ConfigError(f"--tp {tp}: expected {name} to be a multiple of {tp}, got {got}")
         rows = self.vocab_size // tp
         return Local(
-            split_layers(self.num_hidden_layers, pp, pp_rank, self._head_cost()),
+            split_layers(self.num_hidden_layers, stages, self._head_cost())[stage],
             self.num_attention_heads // tp, self.num_key_value_heads // tp,
             self.intermediate_size // tp, self.up_size // tp,
-            range(tp_rank * rows, (tp_rank + 1) * rows), pp_rank == 0, pp_rank == pp - 1, tp_rank, tp,
+            range(tp_rank * rows, (tp_rank + 1) * rows), stage == 0, stage == sum(map(len, stages)) - 1, tp_rank, tp,
         )  # fmt: skip
 
     def _head_cost(self) -> float:
-        """Of the head's matrix product, in those of a layer."""
+        """Of the head, in layers, which also have attention and norms."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        return self.vocab_size / (heads + self.up_size + self.intermediate_size)
+        return HEAD * self.vocab_size / (heads + self.up_size + self.intermediate_size)
 
     def parts(self, tp_rank: int, tp: int, pp_rank: int, stages: Stages) -> tuple[Local, ...]:
-        """Of one rank, a stage each. ConfigError where a stage would have no layer, and as in ``local``."""
-        count, pp = sum(map(len, stages)), len(stages)
-        if count > self.num_hidden_layers:
+        """Of one rank, a stage each. ConfigError where a stage would have nothing, and as in ``local``."""
+        count, pp, most = sum(map(len, stages)), len(stages), self.num_hidden_layers + 1
+        if count > most:
             chunks = f" x {count // pp} stages a rank (--pp-schedule, --pp-chunks)" * (count > pp)
-            most = f"at most one stage a layer, {self.num_hidden_layers}"
-            raise ConfigError(f"--pp {pp}{chunks}: expected {most}, got {count}")
-        return tuple(self.local(tp_rank, tp, stage, count) for stage in stages[pp_rank])
+            raise ConfigError(f"--pp {pp}{chunks}: expected at most a stage more than layers, {most}, got {count}")
+        return tuple(self.local(tp_rank, tp, stage, stages) for stage in stages[pp_rank])
 
     def placements(self, *parts: Local) -> dict[str, Placement]:
         """Name -> where a rank's part of the tensor lies, in the order in which the backward finishes the gradients.

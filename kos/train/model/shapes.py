@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import accumulate
 from typing import NamedTuple
 
 Stages = tuple[tuple[int, ...], ...]
@@ -64,19 +66,23 @@ class Placement(NamedTuple):
         return (slice(first + start, first + stop), *index[1:])
 
 
-def split_layers(layers: int, stages: int, stage: int, head: float = 0.0) -> range:
-    """The layers of a pipeline stage, so that the longest stage is as short as can be.
+@cache
+def split_layers(layers: int, stages: Stages, head: float = 0.0) -> tuple[range, ...]:
+    """The layers of each stage of a pipeline, so that the busiest rank has as little to do as can be.
 
-    The last stage has the head besides, which costs as much as ``head`` layers. Of the others, the first take one more
-    where layers do not divide.
+    The last stage has the head besides, which costs as much as ``head`` layers, and it may have no layer. All others
+    have at least one. Layers are dealt one by one: each to the rank that has least, there to the shortest stage, and
+    among equals to the last stage, then to the first.
     """
-    if stages == 1:
-        return range(layers)
-    of_last = min(
-        range(1, layers - stages + 2), key=lambda own: (max(own + head, -(-(layers - own) // (stages - 1))), -own)
-    )
-    if stage == stages - 1:
-        return range(layers - of_last, layers)
-    each, more = divmod(layers - of_last, stages - 1)
-    start = stage * each + min(stage, more)
-    return range(start, start + each + (stage < more))
+    ranks = {stage: held for held in stages for stage in held}
+    last = len(ranks) - 1
+    sizes, costs = [1] * last + [0], [1.0] * last + [head]
+
+    def load(stage: int) -> tuple[float, float, bool, int]:
+        return sum(costs[each] for each in ranks[stage]), costs[stage], stage < last, stage
+
+    for _ in range(layers - last):
+        shortest = min(ranks, key=load)
+        sizes[shortest] += 1
+        costs[shortest] += 1
+    return tuple(range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
