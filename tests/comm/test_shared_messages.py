@@ -261,10 +261,7 @@ def test_what_is_read_of_a_sender_that_has_given_up_is_no_message(monkeypatch: p
     def body(comm: kos.Communicator) -> None:
         x = np.full(LONG, comm.rank)
         with pytest.raises(CollectiveTimeout, match="send #0 .*: not complete after 0.3 s; rank 1 did not receive"):
-            if comm.rank == 0:
-                comm.send(x, 1, timeout=0.3)
-            else:
-                comm.recv(x, 0)
+            comm.send(x, 1, timeout=0.3) if comm.rank == 0 else comm.recv(x, 0)
         x[:] = 7
         given_up.set()
 
