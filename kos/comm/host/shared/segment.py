@@ -51,7 +51,7 @@ HEADERS, ANSWERS = 128, 1024
 """The messages of a mailbox that the receiver has not taken, and those that it has not read in place, at most."""
 MAIL_HEAD = 8 * (32 + ANSWERS + 8 * HEADERS)
 """Bytes of a mailbox before its room for data: flags, answers, and headers of a cache line each."""
-ROOM_BYTES, ROOMS_BYTES = 2 << 20, 256 << 20
+ROOM_BYTES, ROOMS_BYTES = 1 << 20, 256 << 20
 """Bytes of data in a mailbox, and in all of a segment.  The system gives memory only to pages that are used."""
 LOCK_SECONDS = 1.0
 
