@@ -170,7 +170,13 @@ class HostBackend(MessagingBackend):
         return None
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        return [self.start(call) or Work(call, self, None) for call in calls]
+        if self._mail is not None:
+            self._mail.batch = True
+        try:
+            return [self.start(call) or Work(call, self, None) for call in calls]
+        finally:
+            if self._mail is not None:
+                self._mail.batch = False
 
     def _steps(self, call: Call) -> Steps | None:
         shared = self._shared

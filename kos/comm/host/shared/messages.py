@@ -52,6 +52,7 @@ class SharedMessages:
         segment = calls.segment
         self.calls, self.direct, self.rank = calls, direct, segment.rank
         self.other: Any = None
+        self.batch = False  # whether other messages begin at once, which this one may need
         self._control, self._failure, self._next_check = segment.words, segment.layout.failure, 0.0
         self._boxes = {rank: _Box(self, rank) for rank in range(segment.size) if rank != segment.rank}
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
@@ -71,7 +72,8 @@ class SharedMessages:
                 _Message(self._boxes[peer], end.flat, tag, receives)
                 for end, peer, tag, receives in ends if end is not None and peer is not None
             ]  # fmt: skip
-        plan, spins, crowded = call.plan, self._spins, self._crowded
+        plan, crowded = call.plan, self._crowded
+        spins = 0 if self.batch or call.operation.options.overlap else self._spins
         for message in plan:
             message.post()
         for message in plan:
