@@ -266,3 +266,34 @@ def test_what_is_read_of_a_sender_that_has_given_up_is_no_message(monkeypatch: p
         given_up.set()
 
     run(body, 2)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: bool) -> None:
+    """Its exchange has lost the rank that it received from, and the program goes on with the array."""
+    cancelled, waits = threading.Event(), threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        x, out = np.full(LONG, 1, np.uint8), np.zeros(LONG, np.uint8)
+        if comm.rank == 2:
+            calls: Any = comm.backend._calls  # type: ignore[attr-defined]
+            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            with pytest.raises(RankLost, match="send_recv #0 .*: rank 2 is gone"):
+                comm.send_recv(x, out, 1, 2)
+            x[:] = 7
+            cancelled.set()
+            assert waits.wait(TIMEOUT)
+            comm.send(np.full(LONG, 2, np.uint8), 1)
+        elif comm.rank == 1:
+            assert cancelled.wait(TIMEOUT)
+            if early:
+                work = comm.recv(out, 0, async_op=True)
+                assert not work.done()
+            else:
+                comm.send(out[:1], 2)  # takes nothing
+            waits.set()
+            assert set(work.wait() if early else comm.recv(out, 0)) == {2}
+
+    run(body, 3, close=False)

@@ -41,8 +41,8 @@ _WHAT, _BYTES, _WHERE, _ANSWER = range(4)
 """Words of a header: tag, dtype and kind; bytes; their place in the room, or their address; the word of the answer."""
 _DTYPE, _KIND = 48, 56
 _TAG, _RTS, _OTHER = (1 << _DTYPE) - 1, 1 << _KIND, 2 << _KIND
-_REFUSED = 1 << 63
-"""The bit of an answer that holds the bytes and the dtype that were expected; else the answer is 1."""
+_READ, _CANCELLED, _REFUSED = 1, 2, 1 << 63
+"""Answers.  The sender writes the second itself.  The third is a bit, beside the bytes and the dtype expected."""
 
 
 class SharedMessages:
@@ -100,6 +100,8 @@ class SharedMessages:
                 for message in [each for each in queue if cancelled(each)]:
                     queue.remove(message)
                     others.append(message.request)
+                    if message.answer:
+                        box.words[message.answer] = _CANCELLED
         if self.other is not None:
             self.other.cancel(lambda each: each in others)
 
@@ -202,23 +204,23 @@ class _Box:
             data: Any = self.bytes[(at := self._in_room + where) : at + nbytes] if what < _RTS else where
             for index, message in enumerate(self.posted):
                 if message.tag == what & _TAG:
-                    del self.posted[index]
-                    self.deliver(message, what, nbytes, data, words[header + _ANSWER])
+                    if self.deliver(message, what, nbytes, data, words[header + _ANSWER]):
+                        del self.posted[index]
                     break
             else:
                 self.arrived.append((what, nbytes, bytes(data) if what < _RTS else where, words[header + _ANSWER]))
             self.taken += 1
             words[into + _TAKEN] = self.taken
 
-    def deliver(self, message: _Message, what: int, nbytes: int, data: Any, answer: int) -> None:
-        """Receive a message: its bytes, or those at an address."""
+    def deliver(self, message: _Message, what: int, nbytes: int, data: Any, answer: int) -> bool:
+        """Receive a message: its bytes, or those at an address; False if the sender has cancelled it."""
         words = self.words
         if what < _RTS:
             words[self.into + _RECEIVED] += nbytes + OVERHEAD_BYTES
             if what == message.what and nbytes == message.nbytes:
                 message.view[:] = data
                 message.complete = True
-                return
+                return True
         if what >= _OTHER:
             self.active.append(message)
             message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
@@ -227,15 +229,20 @@ class _Box:
             message.error = wrong_message(self.mail.rank, (message.nbytes, message.array.dtype), self.rank, got)
             if what >= _RTS:
                 words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
+        elif words[answer]:
+            return False
         else:
             try:
                 message.read(data)
             except OSError as error:  # the rank has failed and freed its memory, or has ended: the checks find it
                 message.error, message.until = error, time.monotonic() + ENDING_SECONDS
                 self.active.append(message)
-                return
-            words[answer] = 1
+                return True
+            if words[answer]:
+                return False
+            words[answer] = _READ
             message.complete = self.mail.failed(message.tag) is None  # else it may have changed the data
+        return True
 
 
 class _Message:
@@ -269,8 +276,7 @@ class _Message:
         for index, arrival in enumerate(box.arrived) if box.arrived else ():
             if arrival[0] & _TAG == self.tag:
                 del box.arrived[index]
-                box.deliver(self, *arrival)
-                return self
+                return self if box.deliver(self, *arrival) else self.post()
         box.posted.append(self)
         return self
 
@@ -295,7 +301,7 @@ class _Message:
         box.words[self.answer] = 0
         box.free.append(self.answer)
         box.active.remove(self)
-        self.answer, self.complete = 0, answer == 1
+        self.answer, self.complete = 0, answer == _READ
         if not self.complete:
             expected = (answer & ~_REFUSED) >> 8, dtype_of_code(answer & 255)
             self.error = wrong_message(box.rank, expected, box.mail.rank, (self.nbytes, self.array.dtype))
