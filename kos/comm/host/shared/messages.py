@@ -100,7 +100,7 @@ class SharedMessages:
                 for message in [each for each in queue if cancelled(each)]:
                     queue.remove(message)
                     others.append(message.request)
-                    if message.answer:
+                    if message.answer and box.words:  # else this rank aborts, which all find
                         box.words[message.answer] = _CANCELLED
         if self.other is not None:
             self.other.cancel(lambda each: each in others)
