@@ -297,3 +297,23 @@ def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: 
             assert set(work.wait() if early else comm.recv(out, 0)) == {2}
 
     run(body, 3, close=False)
+
+
+def test_an_abort_within_a_send() -> None:
+    aborted = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(LONG, np.uint8)
+        if comm.rank == 0:
+            work = comm.send(x, 1, async_op=True)
+            comm.abort(reason="it had enough")
+            with pytest.raises(CollectiveError, match="send #0 .*: the communicator was aborted"):
+                work.wait()
+            x[:] = 7
+            aborted.set()
+        else:
+            assert aborted.wait(TIMEOUT)
+            with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
+                comm.recv(x, 0)
+
+    run(body, 2, close=False)
