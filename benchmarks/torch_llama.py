@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -15,12 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.model.initial import init_weights
+from kos.train.model.initial import InitialWeights, init_weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
 from kos.train.parallel.data import shard_batch
 
 
@@ -36,9 +38,10 @@ class Block(nn.Module):
         self.down = nn.Linear(F_, D, bias=False)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        B, T, _ = x.shape
         H, K, d = self.heads, self.kv_heads, self.d
-        qkv = self.qkv(self.input_norm(x)).view(B, T, H + 2 * K, d).transpose(1, 2)
+        qkv = self.qkv(self.input_norm(x))
+        B, T, _ = qkv.shape
+        qkv = qkv.view(B, T, H + 2 * K, d).transpose(1, 2)
         qk, v = qkv[:, : H + K], qkv[:, H + K :]
         a, b = qk.chunk(2, -1)
         qk = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(v)
@@ -50,6 +53,8 @@ class Block(nn.Module):
 
 class TorchLlama(nn.Module):
     """``forward(tokens, targets) -> loss``."""
+
+    checkpoint = False  # recompute each block in the backward
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -80,8 +85,35 @@ class TorchLlama(nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.cos, self.sin)
+            if self.checkpoint:
+                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+            else:
+                x = block(x, self.cos, self.sin)
+        return self.loss(x, targets)
+
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def draw_weights(
+    shape: LlamaConfig, seed: int, names: Iterable[str], *part: Local
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and initial weights of those tensors, or of what ``part`` holds of them."""
+    placements, names = shape.placements(*part), list(names)
+    drawn = InitialWeights(shape, seed, names, torch.get_num_threads())
+    for name in names:
+        yield name, torch.from_numpy(drawn.read(name, placements[name].rows(0, placements[name].local[0])))
+    drawn.close()
+
+
+def make_optimizer(config: TrainConfig, parameters: list[torch.Tensor]) -> torch.optim.AdamW:
+    """Fused AdamW, with no weight decay of norms."""
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
 class TorchTraining:
@@ -89,8 +121,10 @@ class TorchTraining:
 
     Words of ``variant``: ``flash`` or ``cudnn`` attention; ``autocast`` of fp32 weights, ``master`` (bf16 weights
     with an fp32 copy) or ``fsdp`` (FSDP2, bf16 with sharded fp32 weights); ``graphs`` (compiled with CUDA graphs)
-    or ``eager``, else compiled; ``whole``: no micro-batches.
+    or ``eager``, else compiled; ``whole``: no micro-batches; ``checkpoint``: the backward recomputes each block.
     """
+
+    axis = "dp"  # what the ranks split
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, variant: str) -> None:
         self.config, self.data, self.schedule = config, data, config.make_schedule()
@@ -98,7 +132,7 @@ class TorchTraining:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.cuda = config.device == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.cuda else torch.device("cpu")
-        self.layout = f"dp{self.size}"
+        self.layout = f"{self.axis}{self.size}"
         if self.cuda:
             torch.cuda.set_device(self.device)
             torch.backends.cuda.enable_flash_sdp("flash" in words)
@@ -109,37 +143,50 @@ class TorchTraining:
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         if self.size > 1:
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
-        assert config.micro_batch_size is not None
-        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, self.rank, self.size)
-        if "whole" in words:
-            self.micro_batches = [[row for rows in self.micro_batches for row in rows]]
+        self.replica = (self.rank, self.size) if self.axis == "dp" else (0, 1)  # which part of the batch is this rank's
         self.model, self.masters = self._make_model(model, words), []
+        self.model.checkpoint = "checkpoint" in words
         trained = list(self.model.parameters())
-        if "master" in words:
-            self.masters = [p.detach().float().requires_grad_() for p in trained]
-            self.model.to(torch.bfloat16)
+        if "master" in words or self.axis == "tp":
+            self.masters = [self._local(p.detach(), p).float().requires_grad_() for p in trained]
             for master in self.masters:
                 master.grad = torch.zeros_like(master)
             trained = self.masters
-        self.model.make_tables(config.seq_len, self.device)
+        if "master" in words:
+            self.model.to(torch.bfloat16)
         self.autocast: Callable[[], Any] = nullcontext
         if "autocast" in words:
             self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16)
         self.run_model: Any = self.model
         self.parallel: Any = None
+        self._prepare(words)
+        assert config.micro_batch_size is not None
+        self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, *self.replica)
+        if "whole" in words:
+            self.micro_batches = [[row for rows in self.micro_batches for row in rows]]
+        self.optimizer = make_optimizer(config, trained)
+        self.trained = trained
+
+    def _prepare(self, words: set[str]) -> None:
+        """Compile the model, and have its gradients averaged."""
+        self.model.make_tables(self.config.seq_len, self.device)
         if self.size > 1 and "fsdp" not in words:
             self.run_model = self.parallel = nn.parallel.DistributedDataParallel(
-                self.model, gradient_as_bucket_view=True
+                self.model, gradient_as_bucket_view=True, broadcast_buffers=False
             )
         if not {"eager", "fsdp"} & words:
             self.run_model = torch.compile(self.run_model, mode="reduce-overhead" if "graphs" in words else None)
-        groups = [
-            {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
-        ]
-        betas = (config.beta1, config.beta2)
-        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
-        self.trained = trained
+
+    def _local(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of ``parameter``, or of its gradient."""
+        return tensor
+
+    def _around(self, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        """What the forward and backward of a micro-batch run in."""
+        return nullcontext()
+
+    def _clip(self) -> None:
+        nn.utils.clip_grad_norm_(self.trained, self.config.grad_clip, foreach=True)
 
     def _make_model(self, shape: LlamaConfig, words: set[str]) -> TorchLlama:
         """With rank 0's weights, where the device computes."""
@@ -187,18 +234,20 @@ class TorchTraining:
         for index, (tokens, targets) in enumerate(batch):
             if self.parallel is not None:
                 self.parallel.require_backward_grad_sync = index + 1 == len(batch)
-            with self.autocast():
-                loss = self.run_model(tokens, targets) / len(batch)
-            loss.backward()
+            with self._around(tokens, targets):
+                with self.autocast():
+                    loss = self.run_model(tokens, targets) / len(batch)
+                loss.backward()
             total += loss.detach()
+        parameters = list(self.model.parameters())
         if self.masters:
-            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.model.parameters()])
+            torch._foreach_copy_([m.grad for m in self.masters], [self._local(p.grad, p) for p in parameters])  # type: ignore[arg-type]
         if self.config.grad_clip:
-            nn.utils.clip_grad_norm_(self.trained, self.config.grad_clip, foreach=True)
+            self._clip()
         self.optimizer.step()
         if self.masters:
             with torch.no_grad():
-                torch._foreach_copy_(list(self.model.parameters()), self.masters)
+                torch._foreach_copy_([self._local(p, p) for p in parameters], self.masters)
         self.model.zero_grad(set_to_none=True)
         return total
 

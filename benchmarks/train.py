@@ -49,10 +49,14 @@ WARM_UP = 3  # steps before the first measurement
 VARIANTS = {
     "cpu": "eager,eager-whole",
     "cuda": "flash-autocast,cudnn-autocast,flash-master,cudnn-master",
+    "picotron": "flash,flash-fused",
 }
 HEADER = ("hardware", "driver", "versions", "commit")  # what rows of one file have in common
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # relative difference of losses
-WORDS = {"flash", "cudnn", "autocast", "master", "fsdp", "graphs", "eager", "compile", "whole"}
+WORDS = {
+    "flash", "cudnn", "autocast", "master", "fsdp", "graphs", "eager", "compile", "whole", "checkpoint", "async",
+    "alltoall", "fused",
+}  # fmt: skip
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")  # what begins variables that the ranks must not see
 ROW_KEYS = (
     "preset", "batch_size", "seq_len", "ranks", "layout", "implementation", "variant", "tokens_per_second", "step_ms",
@@ -111,15 +115,12 @@ class KosTraining:
 
     def peak_memory(self) -> int | None:
         """Bytes of device memory that arrays took at once; None on CPUs."""
-        from kos.memory.array import Array
         from kos.memory.pool import pool_of
 
         engine: Any = self.engine
         if not hasattr(engine, "ops"):
             return None
-        reached = (engine.gradients.flat, engine.weights.flat)  # by other ranks, where the pool has not given them
-        beside = sum(flat.nbytes for flat in reached if isinstance(flat.owner, Array))
-        return pool_of(engine.ops.device).statistics().peak + beside
+        return pool_of(engine.ops.device).statistics().peak + engine.reachable_bytes
 
 
 def work(options: argparse.Namespace, config: TrainConfig) -> None:
@@ -132,10 +133,14 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     if options.worker == "kos":
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
         stamps = idle.Stamps(training.engine) if options.idle else None
-    else:
-        from benchmarks.torch_llama import TorchTraining
+    elif options.compare == "picotron":
+        from benchmarks.picotron_llama import PicotronTraining
 
-        training = TorchTraining(config, model, random_tokens(config, model), options.worker)
+        training = PicotronTraining(config, model, random_tokens(config, model), options.worker, options.picotron)
+    else:
+        from benchmarks.torch_parallel import make_training
+
+        training = make_training(config, model, random_tokens(config, model), options.worker)
 
     def say(**facts: Any) -> None:
         if rank == 0:
@@ -306,7 +311,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             "batch_size": config.batch_size // layout.dp,
             "seq_len": config.seq_len,
             "ranks": options.ranks,
-            "implementation": "kos" if group.name == "kos" else "torch",
+            "implementation": "kos" if group.name == "kos" else options.compare,
             "variant": variant if group.name == "kos" else group.name,
             "tokens_per_second": speed,
             "step_ms": 1e3 * seconds,
@@ -346,7 +351,7 @@ def print_rows(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
     if "stages" in first:
         idle.print_facts(first["stages"])
     for variant, why in skipped.items():
-        print(f"torch {variant} left out: {why}" if variant != "kos" else f"kos ended early: {why}")
+        print(f"{variant} left out: {why}" if variant != "kos" else f"kos ended early: {why}")
 
 
 def print_scaling(rows: list[dict[str, Any]], path: Path) -> None:
@@ -390,7 +395,8 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
         epilog="All other flags are those of python -m kos.train.",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--compare", choices=("torch",), help="what to measure beside kos")
+    parser.add_argument("--compare", choices=("torch", "picotron"), help="what to measure beside kos")
+    parser.add_argument("--picotron", metavar="PATH", help="a clone of huggingface/picotron, to compare with")
     parser.add_argument("--torch", metavar="VARIANT,…", help=f"on CPUs {VARIANTS['cpu']}, on GPUs {VARIANTS['cuda']}")
     parser.add_argument("--ranks", type=int, help="processes of each; default: mpirun's, or 1")
     parser.add_argument("--per-rank", type=int, help="sequences a rank and step; default: the preset's over all ranks")
@@ -417,11 +423,13 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
     if config.device == "auto" or not any(word.startswith("--device") for word in rest):
         options.device = "cpu" if unavailable() else "cuda"
     options.threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
-    options.torch = options.torch or VARIANTS[options.device]
+    options.torch = options.torch or VARIANTS[options.device if options.compare != "picotron" else options.compare]
     if unknown := set(options.torch.replace(",", "-").split("-")) - WORDS:
         raise ConfigError(f"--torch: expected words of {', '.join(sorted(WORDS))}, got {', '.join(sorted(unknown))}")
     if options.compare and config.model.model_type != "llama":
-        raise ConfigError(f"--compare torch: expected a llama, got {config.model.model_type}")
+        raise ConfigError(f"--compare {options.compare}: expected a llama, got {config.model.model_type}")
+    if options.compare == "picotron" and not options.picotron:
+        raise ConfigError("--compare picotron: expected --picotron PATH, got none")
     return options, config
 
 
@@ -445,7 +453,7 @@ def run(arguments: list[str]) -> int:
     if options.device == "cuda" and not options.worker and (why := unavailable()):
         raise ConfigError(f"--device cuda: expected a GPU, got none: {why}")
     if options.compare and importlib.util.find_spec("torch") is None:
-        raise ConfigError("--compare torch: expected PyTorch (pip install torch), got none")
+        raise ConfigError(f"--compare {options.compare}: expected PyTorch (pip install torch), got none")
     if options.worker:
         work(options, config)
         return 0

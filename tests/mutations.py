@@ -40,6 +40,7 @@ HOST = "kos/comm/host/"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 TENSOR = "tests/train/test_tensor_parallel.py -k tied-none-None"
+HALVES = "tests/train/test_layouts_on_host.py -k test_layout[tp2-block-2]"
 DETERMINISTIC = "tests/train/test_deterministic.py -k "
 FIXED_ON_HOST = "tests/train/test_layouts_on_host.py -k "
 TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
@@ -73,9 +74,10 @@ MUTATIONS = [
     Mutation(PEER_KERNELS + "channel.cuh", "store_release(context->slab[threadIdx.x] + line() + flag",
              "store_relaxed(context->slab[threadIdx.x] + line() + flag", PEER),
     Mutation(PEER_KERNELS + "packets.cuh", "(((epoch & 1) * SLOTS + slot)", "((SLOTS + slot)", PEER),
-    Mutation(PEER_KERNELS + "exchange.cu", "unsigned(posted) - 1;", "unsigned(posted) - 2;", PEER + " -k ahead"),
+    Mutation(PEER_KERNELS + "pieces.cuh", "(unsigned(posted[r]) - 1)", "(unsigned(posted[r]) - 2)", PEER + " -k ahead"),
     Mutation(PEER_KERNELS + "exchange.cu", "|| has_room(q, room);", "|| true;", PEER + " -k back_to_back"),
-    Mutation(PEER_KERNELS + "exchange.cu", "return known != s->comes[r] &&", "return false &&", PEER + " -k belong"),
+    Mutation(PEER_KERNELS + "pieces.cuh", "return known != comes &&", "return false &&",
+             "tests/comm/test_peer_failures.py -k belong"),
     Mutation(PEER_KERNELS + "packets.cuh", "store_relaxed(mine + at, 0);", ";", PEER + " -k epochs"),
     Mutation(PEER_KERNELS + "reduce_ordered.cu", "x[0] = Op::combine(x[0], x[r]);", "x[0] = Op::combine(x[r], x[r]);",
              "tests/comm/test_nccl_kernels.py"),
@@ -92,9 +94,15 @@ MUTATIONS = [
     Mutation(TRAIN + "model/initial.py", "name.encode()), number]", "name.encode()), 0]",
              "tests/train/test_model.py -k init_weights"),
     # Each collective of each parallelism.
-    Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_gather(x_nD, x_ND)", "x_ND[: len(x_nD)] = x_nD", TENSOR),
-    Mutation(PARALLEL + "tensor.py", "self.axis.comm.reduce_scatter(term_ND, out_nD)",
-             "out_nD[:] = term_ND[: len(out_nD)]", TENSOR),
+    Mutation(PARALLEL + "tensor.py", "gather(x_nD[half.own]", "gather(0 * x_nD[half.own]", TENSOR),
+    Mutation(PARALLEL + "tensor.py", "scatter(term_ND[half.rows]", "scatter(0 * term_ND[half.rows]", TENSOR),
+    Mutation(PARALLEL + "tensor.py", "                work.wait()\n            return x_ND", "                pass\n"
+             "            return x_ND", HALVES),
+    Mutation(PARALLEL + "tensor.py", "wait()\n            self.ops.add", "self.ops.add", HALVES),
+    Mutation(PARALLEL + "tensor.py", "slice(*map(self.rows, each))", "slice(0, self.rows(tokens) // count)", HALVES),
+    Mutation(TRAIN + "model/llama.py", "            for _ in itertools.zip_longest(*turns):\n                pass",
+             "            for turn in turns:\n                for _ in turn:\n                    pass",
+             FIXED_ON_HOST + "test_layout[tp2-True-norms-False]"),
     Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_gather(mine, of_all)", "of_all[:] = mine", TENSOR),
     Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_reduce(gradient)", "pass", LAYOUTS + "test_layout[tp2]"),
     Mutation(PARALLEL + "pipeline.py", "self._ends.all_reduce(gradient)", "pass",

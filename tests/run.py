@@ -58,6 +58,7 @@ WITH_GPUS = (
 # Kernels compiled for the host write where they are told to: in processes of their own, so that nothing else suffers.
 EMULATED = (
     "tests/comm/test_nccl_kernels.py",
+    "tests/comm/test_peer_failures.py",
     "tests/comm/test_peer_logic.py",
     "tests/train/test_engine_on_host.py",
     "tests/train/test_kernel_zoo.py",

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,8 +22,8 @@ from benchmarks import train
 from kos.comm import Communicator
 from kos.errors import ConfigError
 from kos.memory import pool as pool_module
-from kos.memory.array import Array
 from kos.testing import spawn
+from tests.comm.tcp_ranks import free_port
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 
@@ -37,10 +40,13 @@ HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skippe
 
 
 @needs_mpirun
-def test_two_ranks_beside_torch(tmp_path: Path) -> None:
-    """Micro-batches, untied head and grouped queries, with and without DDP's."""
+@pytest.mark.parametrize(
+    ("layout", "flags"), [("dp2", ""), ("tp2", "--tp 2 --tie-word-embeddings --grad-clip 0.05")]
+)  # fmt: skip
+def test_two_ranks_beside_torch(layout: str, flags: str, tmp_path: Path) -> None:
+    """Micro-batches and grouped queries: DDP with an untied head; tensor parallelism with a tied one and clipping."""
     file = tmp_path / "rows.json"
-    arguments = [*SMALL, "--compare", "torch", "--torch", "eager", "--json", str(file)]
+    arguments = [*SMALL, *flags.split(), "--compare", "torch", "--torch", "eager", "--json", str(file)]
     done = run_program(MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.train", *arguments, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())
@@ -50,11 +56,71 @@ def test_two_ranks_beside_torch(tmp_path: Path) -> None:
     ours, theirs = result["rows"]
     for row, name in ((ours, "kos"), (theirs, "torch")):
         assert tuple(row) == train.ROW_KEYS and row["implementation"] == name
-        assert (row["batch_size"], row["seq_len"], row["ranks"], row["layout"]) == (4, 24, 2, "dp2")
+        assert (row["batch_size"], row["seq_len"], row["ranks"]) == (4 if layout == "dp2" else 8, 24, 2)
+        assert row["layout"] == layout
         assert row["tokens_per_second"] == pytest.approx(2 * 4 * 24 / row["step_ms"] * 1e3, rel=1e-4)
         assert row["peak_memory_bytes"] > 1e7 and 0 < row["first_step_seconds"] < 100
         assert 5 < row["loss"] < 7 and len(row["measurements"]) == 1
     assert 0 < theirs["loss_difference"] < 2e-6
+
+
+def _context_parallel(rank: int, size: int, port: int, file: Path) -> None:
+    """A rank of ``size``: trains, and rank 0 writes its losses to ``file``.
+
+    PyTorch's ring attention knows the kernels of GPUs only. It is given that of CPUs.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+    from benchmarks.torch_parallel import make_training
+
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def backward_of_part(*, is_causal: bool, **tensors: Any) -> Any:
+        names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+        return attend_backward(*(tensors[name] for name in names), 0.0, is_causal)
+
+    def run(op: Any, args: Any, kwargs: Any) -> Any:
+        mesh = args[0].device_mesh
+        *tensors, _, causal = (a.to_local() if isinstance(a, DTensor) else a for a in args)
+        if op is attend.default:
+            parts = ring._templated_ring_attention(mesh.get_group(), 2, attend, *tensors, is_causal=causal)
+        else:
+            grad, *kept = tensors
+            parts = ring._templated_ring_attention_backward(
+                mesh.get_group(), 2, backward_of_part, grad, "grad_out", *kept, causal
+            )
+        return tuple(DTensor.from_local(part, mesh, [Shard(2)]) for part in parts)
+
+    ring.custom_ops |= {attend.default: run, attend_backward.default: run}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    _, config = train.read_arguments([*SMALL, "--ranks", "1", "--cp", str(size)])
+    config = config.for_world(1, "cpu")
+    model = train.model_of(config)
+    training = make_training(config, model, train.random_tokens(config, model), "eager")
+    assert training.layout == (f"cp{size}" if size > 1 else "dp1")
+    _, losses = training.run(0, 3)
+    if rank == 0:
+        file.write_text(json.dumps(losses))
+
+
+def test_context_parallelism_of_torch_gives_the_losses_of_one_rank(tmp_path: Path) -> None:
+    from torch.multiprocessing.spawn import spawn as spawn_processes
+
+    losses = []
+    for size in (1, 2):
+        context = spawn_processes(
+            _context_parallel, (size, free_port(), tmp_path / "losses"), size, join=False, daemon=True
+        )
+        assert context is not None
+        deadline = time.monotonic() + 140
+        while not context.join(1.0):
+            assert time.monotonic() < deadline, "no end after 140 s"
+        losses.append(json.loads((tmp_path / "losses").read_text()))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6) and losses[0][2] < losses[0][0]
 
 
 def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +224,7 @@ def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pyt
 def test_losses_that_differ_are_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2"])
+    options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2", "--compare", "torch"])
 
     def group(name: str, losses: list[float]) -> object:
         group = object.__new__(train.Group)
@@ -169,7 +235,7 @@ def test_losses_that_differ_are_an_exit_code(
     for other, expected in (([5.0, 4.0], 0), ([5.0, 4.1], 1), ([float("nan"), 4.0], 1), ([5.0, float("nan")], 1)):
         groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", other), group("eager-whole", [5.0, 4.0, 3.0])]
         monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
-        assert train.main([*SMALL, "--ranks", "2"]) == expected
+        assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == expected
     monkeypatch.setattr(train, "measure", lambda *_: (groups[:1], {"eager": "why"}))
     assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == 1, "nothing of torch came through"
     rows = train.make_rows(groups, options, config)
@@ -182,7 +248,18 @@ def test_losses_that_differ_are_an_exit_code(
     assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
     monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
-        flags = ["--ranks", "2", "--device", "cuda", "--grad-dtype", "bfloat16", "--micro-batch-size", micro_batch_size]
+        flags = [
+            "--compare",
+            "torch",
+            "--ranks",
+            "2",
+            "--device",
+            "cuda",
+            "--grad-dtype",
+            "bfloat16",
+            "--micro-batch-size",
+            micro_batch_size,
+        ]
         rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags]))
         assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
 
@@ -211,10 +288,8 @@ def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.Monk
 def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
     monkeypatch.setattr(pool_module, "pool_of", lambda device: pool)
-    own = Array(0, (3,), "float32", 0)
-    gradients, weights = (SimpleNamespace(flat=Array(0, (5,), "float32", 0, owner=owner)) for owner in (own, "pool"))
     training = object.__new__(train.KosTraining)
-    training.engine = SimpleNamespace(ops=SimpleNamespace(device=0), gradients=gradients, weights=weights)  # type: ignore[assignment]
+    training.engine = SimpleNamespace(ops=SimpleNamespace(device=0), reachable_bytes=20)  # type: ignore[assignment]
     assert training.peak_memory() == 120
     training.engine = SimpleNamespace()  # type: ignore[assignment]
     assert training.peak_memory() is None
@@ -232,6 +307,7 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
         (["--no-graph"], "--no-graph: expected a GPU, got the CPU"),
         (["--torch", "flash-best"], "--torch: expected words of .*, got best"),
         (["--compare", "torch", "--preset", "gpt2-124m"], "expected a llama, got gpt2"),
+        (["--compare", "picotron"], "--compare picotron: expected --picotron PATH, got none"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(
@@ -241,6 +317,16 @@ def test_what_cannot_be_is_said_before_anything_runs(
     monkeypatch.setattr(train, "measure", None)
     assert train.main(["--device", "cpu", *flags]) == 2
     assert re.fullmatch(f"kos: error: .*{expected}.*\n", capsys.readouterr().err)
+
+
+def test_torch_takes_one_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.torch_parallel import make_training
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for flag, got in (("--tp", "dp tp"), ("--cp", "dp cp"), ("--pp", "pp dp")):
+        _, config = train.read_arguments([*SMALL, "--ranks", "4", flag, "2"])
+        with pytest.raises(ConfigError, match=f"^--compare torch: expected one axis of dp, tp and cp, got {got}$"):
+            make_training(config, None, None, "eager")  # type: ignore[arg-type]
 
 
 def test_what_the_ranks_refuse_is_said_as_they_say_it() -> None:

@@ -4,8 +4,9 @@ Rows read like those of nccl-tests (https://github.com/NVIDIA/nccl-tests): size,
 busbw and #wrong, out of place and in place.  What differs:
 
 - Three modes.  ``eager``: a batch of calls back to back, as a training step makes them.  ``graph`` (GPUs): the
-  same batch captured in a CUDA graph and replayed.  ``single_shot``: each call alone after a barrier, from the
-  call to its result, which is what a user who waits for it sees.
+  same batch captured in a CUDA graph and replayed, after a graph of as many calls that is not timed.
+  ``single_shot``: each call alone after a barrier, from the call to its result, which is what a user who waits for
+  it sees.
 - Implementations take turns, batch by batch, so that what else the machine does hits all of them alike.
 - ``time_us`` is the median and ``p99_us`` the 99th percentile of the samples: single calls in ``single_shot``,
   the mean call of a batch otherwise.  The slowest rank counts.

@@ -65,7 +65,7 @@ def batches() -> str:
 
 
 def packets() -> str:
-    """``kos/comm/gpu/kernels/packets.cuh`` and ``exchange.cu``; beside them NCCL's LL (``src/device/prims_ll.h``)."""
+    """``kos/comm/gpu/kernels/packets.cuh`` and ``pieces.cuh``; beside them NCCL's LL (``src/device/prims_ll.h``)."""
     rows = {"sums, up to 4-byte elements": [12, 4], "sums, 8-byte elements": [8, 4, 4], "exchange": [8, 8],
             "LL of NCCL": [4, 4, 4, 4]}  # fmt: skip
     flags = {(0, 1), (1, 2), (2, 1), (3, 1), (3, 3)}

@@ -80,7 +80,9 @@ def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
             raise
         recorded = call(cu.cuStreamEndCapture, handle)
     try:
-        graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
+        # Each node has the priority of the stream that it was recorded from: collectives' few blocks go first.
+        flag = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
+        graph._executable = call(cu.cuGraphInstantiate, recorded, int(flag))
     finally:
         call(cu.cuGraphDestroy, recorded)
 

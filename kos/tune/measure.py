@@ -204,7 +204,8 @@ class Tuner:
         both = (False, True)
         calls = [("all_reduce", *options) for options in itertools.product(both, both, both)]
         calls += [(operation, False, False, graph) for operation, graph in itertools.product(OTHERS, both)]
-        calls += [("all_gather", False, True, graph) for graph in both]  # has a kernel of its own for such buffers
+        direct = ("all_gather", "all_to_all")  # have kernels of their own for symmetric buffers
+        calls += [(operation, False, True, graph) for operation, graph in itertools.product(direct, both)]
         routes = {}
         for each in calls:
             name = key(*each)

@@ -94,7 +94,37 @@ def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
     return MPIRanks(mpi_world)
 
 
+@pytest.fixture
+def queued(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As ``fake``, on GPUs that never run the all_reduces that are queued."""
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+    return fake
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of this host share no memory, as if each were on a host of its own."""
+    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+
+
+@pytest.fixture(params=["shared", "none"])
+def memory(request: pytest.FixtureRequest) -> str:
+    """The memory that ranks of this host share."""
+    if request.param == "none":
+        request.getfixturevalue("apart")
+    return request.param
+
+
 # Ranks with a GPU each.
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The stand-ins for GPUs and NCCL."""
+    from tests.comm.fake_nccl import no_gpu  # which the ranks of mpirun need not import
+
+    with no_gpu(monkeypatch) as fake:
+        yield fake
 
 
 @pytest.fixture(scope="module", params=["nccl", "peer", "auto"])

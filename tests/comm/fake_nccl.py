@@ -25,13 +25,15 @@ import pytest
 import kos
 from kos.comm import watchdog
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, works
+from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.cuda import driver, graphs, streams
 from kos.dtypes import DTYPES
 from kos.memory import array, windows
+from tests.comm.gpu_ranks import OnGPU
+from tests.comm.ranks import on_threads
 
 WAIT = 20.0  # seconds
 DTYPE_OF = {code: dtype for dtype, code in nccl_binding.CODE_OF.items()}
@@ -59,6 +61,10 @@ class Group:
         self.children: dict[Any, Group] = {}
         self.lock = threading.Lock()
 
+    def child(self, key: Any, size: int) -> Group:
+        with self.lock:
+            return self.children.setdefault(key, Group(size))
+
     def swap(self, rank: int, value: Any) -> list[Any]:
         self.slots[rank] = value
         self.barrier.wait(WAIT)
@@ -73,24 +79,71 @@ class Comm:
         self.premultiplied: dict[int, float] = {}
 
 
+class Config(SimpleNamespace):
+    """Options of a communicator."""
+
+    @property
+    def ptr(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("blocking", "comm_name")}
+
+
 class FakeNCCL:
     """The functions of ``nccl.bindings.nccl`` that kos calls."""
 
+    Config = Config
+
     def __init__(self) -> None:
         self._local = threading.local()
+        self._joined: dict[bytes, Group] = {}
+        self._memory: dict[int, Memory] = {}
         self.groups = 0
+        self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
+        self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
 
     def get_version(self) -> int:
         return 22809
 
+    def get_unique_id(self) -> bytes:
+        return os.urandom(128)
+
+    def comm_init_rank_scalable(self, size: int, rank: int, _: int, identity: bytearray, options: Any) -> Comm:
+        return Comm(self._joined.setdefault(bytes(identity), Group(size)), rank, options)
+
+    def comm_split(self, comm: Comm, color: int, key: int, options: Any) -> Comm | None:
+        comm.splits += 1
+        wishes = comm.group.swap(comm.rank, (color, key))
+        if color < 0:
+            return None
+        ranks = sorted((r for r in range(comm.group.size) if wishes[r][0] == color), key=lambda r: (wishes[r][1], r))
+        return Comm(comm.group.child((comm.splits, color), len(ranks)), ranks.index(comm.rank), options)
+
     def comm_get_async_error(self, comm: Comm) -> int:
         return 0
+
+    def get_error_string(self, code: int) -> str:
+        return "a remote process exited"
 
     def comm_destroy(self, comm: Comm) -> None:
         comm.group.barrier.wait(WAIT)
 
     def comm_abort(self, comm: Comm) -> None:
+        self.ended.append(("abort", comm.rank, comm.group.size))
         comm.group.barrier.abort()
+
+    def mem_alloc(self, nbytes: int) -> int:
+        memory = Memory(nbytes)
+        self._memory[memory.pointer] = memory
+        return memory.pointer
+
+    def mem_free(self, address: int) -> None:
+        self.windows.append(("free", address))
+
+    def comm_window_register(self, comm: Comm, address: int, nbytes: int, flags: int) -> int:
+        self.windows.append(("register", address))
+        return address
+
+    def comm_window_deregister(self, comm: Comm, window: int) -> None:
+        self.windows.append(("deregister", window))
 
     def group_start(self) -> None:
         """Groups nest: what is called in them runs at the end of the outermost."""
@@ -188,6 +241,11 @@ class FakeNCCL:
     def scatter(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
         whole = self._gathered(comm, send if comm.rank == root else 0, count * comm.group.size, code)[root]
         at(recv, count, DTYPE_OF[code].numpy)[:] = whole[comm.rank * count : (comm.rank + 1) * count]
+
+    def red_op_create_pre_mul_sum(self, address: int, code: int, residence: int, comm: Comm) -> int:
+        op = 100 + len(comm.premultiplied)
+        comm.premultiplied[op] = at(address, 1, DTYPE_OF[code].numpy)[0]
+        return op
 
     def red_op_destroy(self, op: int, comm: Comm) -> None:
         del comm.premultiplied[op]
@@ -303,9 +361,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
         CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600),
         cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode), cuCtxGetDevice=lambda: (0, 0),
+        cuMemRetainAllocationHandle=lambda address: (1, None),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, memory, windows, works):
+    for module in (array, streams, device, driver, graphs, memory, nccl_binding, windows, works):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "is_current", lambda index: True)
@@ -320,31 +379,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     monkeypatch.setattr(ordered_sum, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
-
-    def premultiplied_sum(comm: Comm, factor: float, dtype: Any) -> int:
-        op = 100 + len(comm.premultiplied)
-        comm.premultiplied[op] = factor
-        return op
-
-    def split(comm: Comm, color: int | None, key: int, name: str, options: dict[str, Any]) -> Comm | None:
-        comm.splits += 1
-        wishes = comm.group.swap(comm.rank, (color, key))
-        if color is None:
-            return None
-        ranks = sorted((r for r in range(comm.group.size) if wishes[r][0] == color), key=lambda r: (wishes[r][1], r))
-        with comm.group.lock:
-            child = comm.group.children.setdefault((comm.splits, color), Group(len(ranks)))
-        return Comm(child, ranks.index(comm.rank), options)
-
-    monkeypatch.setattr(nccl_binding, "premultiplied_sum", premultiplied_sum)
-    joined: dict[bytes, Group] = {}
-
-    def join(size: int, identity: bytes, rank: int, name: str, options: dict[str, Any]) -> Comm:
-        return Comm(joined.setdefault(identity, Group(size)), rank, options)
-
-    monkeypatch.setattr(nccl_binding, "split", split)
-    monkeypatch.setattr(nccl_binding, "unique_id", lambda: os.urandom(128))
-    monkeypatch.setattr(nccl_binding, "join", join)
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "_memories", {})
     try:
@@ -353,6 +387,22 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         watchdog._end()
         if windows._memories:
             gc.collect()
+
+
+@contextlib.contextmanager
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
+
+    def nothing(backend: NCCLBackend, o: Any, route: Any) -> bool:
+        route.launch = lambda stream: None
+        return True
+
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
+    with no_gpu(monkeypatch) as fake:
+        monkeypatch.setattr(NCCLBackend, "resolve", nothing)
+        monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
+        yield fake
 
 
 def _file(path: Path, name: str) -> str:
@@ -364,3 +414,35 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
     """A communicator of the nccl backend whose ranks are threads."""
     backend = NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank))
     return kos.Communicator(backend, rendezvous, {}, timeout)
+
+
+class FakeRanks:
+    """Ranks that are threads, each with a GPU that is a stand-in."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, fn: Callable[[Any], Any], timeout: float = WAIT) -> None:
+        """Run ``fn(gpu)``; ``gpu`` takes ndarrays, ``gpu.comm`` is the communicator."""
+        group = Group(self.size)
+
+        def rank(rendezvous: ThreadRendezvous) -> None:
+            comm = communicator(rendezvous, group, timeout)
+            fn(OnGPU(comm))
+            comm.close()
+
+        on_threads(self.size, rank, timeout, group.barrier.abort)
+
+
+class Stream:
+    """A stream of the caller's.  With its last reference it is gone from ``alive``."""
+
+    def __init__(self, handle: int, alive: set[int] | None = None) -> None:
+        self.handle, self._alive = handle, set[int]() if alive is None else alive
+        self._alive.add(handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def __del__(self) -> None:
+        self._alive.discard(self.handle)

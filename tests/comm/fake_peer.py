@@ -12,7 +12,9 @@ import functools
 import itertools
 import mmap
 import threading
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +29,16 @@ from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver
 from kos.cuda.kernels import _read_sources
+from kos.errors import RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import WAIT, Memory, no_gpu
+from tests.comm.gpu_ranks import OnGPU
 from tests.host_compiler import compiled
 
+HANG = 240.0  # seconds, less than pytest gives a test; each wait of a rank, and of a kernel, has a limit of its own
 HERE = Path(__file__).parent
 SIMT = HERE.parent / "train/host_kernels/simt.h"
 
@@ -40,6 +46,7 @@ SIMT = HERE.parent / "train/host_kernels/simt.h"
 NAMES = {  # the kernels of a file, all compiled at once
     "all_reduce_packets": ("one_shot", "two_shot", "reduce_scatter", "ring", "tree"),
     "all_reduce_push": ("push", "reduce_scatter"),
+    "all_gather": ("all_gather", "all_to_all"),
     "all_reduce_direct": ("direct",),
     "all_reduce_specialized": ("specialized",),
     "all_reduce_copies": ("copies",),
@@ -144,3 +151,37 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
 def communicator(rendezvous: Rendezvous, timeout: float = WAIT) -> kos.Communicator:
     """A communicator of the peer backend whose ranks are threads."""
     return kos.Communicator(PeerBackend(rendezvous, 0), rendezvous, {}, timeout)
+
+
+class ThreadRanks:
+    """Ranks on threads that live as long as the tests, each with a GPU that is a stand-in."""
+
+    pool = ThreadPoolExecutor(4)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, fn: Callable[[Any], Any], timeout: float = 20.0) -> list[Any]:
+        return self.run_bare(lambda rendezvous: self._with_communicator(fn, rendezvous, timeout), timeout)
+
+    @staticmethod
+    def _with_communicator(fn: Callable[[Any], Any], rendezvous: Rendezvous, timeout: float) -> Any:
+        comm = communicator(rendezvous, timeout)
+        result = fn(OnGPU(comm))
+        comm.close()
+        return result
+
+    def run_bare(self, fn: Callable[[Rendezvous], Any], timeout: float = 20.0) -> list[Any]:
+        threads, failures = ThreadGroup(self.size), []
+
+        def rank(index: int) -> Any:
+            try:
+                return fn(ThreadRendezvous(threads, index, timeout))
+            except BaseException:
+                failures.append((index, traceback.format_exc()))
+                threads.fail(RankLost("another rank failed"))
+
+        running = [self.pool.submit(rank, i) for i in range(self.size)]
+        results = [each.result(HANG) for each in running]
+        assert not failures, "rank {} failed:\n{}".format(*failures[0])
+        return results

@@ -77,7 +77,7 @@ class Prepared(list[str]):
             self.append(o.name)
             prepare(o)
 
-        comm.backend.prepare = noting  # type: ignore[method-assign]
+        comm.backend.prepare = noting
 
     def by(self, call: Callable[[], Any]) -> bool:
         """Whether ``call`` prepares anything."""

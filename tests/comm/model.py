@@ -72,3 +72,11 @@ def run(comm: kos.Communicator, step: Step, seed: int) -> None:
     given, options, check = prepare(comm, step, seed)
     getattr(comm, step.name)(*given, **options)
     check()
+
+
+def call(step: Step, comm: kos.Communicator, new: Callable[[int, Any], Any]) -> Any:
+    """Make the call on arrays of its own, each ``new(count, dtype)``."""
+    xs = inputs(0, 0, step, list(range(comm.size)))
+    expected = result(step, xs, comm.rank)
+    out = None if expected is None else new(expected.size, step.dtype)
+    return model.call(comm, step, new(xs[comm.rank].size, step.dtype), out)

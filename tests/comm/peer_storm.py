@@ -20,8 +20,8 @@ LAUNCHES = {
     "push": Launch("push", blocks=2, threads=32), "direct": Launch("direct", blocks=2, threads=32),
     "copies": Launch("copies", threads=32, pieces=3), "specialized": Launch("specialized", threads=64, tile=512),
 }  # fmt: skip
-KINDS = ["exchange", "broadcast", "all_gather", "reduce_scatter", "reduce_scatter by packets", *LAUNCHES]
-SCATTERING = {name: Launches(rows, rows) for name, launch in (("reduce_scatter", "push"), (KINDS[4], "two_shot"))
+KINDS = ["exchange", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "reduce_scatter by packets", *LAUNCHES]
+SCATTERING = {name: Launches(rows, rows) for name, launch in (("reduce_scatter", "push"), (KINDS[5], "two_shot"))
               for rows in [((None, LAUNCHES[launch]),)]}  # fmt: skip
 
 
@@ -47,19 +47,19 @@ def storm(
     for _ in range(turns):
         count, start = int(rng.integers(1, 5000)), int(rng.integers(0, 9))
         kind = rng.choice(kinds)
-        engine.small = 0 if kind == "all_gather" else int(rng.choice(sizes))  # 0: nothing by packets
-        if kind in ("reduce_scatter", "all_gather"):
+        engine.small = 0 if kind in ("all_gather", "all_to_all") else int(rng.choice(sizes))  # 0: nothing by packets
+        if kind in ("reduce_scatter", "all_gather", "all_to_all"):
             count = count // 4 // size * 4 + 4
         elif kind in SCATTERING:
             count = count // size + 1
         if kind == "specialized":  # most of which it takes
             count, start = count // 4 * 4 + (4 if rng.random() < 0.9 else 5), start // 4 * 4
         x, out = (Array.zeros(5200, np.float32, device, stream=stream) for _ in range(2))
-        if kind in ("all_gather", "specialized") or rng.random() < 0.5:
+        if kind in ("all_gather", "all_to_all", "specialized") or rng.random() < 0.5:
             x, out = symmetric[:5200], symmetric[8192 : 8192 + 3 * 5200]
-        total = size * count if kind in SCATTERING else count
+        total = size * count if kind in SCATTERING or kind == "all_to_all" else count
         x = x[start : start + total]
-        if kind == "all_gather":
+        if kind in ("all_gather", "all_to_all"):
             out = out[4 * start : 4 * start + size * count]
         else:
             out = out[start : start + count]
@@ -70,7 +70,8 @@ def storm(
         expected: Any = sum(data)
         match kind:
             case "exchange":  # some bytes of everybody to everybody
-                nbytes = rng.integers(0, 4 * count, (size, size))
+                unit = int(rng.choice([1, 8]))  # whole packets have a kernel of their own
+                nbytes = rng.integers(0, max(4 * count // unit, 1), (size, size)) * unit
                 out = Array.zeros(int(nbytes[:, rank].sum()), np.uint8, device, stream=stream)
                 starts = np.cumsum([0, *nbytes[:, rank]])
                 sends = [(x.pointer, int(n)) for n in nbytes[rank]]
@@ -80,6 +81,9 @@ def storm(
             case "all_gather":
                 run = engine.bind_all_gather(x.pointer, out.pointer, x.nbytes)
                 expected = np.concatenate(data)
+            case "all_to_all":
+                run = engine.bind_all_to_all(x.pointer, out.pointer, 4 * count)
+                expected = np.concatenate([d[rank * count : (rank + 1) * count] for d in data])
             case "broadcast":
                 root = int(rng.integers(size))
                 source = x if rng.random() < 0.5 and rank == root else out

@@ -6,7 +6,10 @@ other how they fared, and every rank of the test fails, with the messages of all
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +20,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous.threads import ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
 from kos.testing.conformance.values import (
@@ -74,6 +77,59 @@ class MPIRanks:
         results = [None] * self.size
         results[self._world.rank] = result
         return results
+
+
+def on_threads(
+    size: int, fn: Callable[[ThreadRendezvous], Any], timeout: float = 20.0, when_one_fails: Callable[[], Any] = list
+) -> list[Any]:
+    """What ``fn(rendezvous)`` returned on each rank, a thread; a failure of one ends the waits of the others."""
+    group, results, failures = ThreadGroup(size), [None] * size, list[str]()
+
+    def rank(index: int) -> None:
+        try:
+            results[index] = fn(ThreadRendezvous(group, index, timeout))
+        except BaseException:
+            failures.append(f"rank {index} of {size} failed:\n{traceback.format_exc()}")
+            when_one_fails()
+            group.fail(RankLost("another rank failed"))
+
+    threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+        assert not thread.is_alive() or failures, "a rank hangs"
+    assert not failures, failures[0]
+    return results
+
+
+def on_each_rank(run: str | Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:
+    """Every rank runs the test that this decorates, by ``run(test, *arguments, **options)``.
+
+    The test takes what ``run`` gives a rank, then a ``/``, then fixtures.  ``run`` may name a fixture, or a method of
+    one: "ranks.run".
+    """
+    fixture, _, method = run.partition(".") if isinstance(run, str) else ("", "", "")
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        parameters = [p for p in inspect.signature(test).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
+        if fixture:
+            parameters.insert(0, inspect.Parameter(fixture, inspect.Parameter.POSITIONAL_OR_KEYWORD))
+        signature = inspect.Signature(parameters)
+
+        @functools.wraps(test)
+        def on_all(*given: Any, **fixtures: Any) -> None:
+            values = signature.bind(*given, **fixtures).arguments
+            start: Any = run
+            if fixture:
+                start = values.pop(fixture)
+                start = getattr(start, method) if method else start
+            start(lambda *of_rank: test(*of_rank, **values), *arguments, **options)
+
+        on_all.__signature__ = signature
+        return on_all
+
+    return decorate
 
 
 def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> None:

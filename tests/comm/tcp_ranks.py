@@ -79,7 +79,7 @@ def run_ranks(
         finally:
             rendezvous.close()
 
-    results = run_threads(*[lambda rank=rank: body(rank) for rank in range(size)])  # type: ignore[misc]
+    results = run_threads(*[lambda rank=rank: body(rank) for rank in range(size)])
     for rank, result in enumerate(results):
         if isinstance(result, BaseException):
             text = "".join(traceback.format_exception(result))
@@ -97,7 +97,7 @@ def errors_of(timeout: float, *environments: dict[str, str]) -> list[str]:
             return str(error)
         return ""
 
-    results = run_threads(*[lambda e=e: body(e) for e in environments])  # type: ignore[misc]
+    results = run_threads(*[lambda e=e: body(e) for e in environments])
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,15 +15,14 @@ import pytest
 
 import kos
 from kos.comm.backend import Backend, Probe
-from kos.comm.gpu import auto, nccl_binding
+from kos.comm.gpu import auto
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mock import MockBackend
 from kos.comm.operation import Call, Operation, Options, Route
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.comm.tuning import parse, read
-from kos.cuda import driver, streams
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -36,9 +34,9 @@ from kos.errors import (
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures
+from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly
-from tests.comm.test_nccl_logic import Stream
 from tests.comm.test_tuning import GPU, LINK, changed
 
 SIZE = 2
@@ -72,10 +70,7 @@ class Peer(NCCLBackend):
         return super().resolve(o, route)
 
 
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
-    with no_gpu(monkeypatch) as fake:
-        yield fake
+KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}
 
 
 class Log(list[str]):
@@ -83,9 +78,8 @@ class Log(list[str]):
 
     def __init__(self, comm: kos.Communicator) -> None:
         backend = comm.backend
-        assert isinstance(backend, AutoBackend)
         for part in (*backend.gpus, backend.host):
-            part.start = self._noting(part.name, part.start)  # type: ignore[method-assign]
+            part.start = self._noting(part.name, part.start)
 
     def _noting(self, name: str, start: Callable[[Call], Any]) -> Callable[[Call], Any]:
         def noting(call: Call) -> Any:
@@ -101,98 +95,78 @@ def run(
     timeout: float = 20.0,
     host: type[Backend] = MockBackend,
 ) -> None:
-    threads, groups, failures = ThreadGroup(SIZE), {name: Group(SIZE) for name in parts.split()}, []
+    """Run ``body`` on every rank, with these parts."""
+    groups = {name: Group(SIZE) for name in parts.split()}
 
-    def rank(index: int) -> None:
-        try:
-            rendezvous = ThreadRendezvous(threads, index, timeout)
-            kinds = {"nccl": NCCLBackend, "peer": Peer}
-            memory = host(rendezvous)
-            gpus = [kinds[name](rendezvous, 0, Comm(group, index), memory) for name, group in groups.items()]
-            backend = AutoBackend(rendezvous, memory, gpus)
-            comm = kos.Communicator(backend, rendezvous, {}, timeout)
-            body(comm, Log(comm))
-        except BaseException:
-            failures.append(f"rank {index}:\n{traceback.format_exc()}")
-            for group in groups.values():
-                group.barrier.abort()
+    def rank(rendezvous: ThreadRendezvous) -> None:
+        memory = host(rendezvous)
+        gpus = [KINDS[name](rendezvous, 0, Comm(group, rendezvous.rank), memory) for name, group in groups.items()]
+        comm = kos.Communicator(AutoBackend(rendezvous, memory, gpus), rendezvous, {}, timeout)
+        body(comm, Log(comm))
 
-    runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(SIZE)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join(30)
-        assert not runner.is_alive() or failures, "a rank hangs"
-    assert not failures, failures[0]
+    on_threads(SIZE, rank, timeout, lambda: [group.barrier.abort() for group in groups.values()])
 
 
-def zeros(count: int, dtype: Any = np.float16) -> Array:
-    return Array.zeros(count, dtype, 0)
+def zeros(count: int, dtype: Any = np.float16, stream: Any = None) -> Array:
+    return Array.zeros(count, dtype, 0, stream=stream)
 
 
-def test_by_operation_size_and_dtype(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        for count, dtype in (
-            (1, np.float16),
-            (2048, np.float16),
-            (2049, np.float16),
-            (256, np.float32),
-            (257, np.float32),
-        ):
-            assert (
-                comm.all_reduce(Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)).numpy().tolist()
-                == [3] * count
-            )
-        assert log == ["peer", "peer", "nccl", "peer", "nccl"]
-        log.clear()
-        for count in (512, 513):  # a rank's part decides; of a scatter, what comes out
-            comm.all_gather(zeros(count), zeros(count * SIZE))
-            comm.all_gather_v(zeros(count), [count] * SIZE, zeros(count * SIZE))
-            comm.scatter(zeros(count * SIZE) if comm.rank == 0 else None, zeros(count))
-        assert log == ["peer", "nccl", "peer", "nccl", "nccl", "nccl"]
-        log.clear()
-        for count in (1, 2000):  # sizes differ between ranks: one route, and the host carries them
-            comm.gather_v(zeros(count + comm.rank))
-            comm.scatter_v(zeros(2 * count) if comm.rank == 0 else None, None, zeros(count))
-        assert log == ["mock", "nccl", "mock", "nccl"] * 2
-        log.clear()
-        comm.barrier(stream=5)
-        comm.all_reduce(np.zeros(9, np.float32))  # host memory
-        comm.barrier()
-        assert log == ["peer", "mock", "mock"]
-
-    run(body)
+@on_each_rank(run)
+def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    for count, dtype in (
+        (1, np.float16),
+        (2048, np.float16),
+        (2049, np.float16),
+        (256, np.float32),
+        (257, np.float32),
+    ):
+        assert (
+            comm.all_reduce(Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)).numpy().tolist() == [3] * count
+        )
+    assert log == ["peer", "peer", "nccl", "peer", "nccl"]
+    log.clear()
+    for count in (512, 513):  # a rank's part decides; of a scatter, what comes out
+        comm.all_gather(zeros(count), zeros(count * SIZE))
+        comm.all_gather_v(zeros(count), [count] * SIZE, zeros(count * SIZE))
+        comm.scatter(zeros(count * SIZE) if comm.rank == 0 else None, zeros(count))
+    assert log == ["peer", "nccl", "peer", "nccl", "nccl", "nccl"]
+    log.clear()
+    for count in (1, 2000):  # sizes differ between ranks: one route, and the host carries them
+        comm.gather_v(zeros(count + comm.rank))
+        comm.scatter_v(zeros(2 * count) if comm.rank == 0 else None, None, zeros(count))
+    assert log == ["mock", "nccl", "mock", "nccl"] * 2
+    log.clear()
+    comm.barrier(stream=5)
+    comm.all_reduce(np.zeros(9, np.float32))  # host memory
+    comm.barrier()
+    assert log == ["peer", "mock", "mock"]
 
 
-def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
+@on_each_rank(run)
+def test_rank_order_and_named_algorithms(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
 
-        def way(**options: Any) -> str:
-            x = zeros(1 << 20)
-            o = Operation("all_reduce", comm.rank, Options(**options), comm_buffer(x), comm_buffer(x))
-            return backend.choose_backend(o)[0].name
+    def way(**options: Any) -> str:
+        x = zeros(1 << 20)
+        o = Operation("all_reduce", comm.rank, Options(**options), comm_buffer(x), comm_buffer(x))
+        return backend.choose_backend(o)[0].name
 
-        assert (way(), way(deterministic=True)) == ("nccl", "peer")
-        assert way(algorithm="ring") == "peer"
-
-    run(body)
+    assert (way(), way(deterministic=True)) == ("nccl", "peer")
+    assert way(algorithm="ring") == "peer"
 
 
 def comm_buffer(x: Array) -> Any:
     return as_buffer(x, "x", writable=True)
 
 
-def test_operations_whose_bytes_differ_between_ranks_go_one_way(fake: FakeNCCL) -> None:
+@on_each_rank(run)
+def test_operations_whose_bytes_differ_between_ranks_go_one_way(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
+) -> None:
     """Rank 0 sends little and gets much: by size the two would part."""
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
-        comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
-        assert log == ["peer"]
-
-    run(body)
+    mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
+    comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
+    assert log == ["peer"]
 
 
 def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +183,6 @@ def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.Monkey
         if comm.rank:
             return
         backend = comm.backend
-        assert isinstance(backend, AutoBackend)
 
         def way(name: str, count: int) -> str:
             x = comm_buffer(zeros(count))
@@ -253,104 +226,85 @@ def test_registered_by_the_first_part_that_takes_it(fake: FakeNCCL, monkeypatch:
     run(body)
 
 
-def test_a_batch_goes_part_by_part(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        counts = (4096, 8, 5000, 16)
-        xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
-        host = np.full(3, comm.rank + 1, np.float32)
-        with comm.batch() as batch:
-            for x in xs:
-                comm.all_reduce(x)
-            comm.all_reduce(host)
-        assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
-        assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
-        assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
-
-    run(body)
+@on_each_rank(run)
+def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    counts = (4096, 8, 5000, 16)
+    xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
+    host = np.full(3, comm.rank + 1, np.float32)
+    with comm.batch() as batch:
+        for x in xs:
+            comm.all_reduce(x)
+        comm.all_reduce(host)
+    assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
+    assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
+    assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]
 
 
-def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
+@on_each_rank(run, host=SharedOnly)
+def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
     """That of their numbers, whatever goes by which part: the ranks look at how far each has come."""
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        calls = comm.backend.host._calls  # type: ignore[attr-defined]
-        assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
-        begun: list[int] = []
-        announce = calls.announce
-        calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
-        for turn in range(3):
-            with comm.batch() as batch:
-                for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
-                    comm.all_reduce(array)
-            assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
-            assert begun == list(range(4 * turn + 4))
-
-    run(body, host=SharedOnly)
+    calls = comm.backend.host._calls
+    assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)
+    begun: list[int] = []
+    announce = calls.announce
+    calls.announce = lambda o: (begun.append(o.sequence), announce(o))[1]
+    for turn in range(3):
+        with comm.batch() as batch:
+            for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
+                comm.all_reduce(array)
+        assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
+        assert begun == list(range(4 * turn + 4))
 
 
-def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured = False
-    monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
-    monkeypatch.setattr("kos.comm.persistent.capture_of", lambda stream: captured)
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        nonlocal captured
-        persistent = comm.reduce_init(zeros(8))
-        for captured in (False, True, False):
-            comm.barrier()
-            assert persistent.start().backend.name == ("peer" if captured else "nccl")
+@on_each_rank(run)
+def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
+) -> None:
+    persistent = comm.reduce_init(zeros(8, stream=5))
+    for graph in (nullcontext, captures, nullcontext):
+        part = "peer" if graph is captures else "nccl"
+        with graph():
+            assert persistent.start().backend.name == part
             with comm.batch() as batch:
                 persistent.start()
-            assert batch.works[0].backend.name == ("peer" if captured else "nccl")
-            comm.barrier()
-        assert [part for part in log if part != "mock"] == ["nccl", "peer", "nccl"]  # batches are not logged
-        comm.close()
-        comm.backend.prepare = None  # type: ignore[assignment,method-assign]
-        with pytest.raises(CollectiveError, match="is closed"):
-            persistent.start()
-
-    run(body)
+            assert batch.works[0].backend.name == part
+    assert log == ["nccl", "peer", "nccl"]  # batches are not logged
+    comm.close()
+    comm.backend.prepare = None
+    with pytest.raises(CollectiveError, match="is closed"):
+        persistent.start()
 
 
-def test_what_is_persistent_tells_nothing_of_the_other_part(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(run, host=SharedOnly)
+def test_what_is_persistent_tells_nothing_of_the_other_part(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
+) -> None:
     """Of the kernel that carried it in a graph: ranks know their calls by their own addresses."""
-    captured = False
-    monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
-    monkeypatch.setattr("kos.comm.persistent.capture_of", lambda stream: captured)
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        nonlocal captured
-        x, y = zeros(8), zeros(8)
-        persistent = comm.reduce_init(x)
-        comm.reduce(y)
-        comm.reduce(x if comm.rank else y)
-        for turn in (True, False):
-            comm.rendezvous.barrier()
-            captured = turn
-            comm.rendezvous.barrier()
-            persistent.start()
-        comm.synchronize()
-
-    run(body, host=SharedOnly)
+    x, y = zeros(8, stream=5), zeros(8, stream=5)
+    persistent = comm.reduce_init(x)
+    comm.reduce(y)
+    comm.reduce(x if comm.rank else y)
+    with captures():
+        persistent.start()
+    persistent.start()
+    comm.synchronize()
+    assert [part for part in log if part != "shared-only"] == ["nccl", "nccl", "peer", "nccl"]
 
 
-def test_each_part_is_closed_whatever_fails_of_another(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        ended: list[str] = []
+@on_each_rank(run)
+def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    ended: list[str] = []
 
-        def fails(name: str) -> None:
-            ended.append(name)
-            raise CollectiveError(name)
+    def fails(name: str) -> None:
+        ended.append(name)
+        raise CollectiveError(name)
 
-        for part in (*backend.gpus, backend.host):
-            part.close = partial(fails, part.name)  # type: ignore[method-assign]
-        with pytest.raises(CollectiveError):
-            comm.close()
-        assert ended == ["nccl", "peer", "mock"]
-
-    run(body)
+    for part in (*backend.gpus, backend.host):
+        part.close = partial(fails, part.name)
+    with pytest.raises(CollectiveError):
+        comm.close()
+    assert ended == ["nccl", "peer", "mock"]
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer"])
@@ -364,24 +318,20 @@ def test_one_backend_alone_carries_everything(fake: FakeNCCL, parts: str) -> Non
     run(body, parts)
 
 
-def test_splits_keep_both(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        for part in backend.gpus:
-            kind = type(part)
-            part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)  # type: ignore[method-assign,misc]
-        child = comm.split(comm.rank)
-        assert child is not None and child.backend_name == "nccl+peer+mock"
-        assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
-
-    run(body)
+@on_each_rank(run)
+def test_splits_keep_both(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    for part in backend.gpus:
+        kind = type(part)
+        part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)
+    child = comm.split(comm.rank)
+    assert child is not None and child.backend_name == "nccl+peer+mock"
+    assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
 
 
 @pytest.mark.parametrize("failing", ["nccl", "peer"])
 def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
     monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
     monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
 
@@ -389,7 +339,6 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
         if comm.rank:
             return
         backend = comm.backend
-        assert isinstance(backend, AutoBackend)
         part = next(gpu for gpu in backend.gpus if gpu.name == failing)
         call = Call(Operation("all_reduce", 0), sequence=7)
         part.failed(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
@@ -404,121 +353,71 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
     run(body)
 
 
-def test_the_ranks_that_are_left_keep_both(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "shrink", lambda comm, excluded, name, options: Comm(Group(1), 0))
+@on_each_rank(run)
+def test_the_ranks_that_are_left_keep_both(
+    comm: kos.Communicator, log: Log, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm.all_reduce(zeros(1))
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        comm.rendezvous.threads.world.end(0, "it is dead")
+        return
+    rest = comm.shrink()
+    assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
+    for x in (np.ones(3), Array.from_numpy(np.ones(5000, np.float16), 0), Array.from_numpy(np.ones(1), 0)):
+        got = rest.all_reduce(x)
+        assert ((got if isinstance(x, np.ndarray) else got.numpy()) == 1).all()
+    rest.close()
 
-    def body(comm: kos.Communicator, log: Log) -> None:
+
+@on_each_rank(run)
+def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    if comm.rank:
+        return
+    backend = comm.backend
+    backend.host.broken = CollectiveError("barrier #3: late")
+    with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
         comm.all_reduce(zeros(1))
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            comm.rendezvous.threads.world.end(0, "it is dead")  # type: ignore[union-attr]
-            return
-        rest = comm.shrink()
-        assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
-        for x in (np.ones(3), Array.from_numpy(np.ones(5000, np.float16), 0), Array.from_numpy(np.ones(1), 0)):
-            got = rest.all_reduce(x)
-            assert ((got if isinstance(x, np.ndarray) else got.numpy()) == 1).all()
-        rest.close()
-
-    run(body)
 
 
-def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        if comm.rank:
-            return
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        backend.host.broken = CollectiveError("barrier #3: late")
-        with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
-            comm.all_reduce(zeros(1))
-
-    run(body)
+@on_each_rank(run)
+def test_an_abort_is_told_before_anything_is_waited_for(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    for part in (*backend.gpus, backend.host):
+        part.abort = lambda reason, name=part.name: log.append(f"{name}: {reason}")
+    for gpu in backend.gpus:
+        gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")
+    backend.abort("enough")
+    assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 
 
-@pytest.mark.parametrize("how", ["abort", "revoke"])
-def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        for part in (*backend.gpus, backend.host):
-            setattr(part, how, lambda reason, name=part.name: log.append(f"{name}: {reason}"))
-        for gpu in backend.gpus:
-            gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
-        getattr(backend, how)("enough")
-        assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
-
-    run(body)
+@on_each_rank(run, host=SharedOnly)
+def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
+    comm.all_reduce(zeros(5000))
+    part = comm.backend.gpus[0]
+    comm.rendezvous.barrier()
+    if comm.rank:
+        comm.abort(reason="enough")
+        return
+    with pytest.raises(RankLost, match="rank 1 is gone: enough"):
+        part.wait_on_host(part._last, lambda: False, 20)
 
 
-def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
-    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
-    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        comm.all_reduce(zeros(5000))
-        part = comm.backend.gpus[0]  # type: ignore[attr-defined]
-        comm.rendezvous.barrier()
-        if comm.rank:
-            comm.abort(reason="enough")
-            return
-        with pytest.raises(RankLost, match="rank 1 is gone: enough"):
-            part.wait_on_host(part._last, lambda: False, 20)
-
-    run(body, host=SharedOnly)
+@on_each_rank(run)
+def test_the_parts_overlap_on_one_stream(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    assert backend.gpus[0]._side is backend.gpus[1]._side is not None
 
 
-def test_the_parts_overlap_on_one_stream(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        assert backend.gpus[0]._side is backend.gpus[1]._side is not None
-
-    run(body)
-
-
-def test_streams_of_a_batch_that_were_waited_for_are_not_asked_again(fake: FakeNCCL) -> None:
-    """They may be gone."""
-    alive, cu = {streams.LEGACY, 99}, driver.cu
-
-    def query(stream: int) -> tuple[int, int]:
-        assert stream in alive, f"a stream that is gone: {stream}"
-        return 0, 0
-
-    cu.cuStreamIsCapturing, cu.cuStreamQuery = query, lambda stream: query(stream)[:1]
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        small, large = zeros(8), [zeros(9000) for _ in range(2)]
-        for one in (True, False):
-            mine = [Stream(1000 * (comm.rank + 1) + 10 * one + k, alive) for k in range(2)]
-            with comm.batch():
-                for x, stream in zip(large, mine, strict=True):
-                    comm.all_reduce(x, stream=stream)
-            for each in (None,) if one else mine:
-                comm.synchronize(stream=each)
-            each = None
-            del mine, stream
-            comm.all_reduce(small)
-        assert log == ["peer"] * 2  # of a batch nothing is noted
-
-    run(body)
-
-
-def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        x = comm_buffer(zeros(8))
-        calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
-        for call, part in zip(calls[1:], backend.gpus, strict=True):
-            call.route = Route(part)
-        prints = [call.fingerprint() for call in calls]
-        assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
-
-    run(body)
+@on_each_rank(run)
+def test_ranks_that_route_differently_make_different_calls(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+    backend = comm.backend
+    x = comm_buffer(zeros(8))
+    calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
+    for call, part in zip(calls[1:], backend.gpus, strict=True):
+        call.route = Route(part)
+    prints = [call.fingerprint() for call in calls]
+    assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
 
 
 @pytest.mark.parametrize(
@@ -543,7 +442,7 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None)] == taken  # type: ignore[arg-type]
+    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None)] == taken
     assert probes["peer"] == Probe(not broken, why)
 
 
@@ -561,7 +460,7 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
     run(body)
     engine = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
     for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
-        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
+        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way
 
 
 def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -577,25 +476,18 @@ def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.Mon
     monkeypatch.setattr(tune, "set_device", lambda device: None)
     monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)
     monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
-    threads, groups, tables = ThreadGroup(SIZE), {name: Group(SIZE) for name in ("nccl", "peer")}, {}
+    groups = {name: Group(SIZE) for name in KINDS}
 
-    def rank(index: int) -> None:
-        rendezvous = ThreadRendezvous(threads, index, 20)
-        kinds = {"nccl": NCCLBackend, "peer": Peer}
+    def rank(rendezvous: ThreadRendezvous) -> Any:
         nccl, peer = (
-            kos.Communicator(kinds[name](rendezvous, 0, Comm(groups[name], index)), rendezvous, {}, 20)
-            for name in ("nccl", "peer")
+            kos.Communicator(kind(rendezvous, 0, Comm(groups[name], rendezvous.rank)), rendezvous, {}, 20)
+            for name, kind in KINDS.items()
         )
         tuner = tune.Tuner(peer, nccl, 4096)
-        tables[index] = tuner.table(lambda text: None), tuner.measured
+        return tuner.table(lambda text: None), tuner.measured
 
-    runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(SIZE)]
-    for runner in runners:
-        runner.start()
-    for runner in runners:
-        runner.join(60)
-    table, measured = tables[0]
-    assert table == tables[1][0]  # the slowest rank's time, on all of them
+    (table, measured), (other, _) = on_threads(SIZE, rank)
+    assert table == other  # the slowest rank's time, on all of them
     assert {name.split()[0] for name in table.routes} == {"all_reduce", *tune.OTHERS}
     assert {row["bytes"] for row in measured if row["route"].startswith("all_reduce")} == {1024, 2048, 4096}
     assert {row["bytes"] for row in measured if row["route"].startswith("all_gather")} == {1024, 2048}

@@ -21,23 +21,7 @@ from kos.comm.gpu.peer import launches
 from kos.files import cache_folder
 from kos.memory.array import Array
 from tests.comm.gpu_ranks import GPURanks
-from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
-    test_all_gather,
-    test_all_gather_v,
-    test_all_reduce,
-    test_all_to_all,
-    test_all_to_all_v,
-    test_broadcast,
-    test_gather_and_scatter,
-    test_gather_v_and_scatter_v,
-    test_large,
-    test_reduce,
-    test_reduce_scatter,
-    test_reduce_scatter_v,
-    test_scan,
-    test_scans_add_in_rank_order,
-    test_shapes_and_scalars,
-)
+from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     TIMEOUT,
     test_a_rank_that_does_not_come,

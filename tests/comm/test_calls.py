@@ -13,6 +13,7 @@ from kos.comm.host.shared import Calls
 from kos.comm.host.shared.segment import ARRIVED, PID, RING
 from kos.comm.operation import Call, Operation
 from kos.errors import RankLost
+from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import run
 
 
@@ -30,7 +31,7 @@ def together(body: Callable[[list[Calls]], None], size: int = 2) -> None:
     calls: list[Any] = [None] * size
 
     def rank(comm: kos.Communicator) -> None:
-        calls[comm.rank] = comm.backend._calls  # type: ignore[attr-defined]
+        calls[comm.rank] = comm.backend._calls
         comm.rendezvous.barrier()
         if comm.rank == 0:
             body(calls)
@@ -63,85 +64,72 @@ class Words:
 
 
 @pytest.mark.parametrize("looks", ["compare", "check"])
-def test_a_rank_that_goes_on_while_its_calls_are_read(looks: str) -> None:
+@on_each_rank(together)
+def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[Calls], /, looks: str) -> None:
     """As it does that waits for nobody: the call looked at is then no longer on record."""
+    mine, theirs = calls
+    for sequence in range(5):
+        mine.announce(varied(sequence))
+    for sequence in range(RING - 1):  # none of which overwrites another
+        theirs.announce(varied(sequence))
 
-    def body(calls: list[Calls]) -> None:
-        mine, theirs = calls
-        for sequence in range(5):
-            mine.announce(varied(sequence))
-        for sequence in range(RING - 1):  # none of which overwrites another
+    def go_on() -> None:
+        for sequence in range(RING - 1, RING + 20):
             theirs.announce(varied(sequence))
 
-        def go_on() -> None:
-            for sequence in range(RING - 1, RING + 20):
-                theirs.announce(varied(sequence))
-
-        mine._words = Words(mine, go_on)  # type: ignore[assignment]
-        o = varied(4)
-        if looks == "compare":
-            assert mine.compare(o, 0) == 5
-        else:
-            theirs._words[theirs._ring + 4] = 0  # as it was found the first time
-            assert mine.check(o) is None
-
-    together(body)
+    mine._words = Words(mine, go_on)
+    o = varied(4)
+    if looks == "compare":
+        assert mine.compare(o, 0) == 5
+    else:
+        theirs._words[theirs._ring + 4] = 0  # as it was found the first time
+        assert mine.check(o) is None
 
 
-def test_own_calls_that_are_overwritten_while_they_are_read() -> None:
+@on_each_rank(together)
+def test_own_calls_that_are_overwritten_while_they_are_read(calls: list[Calls], /) -> None:
     """The watchdog reads them for other hosts, while the program goes on."""
+    mine = calls[0]
+    for sequence in range(RING):
+        mine.announce(varied(sequence))
 
-    def body(calls: list[Calls]) -> None:
-        mine = calls[0]
-        for sequence in range(RING):
+    def go_on() -> None:
+        for sequence in range(RING, RING + 20):
             mine.announce(varied(sequence))
 
-        def go_on() -> None:
-            for sequence in range(RING, RING + 20):
-                mine.announce(varied(sequence))
-
-        mine._words = Words(mine, go_on, 0)  # type: ignore[assignment]
-        first, marks = mine.since(0)
-        assert first == 21 and marks == [mine.mark(varied(sequence)) for sequence in range(21, RING)]
-        assert mine.since(RING + 20) == (RING + 20, []) and mine.since(RING + 100) == (RING + 100, [])
-
-    together(body)
+    mine._words = Words(mine, go_on, 0)
+    first, marks = mine.since(0)
+    assert first == 21 and marks == [mine.mark(varied(sequence)) for sequence in range(21, RING)]
+    assert mine.since(RING + 20) == (RING + 20, []) and mine.since(RING + 100) == (RING + 100, [])
 
 
-def test_own_calls_that_are_no_longer_on_record() -> None:
+@on_each_rank(together)
+def test_own_calls_that_are_no_longer_on_record(calls: list[Calls], /) -> None:
     """A part of ``auto`` asks for its own last call, while others have begun many since."""
-
-    def body(calls: list[Calls]) -> None:
-        for sequence in range(RING + 20):
-            calls[0].announce(varied(sequence))
-        for sequence in range(11):
-            calls[1].announce(varied(sequence))
-        assert calls[0].compare(varied(10), 0) == 11
-
-    together(body)
+    for sequence in range(RING + 20):
+        calls[0].announce(varied(sequence))
+    for sequence in range(11):
+        calls[1].announce(varied(sequence))
+    assert calls[0].compare(varied(10), 0) == 11
 
 
-def test_several_ranks_that_are_gone() -> None:
-    def body(calls: list[Calls]) -> None:
-        mine = calls[0]
-        for local in (1, 2):
-            mine.segment.words[mine.segment.layout.line(local) + PID] = (1 << 22) + 1  # no process has it
-        mine.announce(call(0))
-        with pytest.raises(RankLost, match=r"barrier #0.*rank [12] is gone: its process"):
-            wait(mine, call(0))
-
-    together(body, 3)
+@on_each_rank(together, 3)
+def test_several_ranks_that_are_gone(calls: list[Calls], /) -> None:
+    mine = calls[0]
+    for local in (1, 2):
+        mine.segment.words[mine.segment.layout.line(local) + PID] = (1 << 22) + 1  # no process has it
+    mine.announce(call(0))
+    with pytest.raises(RankLost, match=r"barrier #0.*rank [12] is gone: its process"):
+        wait(mine, call(0))
 
 
-def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make() -> None:
-    def body(calls: list[Calls]) -> None:
-        mine, theirs = calls
-        mine.announce(call(0))
-        assert mine.compare(call(0), 0) == 0
-        theirs.announce(call(0))
-        theirs.close()
-        mine.announce(call(1))
-        with pytest.raises(RankLost, match="barrier #1.*rank 1 is gone: it closed"):
-            wait(mine, call(1))
-
-    together(body)
+@on_each_rank(together)
+def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make(calls: list[Calls], /) -> None:
+    mine, theirs = calls
+    mine.announce(call(0))
+    assert mine.compare(call(0), 0) == 0
+    theirs.announce(call(0))
+    theirs.close()
+    mine.announce(call(1))
+    with pytest.raises(RankLost, match="barrier #1.*rank 1 is gone: it closed"):
+        wait(mine, call(1))

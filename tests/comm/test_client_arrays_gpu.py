@@ -18,6 +18,7 @@ import pytest
 import kos
 from kos import cuda
 from kos.memory.array import Array
+from tests.comm.ranks import on_each_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -98,7 +99,7 @@ class CuPy:
         def replay() -> None:
             graph.launch()
 
-        replay.stream = stream  # type: ignore[attr-defined]
+        replay.stream = stream
         return replay
 
 
@@ -132,63 +133,56 @@ def check(library: Any, x: Any, expected: float) -> None:
     assert (values == expected).all(), f"expected {expected}, got {(values != expected).sum()} others: {values[:4]}"
 
 
-def test_the_current_stream_is_followed(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+@on_each_rank("on_all")
+def test_the_current_stream_is_followed(comm: kos.Communicator, library: Any) -> None:
     """A slow kernel and a fill before, a copy after; on streams that come and go."""
-
-    def body() -> None:
-        for turn, count in itertools.product(range(ROUNDS), (SMALL, LARGE)):
-            with library.on(library.stream()):
-                library.slow()
-                x = library.full(count, turn + comm.rank + 1)
-                assert comm.all_reduce(x) is x
-                check(library, library.copy(x), turn * comm.size + total(comm))
-                library.slow()
-                x = library.full(count, turn + comm.rank + 1)
-                work = comm.all_reduce(x, async_op=True)
-                assert work.wait() is x
-                check(library, library.copy(x), turn * comm.size + total(comm))
-            gc.collect()
-
-    on_all(body)
+    for turn, count in itertools.product(range(ROUNDS), (SMALL, LARGE)):
+        with library.on(library.stream()):
+            library.slow()
+            x = library.full(count, turn + comm.rank + 1)
+            assert comm.all_reduce(x) is x
+            check(library, library.copy(x), turn * comm.size + total(comm))
+            library.slow()
+            x = library.full(count, turn + comm.rank + 1)
+            work = comm.all_reduce(x, async_op=True)
+            assert work.wait() is x
+            check(library, library.copy(x), turn * comm.size + total(comm))
+        gc.collect()
 
 
-def test_a_stream_that_is_given_wins(comm: kos.Communicator, library: Any, on_all: Any) -> None:
-    def body() -> None:
-        stream, other = library.stream(), library.stream()
-        for given in (stream, library.handle(stream)):
+@on_each_rank("on_all")
+def test_a_stream_that_is_given_wins(comm: kos.Communicator, library: Any) -> None:
+    stream, other = library.stream(), library.stream()
+    for given in (stream, library.handle(stream)):
+        with library.on(stream):
+            library.slow()
+            x = library.full(LARGE, comm.rank + 1)
+        with library.on(other):
+            comm.all_reduce(x, stream=given)
+            out = comm.all_gather(x, stream=given)
+        with library.on(stream):
+            check(library, library.copy(x), total(comm))
+            check(library, library.copy(out), total(comm))
+
+
+@on_each_rank("on_all")
+def test_streams_that_are_gone_are_not_asked(comm: kos.Communicator, library: Any) -> None:
+    for given in ("current", "handle"):
+        for end in (comm.barrier, comm.synchronize, lambda: comm.all_reduce(library.full(LARGE, 1.0))):
+            stream = library.stream()
             with library.on(stream):
                 library.slow()
                 x = library.full(LARGE, comm.rank + 1)
-            with library.on(other):
-                comm.all_reduce(x, stream=given)
-                out = comm.all_gather(x, stream=given)
-            with library.on(stream):
+                comm.all_reduce(x, stream=library.handle(stream) if given == "handle" else None)
                 check(library, library.copy(x), total(comm))
-                check(library, library.copy(out), total(comm))
-
-    on_all(body)
-
-
-def test_streams_that_are_gone_are_not_asked(comm: kos.Communicator, library: Any, on_all: Any) -> None:
-    def body() -> None:
-        for given in ("current", "handle"):
-            for end in (comm.barrier, comm.synchronize, lambda: comm.all_reduce(library.full(LARGE, 1.0))):
-                stream = library.stream()
-                with library.on(stream):
-                    library.slow()
-                    x = library.full(LARGE, comm.rank + 1)
-                    comm.all_reduce(x, stream=library.handle(stream) if given == "handle" else None)
-                    check(library, library.copy(x), total(comm))
-                del stream
-                gc.collect()
-                end()
-        for _ in range(50):
-            with library.on(library.stream()):
-                comm.all_reduce(x)
+            del stream
             gc.collect()
-        comm.synchronize()
-
-    on_all(body)
+            end()
+    for _ in range(50):
+        with library.on(library.stream()):
+            comm.all_reduce(x)
+        gc.collect()
+    comm.synchronize()
 
 
 def test_captured_as_the_first_call_of_its_kind(comm: kos.Communicator, library: Any, on_all: Any) -> None:
@@ -259,22 +253,20 @@ def test_order_is_kept_across_a_capture(comm: kos.Communicator, library: Any, on
     on_all(body)
 
 
-def test_what_is_made_has_the_type_of_the_input(comm: kos.Communicator, library: Any, on_all: Any) -> None:
-    def body() -> None:
-        n, x = comm.size, library.full(6 * comm.size, 1.0)
-        calls = {
-            "reduce_scatter": (lambda: comm.reduce_scatter(x), (6,)),
-            "all_gather": (lambda: comm.all_gather(x), (n, 6 * n)),
-            "all_to_all": (lambda: comm.all_to_all(x), (6 * n,)),
-            "async": (lambda: comm.all_gather(x, async_op=True).wait(), (n, 6 * n)),
-            "persistent": (lambda: comm.all_gather_init(x).start().wait(), (n, 6 * n)),
-        }
-        for name, (call, shape) in calls.items():
-            out = call()
-            assert isinstance(out, library.array) and tuple(out.shape) == shape and out.dtype == x.dtype, name
-            check(library, out, n if name == "reduce_scatter" else 1)
-
-    on_all(body)
+@on_each_rank("on_all")
+def test_what_is_made_has_the_type_of_the_input(comm: kos.Communicator, library: Any) -> None:
+    n, x = comm.size, library.full(6 * comm.size, 1.0)
+    calls = {
+        "reduce_scatter": (lambda: comm.reduce_scatter(x), (6,)),
+        "all_gather": (lambda: comm.all_gather(x), (n, 6 * n)),
+        "all_to_all": (lambda: comm.all_to_all(x), (6 * n,)),
+        "async": (lambda: comm.all_gather(x, async_op=True).wait(), (n, 6 * n)),
+        "persistent": (lambda: comm.all_gather_init(x).start().wait(), (n, 6 * n)),
+    }
+    for name, (call, shape) in calls.items():
+        out = call()
+        assert isinstance(out, library.array) and tuple(out.shape) == shape and out.dtype == x.dtype, name
+        check(library, out, n if name == "reduce_scatter" else 1)
 
 
 def test_jax(comm: kos.Communicator, on_all: Any) -> None:

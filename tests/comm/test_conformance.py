@@ -15,10 +15,16 @@ from kos import PremulSum, ReduceOp
 from kos.comm.schedules import algorithms
 from kos.testing import spawn
 from kos.testing.conformance import cases, failures, order, results
-from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, check, inputs
+from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs
 from tests.comm.ranks import TIMEOUT
 
-__all__ = ["LARGE", "SIZES", "check"]
+# Collected on GPUs too, by ``import *``.
+__all__ = [
+    "test_all_gather", "test_all_gather_v", "test_all_reduce", "test_all_to_all", "test_all_to_all_v",
+    "test_broadcast", "test_gather_and_scatter", "test_gather_v_and_scatter_v", "test_large", "test_reduce",
+    "test_reduce_scatter", "test_reduce_scatter_v", "test_scan", "test_scans_add_in_rank_order",
+    "test_shapes_and_scalars",
+]  # fmt: skip
 
 # Two processes and threads run two different thirds of the pairs of dtype and operation; each third has every dtype and
 # every operation.  For data movement, two processes run every dtype, and threads run one dtype of each size.  Four

@@ -21,9 +21,10 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
 from kos.comm.rendezvous.env import EnvRendezvous, Place, TCPRendezvous
 from kos.comm.rendezvous.hub import Hub, pair
-from kos.comm.rendezvous.threads import SingleRendezvous, ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.comm.rendezvous.wire import Connection, Network, admit_all
 from kos.errors import CollectiveMismatch, RankLost, RendezvousError
+from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
     ROOT,
     TIMEOUT,
@@ -57,7 +58,6 @@ def test_allgather_and_split(size: int) -> None:
         if me % 3 == 2:
             assert part is None
         else:
-            assert part is not None
             members = [r for r in reversed(range(size)) if r % 3 == me % 3]
             assert part.allgather(str(me).encode()) == [str(r).encode() for r in members]
             assert (part.rank, part.size) == (members.index(me), len(members))
@@ -95,12 +95,7 @@ def by_environment(size: int, body: Callable[[Rendezvous], Any]) -> list[Any]:
 
 
 def by_threads(size: int, body: Callable[[Rendezvous], Any]) -> list[Any]:
-    group = ThreadGroup(size)
-    results = run_threads(*[lambda r=r: body(ThreadRendezvous(group, r, TIMEOUT)) for r in range(size)])
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+    return on_threads(size, body, TIMEOUT)
 
 
 KINDS = pytest.mark.parametrize("run", [by_environment, by_threads])
@@ -490,7 +485,6 @@ def test_a_rank_that_goes(how: str, gone: int) -> None:
         rendezvous.barrier()
         if rendezvous.rank == gone:
             if how == "killed":
-                assert rendezvous._connection is not None
                 rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for the dead
             elif how == "aborted":
                 rendezvous.abort(1)
@@ -531,7 +525,6 @@ def test_a_rank_that_stalls_within_a_message_is_named(monkeypatch: pytest.Monkey
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.timeout = 0.3
         if rendezvous.rank == 1:
-            assert rendezvous._connection is not None
             rendezvous._connection.sock.send(b"\0")
         else:
             with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not arrive within 0.3 s"):
@@ -546,10 +539,9 @@ def test_a_rank_that_does_not_read_keeps_no_other_waiting() -> None:
 
     def body(rendezvous: EnvRendezvous) -> None:
         connection = rendezvous._connection
-        assert connection is not None
         if rendezvous.rank == 2:
             receive = connection.receive
-            connection.receive = lambda: (came.wait(20), receive())[1]  # type: ignore[method-assign]
+            connection.receive = lambda: (came.wait(20), receive())[1]
         assert len(rendezvous.allgather(bytes(10_000_000))) == 3
         assert came.is_set() or rendezvous.rank == 1
         came.set()

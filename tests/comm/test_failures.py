@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos import ReduceOp
 from kos.comm.failures import Board, Ledger, blaming
 from kos.comm.host import mock
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
@@ -30,47 +29,23 @@ from kos.errors import (
 )
 from kos.testing import Fault, spawn
 from kos.testing.conformance import cases
-from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, time_is_up
+from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, on_each_rank, time_is_up
 from tests.comm.tcp_ranks import run_threads
 
-F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
-Call = Callable[[kos.Communicator], Any]
 
-MISMATCHES: dict[str, tuple[Call, Call, str]] = {
-    "operation": (lambda c: c.all_reduce(F4()), lambda c: c.broadcast(F4()),
-                  "operation .*(all_reduce against broadcast|broadcast against all_reduce)"),
-    "count": (lambda c: c.all_reduce(F4()), lambda c: c.all_reduce(F5()), "count (4 against 5|5 against 4)"),
-    "dtype": (lambda c: c.broadcast(F4()), lambda c: c.broadcast(I4()), "dtype .*float32.*|dtype .*int64"),
-    "op": (lambda c: c.all_reduce(F4()), lambda c: c.all_reduce(F4(), ReduceOp.MAX), "op (SUM|MAX) against (MAX|SUM)"),
-    "root": (lambda c: c.broadcast(F4(), 0), lambda c: c.broadcast(F4(), 1), "root (0 against 1|1 against 0)"),
-    "algorithm": (lambda c: c.all_reduce(F4(), algorithm="ring"), lambda c: c.all_reduce(F4(), algorithm="tree"),
-                  "algorithm (ring against tree|tree against ring)"),
-    "deterministic": (lambda c: c.all_reduce(F4(), deterministic=True), lambda c: c.all_reduce(F4()),
-                      "deterministic (True against False|False against True)"),
-    "counts": (lambda c: c.all_gather_v(np.zeros(2 + (c.rank == 2)), [2, 2, 3]),
-               lambda c: c.all_gather_v(np.zeros(2), [2, 2, 2]), r"counts \[2, 2, .\] against \[2, 2, .\]"),
-    "gather size": (lambda c: c.gather(F4()), lambda c: c.gather(F5()), "count (4 against 5|5 against 4)"),
-    "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(F4()), "barrier"),
-}  # fmt: skip
-WITHOUT_MEMORY = "kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test")
+def F4() -> np.ndarray:
+    return np.zeros(4, np.float32)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", [case for case in cases() if case.name.startswith("mismatch")], ids=str)
-def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, case: Any) -> None:
-    """Ranks that share no memory."""
-    monkeypatch.setattr(*WITHOUT_MEMORY)
+def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None, case: Any) -> None:
     ranks_of_mpi.run(case.call)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_a_failure_is_heard_between_hosts_on_mpi(
-    ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, memory: str
-) -> None:
+def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
     """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
-    if memory == "none":
-        monkeypatch.setattr(*WITHOUT_MEMORY)
 
     def gives_up(comm: kos.Communicator) -> None:
         if comm.rank == 0:
@@ -97,7 +72,7 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
         """Rank 1 hears of it in a message, and goes before rank 0 has told the rest."""
         left = comm.duplicate()
         if comm.rank == 0 and memory == "none":
-            left.backend._messages._notices._ranks = [comm.rendezvous.rank + 1]  # type: ignore[attr-defined]
+            left.backend._messages._notices._ranks = [comm.rendezvous.rank + 1]
         comm.rendezvous.barrier()
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
@@ -115,14 +90,12 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
 
 
 @pytest.mark.parametrize("other", ["duplicate", "all_reduce"])
-def test_split_against_another_call(several: Any, other: str) -> None:
-    def body(comm: kos.Communicator) -> None:
-        comm.duplicate().close()
-        message = rf"rank . called .*#1.* operation (split against {other}|{other} against split)"
-        with pytest.raises(CollectiveMismatch, match=message):
-            comm.split(0) if comm.rank == 0 else comm.duplicate() if other == "duplicate" else comm.all_reduce(F4())
-
-    several.run(body)
+@on_each_rank("several.run")
+def test_split_against_another_call(comm: kos.Communicator, /, other: str) -> None:
+    comm.duplicate().close()
+    message = rf"rank . called .*#1.* operation (split against {other}|{other} against split)"
+    with pytest.raises(CollectiveMismatch, match=message):
+        comm.split(0) if comm.rank == 0 else comm.duplicate() if other == "duplicate" else comm.all_reduce(F4())
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
@@ -143,28 +116,26 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
 
 
-def test_asking_whether_it_is_done_times_out_as_waiting_does(several: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        part = comm.duplicate()
-        others = comm.rendezvous.split(int(comm.rank > 0))
-        assert others is not None
-        if comm.rank > 0:
-            began = time.monotonic()
-            work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
-            others.barrier()
-            message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
-            with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
-                while not work.done():
-                    assert time.monotonic() - began < 30
-            assert comm.size > 2 or time.monotonic() - began >= 0.3
-            comm.send(np.ones(1), 0)
-        else:  # asks too: a rank that waited for a later one would itself be late
-            works = [comm.recv(np.zeros(1), rank, async_op=True) for rank in range(1, comm.size)]
-            while not all(work.done() for work in works):
-                time.sleep(0.01)
-        comm.rendezvous.barrier()
-
-    several.run(body)
+@on_each_rank("several.run")
+def test_asking_whether_it_is_done_times_out_as_waiting_does(comm: kos.Communicator, /) -> None:
+    part = comm.duplicate()
+    others = comm.rendezvous.split(int(comm.rank > 0))
+    assert others is not None
+    if comm.rank > 0:
+        began = time.monotonic()
+        work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
+        others.barrier()
+        message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
+        with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
+            while not work.done():
+                assert time.monotonic() - began < 30
+        assert comm.size > 2 or time.monotonic() - began >= 0.3
+        comm.send(np.ones(1), 0)
+    else:  # asks too: a rank that waited for a later one would itself be late
+        works = [comm.recv(np.zeros(1), rank, async_op=True) for rank in range(1, comm.size)]
+        while not all(work.done() for work in works):
+            time.sleep(0.01)
+    comm.rendezvous.barrier()
 
 
 def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
@@ -224,17 +195,14 @@ def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10])
-def test_a_timeout_longer_than_clocks_count(timeout: float) -> None:
-    def body(comm: kos.Communicator) -> None:
-        group = comm.rendezvous.threads
-        assert group is not None
-        mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
-        with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
-            for root in (0, 1):  # who waits is the other one
-                patient.broadcast(np.ones(1), root)
-            patient.barrier(timeout=timeout)
-
-    spawn(body, 2, timeout=60)
+@on_each_rank(spawn, 2, timeout=60)
+def test_a_timeout_longer_than_clocks_count(comm: kos.Communicator, /, timeout: float) -> None:
+    group = comm.rendezvous.threads
+    mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
+    with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
+        for root in (0, 1):  # who waits is the other one
+            patient.broadcast(np.ones(1), root)
+        patient.barrier(timeout=timeout)
 
 
 @pytest.mark.parametrize("waiting", ["all_reduce", "barrier", "recv", "rendezvous", "split"])
@@ -269,7 +237,6 @@ def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
 
     def body(comm: kos.Communicator) -> None:
         part = comm.split(0)
-        assert part is not None
         if comm.rank == 1 and closes:
             comm.close()
             part.send(np.ones(1), 0)  # another group
@@ -291,12 +258,7 @@ def test_closing_a_group_after_a_failure_in_another_names_its_cause(wait: str) -
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_closing_a_group_after_a_failure_in_another_names_its_cause_on_mpi(
-    ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, memory: str
-) -> None:
-    if memory == "none":
-        monkeypatch.setattr(*WITHOUT_MEMORY)
+def test_closing_a_group_after_a_failure_in_another_names_its_cause_on_mpi(ranks_of_mpi: Any, memory: str) -> None:
     for wait in [each for each in WAITS if each != "exchange"]:  # MPI's own ends at the timeout
         ranks_of_mpi.run(lambda comm, wait=wait: closes_because_of_another(comm, wait))
 
@@ -473,18 +435,16 @@ def test_ranks_that_request_different_backends() -> None:
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
 
-def test_nothing_is_kept_of_finished_operations() -> None:
-    def body(comm: kos.Communicator) -> None:
-        for _ in range(20):
-            comm.all_reduce(np.ones(100), algorithm="ring")
-            comm.all_gather_bytes(b"abc")
-        comm.barrier()
-        comm.rendezvous.barrier()
-        room = comm.backend._state
-        assert (room.sent, room.posted, room.calls) == ({}, {}, {})
-        assert comm.backend.engine.outstanding() == []
-
-    spawn(body, 3, timeout=60)
+@on_each_rank(spawn, 3, timeout=60)
+def test_nothing_is_kept_of_finished_operations(comm: kos.Communicator, /) -> None:
+    for _ in range(20):
+        comm.all_reduce(np.ones(100), algorithm="ring")
+        comm.all_gather_bytes(b"abc")
+    comm.barrier()
+    comm.rendezvous.barrier()
+    room = comm.backend._state
+    assert (room.sent, room.posted, room.calls) == ({}, {}, {})
+    assert comm.backend.engine.outstanding() == []
 
 
 class _Waits(Board):
@@ -524,7 +484,7 @@ def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
 def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
     """Which may wait for it where nobody sees that: in a call of a library, for one."""
     board = _Waits({}, {})
-    board.halted = lambda rank: rank == 2  # type: ignore[method-assign]
+    board.halted = lambda rank: rank == 2
     error = Ledger(range(4), 0, board).overdue([1, 2], "all_reduce #1", 1.0)
     assert error.ranks == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in str(error)
 

@@ -1,18 +1,29 @@
-"""Every fault of a plan at every collective: results that stay right, or errors that name the rank."""
+"""Every fault of a plan at every collective: results that stay right, or errors that name the rank; and the campaign.
+
+``python -m tests.faults`` runs the campaign for longer.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn
+from tests.comm import fake_nccl
 from tests.comm.model import NAMES, Step, run
+from tests.comm.ranks import on_each_rank
+from tests.comm.tcp_ranks import run_threads
+from tests.faults import Rank, Trial, campaign
+from tests.launcher import needs_mpirun
 
 SIZE, SEED = 3, 17
 CULPRIT = 1
@@ -26,14 +37,11 @@ every_call = pytest.mark.parametrize("name", CALLS)
 
 
 @every_call
-def test_delays_change_no_result(name: str) -> None:
+@on_each_rank(spawn, SIZE, 60, faults=[Fault("delay", CULPRIT, operation, 0.01) for operation in (1, 2)])
+def test_delays_change_no_result(comm: kos.Communicator, /, name: str) -> None:
     """Nor what follows on the same communicator."""
-
-    def body(comm: kos.Communicator) -> None:
-        for _ in range(4):
-            run(comm, CALLS[name], SEED)
-
-    spawn(body, SIZE, 60, faults=[Fault("delay", CULPRIT, operation, 0.01) for operation in (1, 2)])
+    for _ in range(4):
+        run(comm, CALLS[name], SEED)
 
 
 def outcome(name: str, kind: str) -> dict[int, KosError]:
@@ -80,23 +88,6 @@ def test_a_rank_that_stalls_or_sends_nothing(name: str, kind: str, message: str)
     assert bool(re.search(lost, lines)) == (kind == "drop")
 
 
-def test_a_rank_that_stalls_is_named_after_a_timeout_of_ones_own() -> None:
-    launched = threading.Barrier(SIZE - 1)  # else it may also name a rank that is merely late
-
-    def body(comm: kos.Communicator) -> str:
-        work = comm.all_reduce(np.ones(3), timeout=0.1, async_op=True)
-        launched.wait(60)
-        try:
-            work.wait()
-        except (CollectiveTimeout, RankLost) as error:
-            return str(error)
-        return "no error"
-
-    told = spawn(body, SIZE, 60, faults=[Fault("stall", CULPRIT)])
-    assert told[CULPRIT] is None
-    assert all("not complete after 0.1 s; ranks [1] did not arrive" in told[rank] for rank in (0, 2))
-
-
 @every_call
 def test_a_rank_that_crashes_is_named(name: str) -> None:
     errors = outcome(name, "crash")
@@ -121,7 +112,6 @@ def test_ranks_of_a_split_are_those_of_the_world() -> None:
     def body(comm: kos.Communicator) -> str:
         comm.barrier()
         part = comm.split(comm.rank % 2)
-        assert part is not None
         try:
             part.all_reduce(np.ones(3))
         except RankLost as error:
@@ -131,17 +121,6 @@ def test_ranks_of_a_split_are_those_of_the_world() -> None:
     results = spawn(body, 4, 60, faults=[Fault("crash", 2, 1)])
     assert results[2] is None and results[1] == results[3] == "fine"
     assert "rank 2 of world is gone: it crashed" in results[0]
-
-
-def test_several_faults_at_once() -> None:
-    faults = [Fault("delay", rank, operation) for rank in range(SIZE) for operation in range(3)]
-
-    def body(comm: kos.Communicator) -> None:
-        works = [comm.all_reduce(np.full(12, comm.rank + 10.0**n), async_op=True) for n in range(3)]
-        for n, work in reversed(list(enumerate(works))):
-            assert (work.wait() == 3 + 3 * 10.0**n).all()
-
-    spawn(body, SIZE, 60, faults=faults)
 
 
 def test_two_that_stall_and_one_that_crashes() -> None:
@@ -182,13 +161,13 @@ def test_a_fault_of_one_kind_of_operation() -> None:
     with pytest.raises(InvalidArgument, match=r"got none of .*call='send'.* in \[6, 6\] operations"):
         spawn(body, 2, 60, faults=[Fault("crash", 1, call="send")])
     with pytest.raises(InvalidArgument, match="fault: expected the name of an operation as call, got 3"):
-        Fault("crash", 1, call=3)  # type: ignore[arg-type]
+        Fault("crash", 1, call=3)
 
 
 def test_a_plan_that_makes_no_sense() -> None:
     for wrong in (("loss", 0), ("drop", -1), ("drop", 0, -1), ("drop", 0, 0, 1), ("delay", 0, 0, 0)):
         with pytest.raises(InvalidArgument, match="fault: expected"):
-            Fault(*wrong)  # type: ignore[arg-type]
+            Fault(*wrong)
     with pytest.raises(InvalidArgument, match="faults: expected ranks below 2, got .*rank=2"):
         spawn(lambda comm: None, 2, faults=[Fault("drop", 2)])
 
@@ -200,3 +179,38 @@ def test_a_fault_that_never_happens_fails_the_test() -> None:
     for fault in (Fault("drop", 1), Fault("crash", 0, 1)):
         with pytest.raises(InvalidArgument, match=r"got none of .*Fault.* in \[1, 1\] operations"):
             spawn(body, 2, faults=[fault])
+
+
+@pytest.mark.parametrize(
+    ("backend", "trials"),
+    [
+        ("tcp", 2),
+        pytest.param("mpi", 2, marks=needs_mpirun),
+        pytest.param("tcp", 6, marks=pytest.mark.slow),
+        pytest.param("mpi", 6, marks=[needs_mpirun, pytest.mark.slow]),
+    ],
+)
+def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: int, tmp_path: Path) -> None:
+    seed, out = int(np.random.SeedSequence().generate_state(1)[0]), tmp_path / "summary.json"
+    assert campaign(trials, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"
+    summary = json.loads(out.read_text())
+    assert (summary["trials"], summary["right"], summary["wrong"]) == (trials, trials, [])
+
+
+def test_a_seed_stands_for_one_trial() -> None:
+    assert Trial.of(7, "tcp", 3.0) == Trial.of(7, "tcp", 3.0) != Trial.of(8, "tcp", 3.0)
+
+
+def test_a_program_without_a_fault_passes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial, group, nccl = Trial.of(-2, "nccl", 3.0), ThreadGroup(2), fake_nccl.Group(2)
+
+    def body(rank: int) -> None:
+        comm = fake_nccl.communicator(ThreadRendezvous(group, rank, 30.0), nccl)
+        part = Rank(trial, comm)
+        part.warm_up()
+        part.run()
+        for each in reversed(part.groups.values()):
+            each.close()
+
+    with fake_nccl.no_gpu(monkeypatch):
+        assert run_threads(lambda: body(0), lambda: body(1)) == [None, None]

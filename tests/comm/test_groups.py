@@ -25,15 +25,6 @@ def members(comm: kos.Communicator) -> list[int]:
     return comm.all_gather(np.array([comm.world_ranks[comm.rank]])).ravel().tolist()
 
 
-def test_one_host_is_one_group() -> None:
-    def body(comm: kos.Communicator) -> tuple[list[int], list[int], str]:
-        assert comm.node == [0, 1, 2]
-        host = comm.split("host", key=-comm.rank)
-        return members(host), host.node, host.name
-
-    assert spawn(body, 3) == [([2, 1, 0], [0, 1, 2], "world.0:host0")] * 3
-
-
 def test_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     named, group = threading.local(), ThreadGroup(5)
     monkeypatch.setattr(base, "host_id", lambda: named.host)

@@ -16,62 +16,46 @@ from kos.errors import (
     CollectiveTimeout,
     RankLost,
 )
-from tests.comm.ranks import time_out_beside_others
+from tests.comm.ranks import on_each_rank, time_out_beside_others
 from tests.comm.test_failures import F4
-
-
-@pytest.fixture
-def between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups made from now on share no memory."""
-    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("posted", ["before", "after"])
-@pytest.mark.parametrize("kind", ["shared", "none"])
-def test_message_of_another_size_on_mpi(
-    ranks_of_mpi: Any, request: pytest.FixtureRequest, posted: str, kind: str
-) -> None:
+@on_each_rank("ranks_of_mpi.run")
+def test_message_of_another_size_on_mpi(world: kos.Communicator, /, memory: str, posted: str) -> None:
     """Nothing is written beside what the receive was given: Open MPI would, of longer messages within a host."""
-    if kind == "none":
-        request.getfixturevalue("between_hosts")
-
-    def body(world: kos.Communicator) -> None:
-        comm = world.duplicate()
-        for sent, expected in [(3, 4), (5, 4), (0, 2), (2, 0), (100_000, 2000), (10**6, 0), (2000, 10**6)]:
-            memory = np.zeros(2 * 10**6, np.float32)
-            if comm.rank == 1 and posted == "before":
-                work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
-                work.done()
-            comm.rendezvous.barrier()
-            message = f"rank 1 expected {expected} elements of float32 from rank 0, got {sent} elements"
-            if comm.rank == 0:
-                long = kind == "shared" and sent > 65536  # the receiver answers
-                with pytest.raises(CollectiveMismatch, match=message) if long else contextlib.nullcontext():
-                    comm.send(np.ones(sent, np.float32), 1)
-            elif comm.rank == 1:
-                if posted == "after":
-                    work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
-                with pytest.raises(CollectiveMismatch, match=r"recv #\d") as caught:
-                    work.wait()
-                assert message in str(caught.value)
-                assert not memory.any()
-        for tag in range(3):  # the dtype is wrong; other messages have come before it was asked for
-            if comm.rank == 0:
-                for x in (np.ones(4, np.int32), np.ones(4, np.float32)):
-                    comm.send(x, 1, tag)
-        if posted == "after":
-            comm.rendezvous.barrier()
-        if comm.rank == 1:
-            for tag in (2, 0, 1):
-                with pytest.raises(
-                    CollectiveMismatch, match="expected 4 elements of float32 .* got 4 elements of int32"
-                ):
-                    comm.recv(F4(), 0, tag)
-                assert (comm.recv(F4(), 0, tag) == 1).all()
-        comm.close()
-
-    ranks_of_mpi.run(body)
+    comm = world.duplicate()
+    for sent, expected in [(3, 4), (5, 4), (0, 2), (2, 0), (100_000, 2000), (10**6, 0), (2000, 10**6)]:
+        space = np.zeros(2 * 10**6, np.float32)
+        if comm.rank == 1 and posted == "before":
+            work = comm.recv(space[500_000:][:expected], 0, async_op=True)
+            work.done()
+        comm.rendezvous.barrier()
+        message = f"rank 1 expected {expected} elements of float32 from rank 0, got {sent} elements"
+        if comm.rank == 0:
+            long = memory == "shared" and sent > 65536  # the receiver answers
+            with pytest.raises(CollectiveMismatch, match=message) if long else contextlib.nullcontext():
+                comm.send(np.ones(sent, np.float32), 1)
+        elif comm.rank == 1:
+            if posted == "after":
+                work = comm.recv(space[500_000:][:expected], 0, async_op=True)
+            with pytest.raises(CollectiveMismatch, match=r"recv #\d") as caught:
+                work.wait()
+            assert message in str(caught.value)
+            assert not space.any()
+    for tag in range(3):  # the dtype is wrong; other messages have come before it was asked for
+        if comm.rank == 0:
+            for x in (np.ones(4, np.int32), np.ones(4, np.float32)):
+                comm.send(x, 1, tag)
+    if posted == "after":
+        comm.rendezvous.barrier()
+    if comm.rank == 1:
+        for tag in (2, 0, 1):
+            with pytest.raises(CollectiveMismatch, match="expected 4 elements of float32 .* got 4 elements of int32"):
+                comm.recv(F4(), 0, tag)
+            assert (comm.recv(F4(), 0, tag) == 1).all()
+    comm.close()
 
 
 def disagree_about_counts(comm: kos.Communicator, sent: int, expected: int) -> None:
@@ -122,7 +106,6 @@ def give_up_a_send(comm: kos.Communicator) -> None:
                 part.recv(y, 0, 5)
             with pytest.raises(CollectiveTimeout, match=message):
                 part.send(y, 0, 5)
-            assert collective is not None
             with pytest.raises(CollectiveTimeout, match=message):
                 collective.wait()
         with pytest.raises(CollectiveTimeout, match=message):
@@ -136,7 +119,7 @@ def test_a_send_given_up_ends_the_communicator(several: Any) -> None:
 
 
 @pytest.mark.mpi
-def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, between_hosts: None) -> None:
+def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None) -> None:
     ranks_of_mpi.run(give_up_a_send)
 
 
@@ -159,33 +142,28 @@ def abort_a_send(comm: kos.Communicator) -> None:
     comm.barrier()
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_a_send_under_way_at_an_abort(several: Any, request: pytest.FixtureRequest, memory: str) -> None:
-    if memory == "none":
-        request.getfixturevalue("between_hosts")
+def test_a_send_under_way_at_an_abort(several: Any, memory: str) -> None:
     several.run(abort_a_send)
 
 
-def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(several: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, y = np.full(1 << 18, float(comm.rank)), np.zeros(1 << 18)
-        if comm.rank == 0:
-            with pytest.raises(CollectiveMismatch, match="send_recv #0 .* to and from rank 1 with .* got 3 elements"):
-                comm.send_recv(x, y, 1, 1)
-            x[:] = -7
-        elif comm.rank == 1:
-            comm.send(np.zeros(3), 0)
-            comm.recv(y, 0)
-            assert (y == 0).all()
-        comm.barrier()
-
-    several.run(body)
+@on_each_rank("several.run")
+def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(comm: kos.Communicator, /) -> None:
+    x, y = np.full(1 << 18, float(comm.rank)), np.zeros(1 << 18)
+    if comm.rank == 0:
+        with pytest.raises(CollectiveMismatch, match="send_recv #0 .* to and from rank 1 with .* got 3 elements"):
+            comm.send_recv(x, y, 1, 1)
+        x[:] = -7
+    elif comm.rank == 1:
+        comm.send(np.zeros(3), 0)
+        comm.recv(y, 0)
+        assert (y == 0).all()
+    comm.barrier()
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("elements", [65_536, 200_003])
 def test_messages_longer_than_mpi_counts(
-    ranks_of_mpi: Any, between_hosts: None, monkeypatch: pytest.MonkeyPatch, elements: int
+    ranks_of_mpi: Any, apart: None, monkeypatch: pytest.MonkeyPatch, elements: int
 ) -> None:
     """With a limit of 1000 bytes instead of 2 GiB."""
     monkeypatch.setattr("kos.comm.host.mpi_messages.LARGEST", 1000)

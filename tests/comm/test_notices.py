@@ -45,7 +45,7 @@ class Arrived:
 def test_notices_of_a_rank_keep_their_order_where_threads_read_for_two_groups() -> None:
     class Status:
         def Get_count(self) -> int:
-            return int(self.count)  # type: ignore[attr-defined]
+            return int(self.count)
 
     MPI = SimpleNamespace(Status=Status, Exception=OSError, Is_finalized=lambda: False, BYTE=None)
     comm, readers = Arrived(), WeakValueDictionary[str, MPINotices]()

@@ -16,30 +16,12 @@ from kos import ReduceOp, cuda
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.cuda import driver
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable
 from kos.memory.array import Array
+from kos.testing.conformance.values import LARGE, SIZES, check
 from tests.comm.gpu_ranks import GPURanks
-from tests.comm.ranks import assert_bits, inputs, poison
-from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
-    LARGE,
-    SIZES,
-    check,
-    test_all_gather,
-    test_all_gather_v,
-    test_all_reduce,
-    test_all_to_all,
-    test_all_to_all_v,
-    test_broadcast,
-    test_gather_and_scatter,
-    test_gather_v_and_scatter_v,
-    test_large,
-    test_reduce,
-    test_reduce_scatter,
-    test_reduce_scatter_v,
-    test_scan,
-    test_scans_add_in_rank_order,
-    test_shapes_and_scalars,
-)
+from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
+from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     BF16,
     in_rank_order,
@@ -53,6 +35,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_messages,
     test_minimum_keeps_nan,
     test_mismatch_raises_on_all_ranks,
+    test_refusals,
     test_several_communicators,
     test_windows,
 )
@@ -81,286 +64,223 @@ def ranks(gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "tree"])
-def test_named_algorithms(ranks: GPURanks, seed: int, algorithm: str) -> None:
-    def body(gpu: Any) -> None:
-        for count in (*SIZES, LARGE):
-            xs = inputs(seed, gpu.size, count, BF16)
-            x = xs[gpu.rank].copy()
-            gpu.all_reduce(x, algorithm=algorithm)
-            check(x, xs, ReduceOp.SUM, [])
-            if algorithm.endswith("shot"):
-                assert_bits(x, in_rank_order(xs, ReduceOp.SUM, []), algorithm)
-
-    ranks.run(body)
+@on_each_rank("ranks.run")
+def test_named_algorithms(gpu: Any, /, seed: int, algorithm: str) -> None:
+    for count in (*SIZES, LARGE):
+        xs = inputs(seed, gpu.size, count, BF16)
+        x = xs[gpu.rank].copy()
+        gpu.all_reduce(x, algorithm=algorithm)
+        check(x, xs, ReduceOp.SUM, [])
+        if algorithm.endswith("shot"):
+            assert_bits(x, in_rank_order(xs, ReduceOp.SUM, []), algorithm)
 
 
-def test_symmetric_buffers_at_every_size(ranks: GPURanks, seed: int) -> None:
+@on_each_rank("ranks.run")
+def test_symmetric_buffers_at_every_size(gpu: Any, /, seed: int) -> None:
     """Each launch of the tables, out of place and in place, at odd counts, views that are not aligned included."""
-
-    def body(gpu: Any) -> None:
-        comm, me = gpu.comm, gpu.rank
-        x, out = (comm.allocate((8 << 20) + 64, BF16) for _ in range(2))
-        for count in (5, 120_001, 180_000, 400_001, 2_000_003, 8 << 20):
-            xs = inputs(seed, gpu.size, count, BF16)
-            expected = in_rank_order(xs, ReduceOp.SUM, [])
-            for start in (0, 8, 3):
-                source, target = x[start : start + count], out[start : start + count]
-                source.copy_from(xs[me])
-                out.fill_bytes(255)
-                comm.all_reduce(source, out=target)
-                comm.all_reduce(source)
-                comm.synchronize()
-                assert_bits(target.numpy(), expected, f"{count} from {start}")
-                assert_bits(source.numpy(), expected, f"{count} from {start} in place")
-                rest = out.numpy()[start + count :].view(np.uint8)
-                assert (rest == 255).all(), f"{count} from {start}: wrote beyond its end"
-
-    ranks.run(body)
+    comm, me = gpu.comm, gpu.rank
+    x, out = (comm.allocate((8 << 20) + 64, BF16) for _ in range(2))
+    for count in (5, 120_001, 180_000, 400_001, 2_000_003, 8 << 20):
+        xs = inputs(seed, gpu.size, count, BF16)
+        expected = in_rank_order(xs, ReduceOp.SUM, [])
+        for start in (0, 8, 3):
+            source, target = x[start : start + count], out[start : start + count]
+            source.copy_from(xs[me])
+            out.fill_bytes(255)
+            comm.all_reduce(source, out=target)
+            comm.all_reduce(source)
+            comm.synchronize()
+            assert_bits(target.numpy(), expected, f"{count} from {start}")
+            assert_bits(source.numpy(), expected, f"{count} from {start} in place")
+            rest = out.numpy()[start + count :].view(np.uint8)
+            assert (rest == 255).all(), f"{count} from {start}: wrote beyond its end"
 
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
-def test_blocks_of_one_role_each(ranks: GPURanks, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+@on_each_rank("ranks.run")
+def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     """``specialized``, in place and out of place, from one vector to several tiles a block, chunks that end early
     included; between them push, in another grid."""
-
-    def body(gpu: Any) -> None:
-        comm, me = gpu.comm, gpu.rank
-        launches = comm.backend._engine.launches
-        mixed = Launch("specialized", tile=512), Launch("push", 2), Launch("specialized", tile=1024)
-        x, out = (comm.allocate(LARGE // 8 * 16 // dtype.itemsize, dtype) for _ in range(2))
-        for turn, vectors in enumerate((1, 9, 8 * gpu.size, 1001, LARGE // 8)):
-            count = vectors * 16 // dtype.itemsize
-            assert gpu.size == 1 or comm.backend._engine._roles(16 * vectors)
-            for launch in mixed:
-                comm.backend.use(Launches(*[((None, launch),)] * 2))
-                xs = inputs(seed + turn, gpu.size, count, dtype)
-                expected = in_turn(xs, op, "rank order")
-                x[:count].copy_from(xs[me])
-                out.fill_bytes(255)
-                comm.all_reduce(x[:count], op, out=out[:count])
-                comm.all_reduce(x[:count], op)
-                comm.synchronize()
-                assert_bits(out[:count].numpy(), expected, f"{launch} of {count}")
-                assert_bits(x[:count].numpy(), expected, f"{launch} of {count} in place")
-                assert (out[count:].numpy().view(np.uint8) == 255).all(), f"{launch} of {count}: wrote beyond its end"
-        comm.backend.use(launches)
-
-    ranks.run(body)
+    comm, me = gpu.comm, gpu.rank
+    launches = comm.backend._engine.launches
+    mixed = Launch("specialized", tile=512), Launch("push", 2), Launch("specialized", tile=1024)
+    x, out = (comm.allocate(LARGE // 8 * 16 // dtype.itemsize, dtype) for _ in range(2))
+    for turn, vectors in enumerate((1, 9, 8 * gpu.size, 1001, LARGE // 8)):
+        count = vectors * 16 // dtype.itemsize
+        assert gpu.size == 1 or comm.backend._engine._roles(16 * vectors)
+        for launch in mixed:
+            comm.backend.use(Launches(*[((None, launch),)] * 2))
+            xs = inputs(seed + turn, gpu.size, count, dtype)
+            expected = in_turn(xs, op, "rank order")
+            x[:count].copy_from(xs[me])
+            out.fill_bytes(255)
+            comm.all_reduce(x[:count], op, out=out[:count])
+            comm.all_reduce(x[:count], op)
+            comm.synchronize()
+            assert_bits(out[:count].numpy(), expected, f"{launch} of {count}")
+            assert_bits(x[:count].numpy(), expected, f"{launch} of {count} in place")
+            assert (out[count:].numpy().view(np.uint8) == 255).all(), f"{launch} of {count}: wrote beyond its end"
+    comm.backend.use(launches)
 
 
 @pytest.mark.parametrize(("dtype", "op"), [(np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG)], ids=str)
-def test_what_overlaps_goes_by_copy_engines(ranks: GPURanks, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+@on_each_rank("ranks.run")
+def test_what_overlaps_goes_by_copy_engines(gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     """Between symmetric buffers, in place and out of place, again and again with other data; not what is elsewhere."""
-
-    def body(gpu: Any) -> None:
-        comm, n, me = gpu.comm, gpu.size, gpu.rank
-        part = -(-BESIDE // dtype.itemsize // n // 8) * 8 + 8
-        x, out = (comm.allocate(n * part, dtype) for _ in range(2))
-        mine = slice(me * part, (me + 1) * part)
-        elsewhere = on_gpu(comm, poison(n * part, dtype))
-        for turn in range(3):
-            xs = inputs(seed + turn, n, n * part, dtype)
-            total = in_rank_order(xs, op, [])
-            parts = np.concatenate([xs[r][r * part : (r + 1) * part] for r in range(n)])
-            for name, source, target, expected in (
-                ("all_reduce", x, out, total), ("all_reduce", x, x, total), ("all_reduce", elsewhere, x, total),
-                ("reduce_scatter", x, out[mine], total[mine]), ("reduce_scatter", x, x[mine], total[mine]),
-                ("reduce_scatter", x, elsewhere[mine], total[mine]),
-                ("all_gather", x[mine], out, parts), ("all_gather", elsewhere[mine], x, parts),
-            ):  # fmt: skip
-                for each in (x, out, elsewhere):
-                    each.fill_bytes(255)
-                source.copy_from(xs[me][mine] if name == "all_gather" else xs[me])
-                options = {} if name == "all_gather" else {"op": op}
-                work = getattr(comm, name)(source, out=target, async_op=True, **options)
-                here = name != "all_reduce" or source is not elsewhere
-                assert ("copies" in str(work.call.route.kernel)) == (here and n > 1), (name, work.call.route.kernel)
-                work.wait()
-                comm.synchronize()
-                assert_bits(target.numpy(), expected, f"{name}, turn {turn}")
-
-    ranks.run(body)
-
-
-def test_what_overlaps_in_a_graph(ranks: GPURanks, seed: int) -> None:
-    """Replayed with other data: what follows, on the first stream, finds all that the other ranks' engines brought."""
-
-    def body(gpu: Any) -> None:
-        comm, n, me = gpu.comm, gpu.size, gpu.rank
-        stream = cuda.create_stream(comm.device)
-        part = BESIDE // 4 // n // 4 * 4 + 4
-        whole, gathered = (comm.allocate(n * part, np.float32) for _ in range(2))
-        x, out = (Array(a.pointer, a.shape, a.dtype, a.device, owner=a, stream=stream) for a in (whole, gathered))
-        mine = slice(me * part, (me + 1) * part)
-        copies = [Array.empty(n * part, np.float32, comm.device, stream=stream) for _ in range(2)]
-        with cuda.capture(stream, keep=[x, out, *copies]) as graph:
-            comm.reduce_scatter(x, x[mine], async_op=True).wait()
-            comm.all_gather(x[mine], out, async_op=True).wait()
-            copies[0].copy_from(out, stream)
-            comm.all_reduce(out, async_op=True).wait()
-            copies[1].copy_from(out, stream)
-        for turn in range(5):
-            xs = inputs(seed + turn, n, n * part, np.dtype(np.float32))
-            x.copy_from(xs[me], stream)
-            out.fill_bytes(255, stream)
-            graph.replay(stream)
-            comm.synchronize(stream=stream)
-            total = in_rank_order(xs, ReduceOp.SUM, [])
-            assert_bits(copies[0].numpy(stream), total, f"gathered, turn {turn}")
-            assert_bits(copies[1].numpy(stream), in_rank_order([total] * n, ReduceOp.SUM, []), f"added, turn {turn}")
-        graph.close()
-
-    ranks.run(body)
-
-
-def test_any_bytes_to_and_from_anybody(ranks: GPURanks, seed: int) -> None:
-    """all_to_all_v of random lengths and alignments, some empty, some of many batches."""
-
-    def body(gpu: Any) -> None:
-        comm, n, me = gpu.comm, gpu.size, gpu.rank
-        rng = np.random.default_rng(seed)
-        for turn in range(20):
-            matrix = rng.integers(0, MUCH ** rng.uniform(0.1, 0.9, (n, n)))
-            matrix[rng.random((n, n)) < 0.2] = 0
-            shift = [int(s) for s in rng.integers(0, 17, 2 * n)]
-            xs = [inputs(seed + r + turn, 1, int(matrix[r].sum()), np.uint8)[0] for r in range(n)]
-            pieces = [np.split(x, np.cumsum(matrix[r])[:-1]) for r, x in enumerate(xs)]
-            expected = np.concatenate([pieces[r][me] for r in range(n)])
-            memory = on_gpu(comm, np.full(xs[me].size + expected.size + 64, 7, np.uint8))
-            x = memory[shift[me] : shift[me] + xs[me].size]
-            at = 32 + xs[me].size + shift[n + me]
-            out = memory[at : at + expected.size]
-            x.copy_from(xs[me])
-            comm.all_to_all_v(x, matrix[me].tolist(), matrix[:, me].tolist(), out)
+    comm, n, me = gpu.comm, gpu.size, gpu.rank
+    part = -(-BESIDE // dtype.itemsize // n // 8) * 8 + 8
+    x, out = (comm.allocate(n * part, dtype) for _ in range(2))
+    mine = slice(me * part, (me + 1) * part)
+    elsewhere = on_gpu(comm, poison(n * part, dtype))
+    for turn in range(3):
+        xs = inputs(seed + turn, n, n * part, dtype)
+        total = in_rank_order(xs, op, [])
+        parts = np.concatenate([xs[r][r * part : (r + 1) * part] for r in range(n)])
+        for name, source, target, expected in (
+            ("all_reduce", x, out, total), ("all_reduce", x, x, total), ("all_reduce", elsewhere, x, total),
+            ("reduce_scatter", x, out[mine], total[mine]), ("reduce_scatter", x, x[mine], total[mine]),
+            ("reduce_scatter", x, elsewhere[mine], total[mine]),
+            ("all_gather", x[mine], out, parts), ("all_gather", elsewhere[mine], x, parts),
+        ):  # fmt: skip
+            for each in (x, out, elsewhere):
+                each.fill_bytes(255)
+            source.copy_from(xs[me][mine] if name == "all_gather" else xs[me])
+            options = {} if name == "all_gather" else {"op": op}
+            work = getattr(comm, name)(source, out=target, async_op=True, **options)
+            here = name != "all_reduce" or source is not elsewhere
+            assert ("copies" in str(work.call.route.kernel)) == (here and n > 1), (name, work.call.route.kernel)
+            work.wait()
             comm.synchronize()
-            assert_bits(out.numpy(), expected, f"turn {turn}: {matrix.tolist()}")
-            left, right = memory[shift[me] + xs[me].size : at].numpy(), memory[at + expected.size :].numpy()
-            assert (left == 7).all() and (right == 7).all(), f"turn {turn}: wrote beside the output"
-
-    ranks.run(body)
+            assert_bits(target.numpy(), expected, f"{name}, turn {turn}")
 
 
-def test_messages_of_a_batch_wait_for_none_of_it(ranks: GPURanks, seed: int) -> None:
-    """Everybody sends before it receives, several times to the same rank, more than the slots hold."""
+@on_each_rank("ranks.run")
+def test_what_overlaps_in_a_graph(gpu: Any, /, seed: int) -> None:
+    """Replayed with other data: what follows, on the first stream, finds all that the other ranks' engines brought."""
+    comm, n, me = gpu.comm, gpu.size, gpu.rank
+    stream = cuda.create_stream(comm.device)
+    part = BESIDE // 4 // n // 4 * 4 + 4
+    whole, gathered = (comm.allocate(n * part, np.float32) for _ in range(2))
+    x, out = (Array(a.pointer, a.shape, a.dtype, a.device, owner=a, stream=stream) for a in (whole, gathered))
+    mine = slice(me * part, (me + 1) * part)
+    copies = [Array.empty(n * part, np.float32, comm.device, stream=stream) for _ in range(2)]
+    with cuda.capture(stream, keep=[x, out, *copies]) as graph:
+        comm.reduce_scatter(x, x[mine], async_op=True).wait()
+        comm.all_gather(x[mine], out, async_op=True).wait()
+        copies[0].copy_from(out, stream)
+        comm.all_reduce(out, async_op=True).wait()
+        copies[1].copy_from(out, stream)
+    for turn in range(5):
+        xs = inputs(seed + turn, n, n * part, np.dtype(np.float32))
+        x.copy_from(xs[me], stream)
+        out.fill_bytes(255, stream)
+        graph.replay(stream)
+        comm.synchronize(stream=stream)
+        total = in_rank_order(xs, ReduceOp.SUM, [])
+        assert_bits(copies[0].numpy(stream), total, f"gathered, turn {turn}")
+        assert_bits(copies[1].numpy(stream), in_rank_order([total] * n, ReduceOp.SUM, []), f"added, turn {turn}")
+    graph.close()
 
-    def body(gpu: Any) -> None:
-        comm, n, me = gpu.comm, gpu.size, gpu.rank
-        counts = [3, MUCH, 0, MUCH // 71]
-        mine = [[inputs(seed + to, 1, c, np.uint8)[0] ^ me for c in counts] for to in range(n)]
-        there = [[on_gpu(comm, x) for x in row] for row in mine]
-        got = [[on_gpu(comm, poison(c, np.uint8)) for c in counts] for _ in range(n)]
-        with comm.batch():
-            for k in range(len(counts)):
-                for to in (r for r in range(n) if r != me):
-                    comm.send(there[to][k], to)
-            for of in (r for r in range(n) if r != me):
-                for k in range(len(counts)):
-                    comm.recv(got[of][k], of)
+
+@on_each_rank("ranks.run")
+def test_any_bytes_to_and_from_anybody(gpu: Any, /, seed: int) -> None:
+    """all_to_all_v of random lengths and alignments, some empty, some of many batches."""
+    comm, n, me = gpu.comm, gpu.size, gpu.rank
+    rng = np.random.default_rng(seed)
+    for turn in range(20):
+        matrix = rng.integers(0, MUCH ** rng.uniform(0.1, 0.9, (n, n)))
+        matrix[rng.random((n, n)) < 0.2] = 0
+        shift = [int(s) for s in rng.integers(0, 17, 2 * n)]
+        xs = [inputs(seed + r + turn, 1, int(matrix[r].sum()), np.uint8)[0] for r in range(n)]
+        pieces = [np.split(x, np.cumsum(matrix[r])[:-1]) for r, x in enumerate(xs)]
+        expected = np.concatenate([pieces[r][me] for r in range(n)])
+        memory = on_gpu(comm, np.full(xs[me].size + expected.size + 64, 7, np.uint8))
+        x = memory[shift[me] : shift[me] + xs[me].size]
+        at = 32 + xs[me].size + shift[n + me]
+        out = memory[at : at + expected.size]
+        x.copy_from(xs[me])
+        comm.all_to_all_v(x, matrix[me].tolist(), matrix[:, me].tolist(), out)
         comm.synchronize()
-        for of in (r for r in range(n) if r != me):
-            for k, count in enumerate(counts):
-                assert_bits(got[of][k].numpy(), inputs(seed + me, 1, count, np.uint8)[0] ^ of, f"{of}, {k}")
+        assert_bits(out.numpy(), expected, f"turn {turn}: {matrix.tolist()}")
+        left, right = memory[shift[me] + xs[me].size : at].numpy(), memory[at + expected.size :].numpy()
+        assert (left == 7).all() and (right == 7).all(), f"turn {turn}: wrote beside the output"
 
-    ranks.run(body)
+
+@on_each_rank("ranks.run")
+def test_messages_of_a_batch_wait_for_none_of_it(gpu: Any, /, seed: int) -> None:
+    """Everybody sends before it receives, several times to the same rank, more than the slots hold."""
+    comm, n, me = gpu.comm, gpu.size, gpu.rank
+    counts = [3, MUCH, 0, MUCH // 71]
+    mine = [[inputs(seed + to, 1, c, np.uint8)[0] ^ me for c in counts] for to in range(n)]
+    there = [[on_gpu(comm, x) for x in row] for row in mine]
+    got = [[on_gpu(comm, poison(c, np.uint8)) for c in counts] for _ in range(n)]
+    with comm.batch():
+        for k in range(len(counts)):
+            for to in (r for r in range(n) if r != me):
+                comm.send(there[to][k], to)
+        for of in (r for r in range(n) if r != me):
+            for k in range(len(counts)):
+                comm.recv(got[of][k], of)
+    comm.synchronize()
+    for of in (r for r in range(n) if r != me):
+        for k, count in enumerate(counts):
+            assert_bits(got[of][k].numpy(), inputs(seed + me, 1, count, np.uint8)[0] ^ of, f"{of}, {k}")
 
 
 @pytest.mark.parametrize("first", ["recv", "send"])
-def test_a_send_recv_meets_the_two_one_after_the_other(ranks: GPURanks, seed: int, first: str) -> None:
+@on_each_rank("ranks.run")
+def test_a_send_recv_meets_the_two_one_after_the_other(gpu: Any, /, seed: int, first: str) -> None:
     """Of more bytes than the slots hold: each way goes on without the other."""
-
-    def body(gpu: Any) -> None:
-        comm, other, count = gpu.comm, gpu.rank ^ 1, 4 * MUCH
-        if other >= comm.size:
-            return
-        x = on_gpu(comm, inputs(seed + gpu.rank, 1, count, np.uint8)[0])
-        out = on_gpu(comm, poison(count, np.uint8))
-        if gpu.rank < other:
-            comm.send_recv(x, out, other, other)
-        elif first == "recv":
-            comm.recv(out, other)
-            comm.send(x, other)
-        else:
-            comm.send(x, other)
-            comm.recv(out, other)
-        comm.synchronize()
-        assert_bits(out.numpy(), inputs(seed + other, 1, count, np.uint8)[0], "what came")
-
-    ranks.run(body)
+    comm, other, count = gpu.comm, gpu.rank ^ 1, 4 * MUCH
+    if other >= comm.size:
+        return
+    x = on_gpu(comm, inputs(seed + gpu.rank, 1, count, np.uint8)[0])
+    out = on_gpu(comm, poison(count, np.uint8))
+    if gpu.rank < other:
+        comm.send_recv(x, out, other, other)
+    elif first == "recv":
+        comm.recv(out, other)
+        comm.send(x, other)
+    else:
+        comm.send(x, other)
+        comm.recv(out, other)
+    comm.synchronize()
+    assert_bits(out.numpy(), inputs(seed + other, 1, count, np.uint8)[0], "what came")
 
 
-def test_streams_follow_one_another(ranks: GPURanks) -> None:
+@on_each_rank("ranks.run")
+def test_streams_follow_one_another(gpu: Any, /) -> None:
     """Operations on two streams, and beside them, use the slab one after another."""
-
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        queues = [cuda.create_stream(comm.device) for _ in range(2)]
-        xs = [Array.zeros(30_001, np.int32, comm.device, stream=queue) for queue in queues]
-        for x in xs:
-            x.copy_from(np.ones(30_001, np.int32), x.stream)
-        works = []
-        for turn in range(30):
-            comm.all_reduce(xs[turn % 2], ReduceOp.MAX if turn % 3 else ReduceOp.SUM)
-            works.append(comm.all_gather(xs[turn % 2][:5], async_op=True))
-        for x in xs:
-            assert (x.numpy(x.stream) == comm.size**5).all()
-        for work in works:
-            assert work.synchronize().shape == (comm.size, 5)
-
-    ranks.run(body)
+    comm = gpu.comm
+    queues = [cuda.create_stream(comm.device) for _ in range(2)]
+    xs = [Array.zeros(30_001, np.int32, comm.device, stream=queue) for queue in queues]
+    for x in xs:
+        x.copy_from(np.ones(30_001, np.int32), x.stream)
+    works = []
+    for turn in range(30):
+        comm.all_reduce(xs[turn % 2], ReduceOp.MAX if turn % 3 else ReduceOp.SUM)
+        works.append(comm.all_gather(xs[turn % 2][:5], async_op=True))
+    for x in xs:
+        assert (x.numpy(x.stream) == comm.size**5).all()
+    for work in works:
+        assert work.synchronize().shape == (comm.size, 5)
 
 
-def test_windows_are_freed_when_all_ranks_let_go(ranks: GPURanks) -> None:
-    def body(gpu: Any) -> None:
-        comm, backend = gpu.comm.duplicate(), None
-        backend = comm.backend
-        kept = comm.allocate(10, np.float32)
-        for turn in range(4):
-            x = comm.allocate(1 << 20, np.float32)
-            x.copy_from(np.full(1 << 20, turn, np.float32))
-            assert (comm.all_reduce(x).numpy() == turn * comm.size).all()
-            if turn != 2 or comm.rank:
-                del x
-        assert len(backend._windows.memories) == 3  # kept, the one that rank 0 held on to, and the last
-        comm.close()
-        kept.fill_bytes(0)  # outlives the communicator
-        assert (kept.numpy() == 0).all()
-
-    ranks.run(body)
-
-
-def test_refusals(ranks: GPURanks) -> None:
-    """Nothing is sent: the communicator works after each."""
-
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        x = on_gpu(comm, np.ones(4, np.float32))
-        freed = Array.empty(4, np.float32, comm.device)
-        freed.owner.close()
-        odd = Array(x.pointer + 2, (3,), np.float32, comm.device, owner=x)
-        refused = {
-            rf"expected memory of cuda:{comm.device} \(backend peer\), got ndarray": lambda: comm.all_reduce(
-                np.ones(4)
-            ),
-            "got one that was freed": lambda: comm.all_reduce(freed),
-            "elements at multiples of 4 bytes": lambda: comm.all_reduce(odd),
-            "algorithm: expected 'auto', one_shot, two_shot, ring, tree": lambda: comm.all_reduce(
-                x, algorithm="halving_doubling"
-            ),
-        }
-        if comm.size > 1:
-            refused["tag: expected 0"] = lambda: comm.send(x, (comm.rank + 1) % comm.size, 3)
-        there = (comm.device + 1) % len(cuda.visible_devices())
-        if there != comm.device:
-            elsewhere = Array.empty(4, np.float32, there)
-            refused[f"got Array in memory of cuda:{there}"] = lambda: comm.all_reduce(elsewhere)
-        before = comm.recorder.count
-        for message, call in refused.items():
-            with pytest.raises(InvalidArgument, match=message):
-                call()
-        assert comm.recorder.count == before
-        assert (comm.all_reduce(x).numpy() == comm.size).all()
-
-    ranks.run(body)
+@on_each_rank("ranks.run")
+def test_windows_are_freed_when_all_ranks_let_go(gpu: Any, /) -> None:
+    comm, backend = gpu.comm.duplicate(), None
+    backend = comm.backend
+    kept = comm.allocate(10, np.float32)
+    for turn in range(4):
+        x = comm.allocate(1 << 20, np.float32)
+        x.copy_from(np.full(1 << 20, turn, np.float32))
+        assert (comm.all_reduce(x).numpy() == turn * comm.size).all()
+        if turn != 2 or comm.rank:
+            del x
+    assert len(backend._windows.memories) == 3  # kept, the one that rank 0 held on to, and the last
+    comm.close()
+    kept.fill_bytes(0)  # outlives the communicator
+    assert (kept.numpy() == 0).all()
 
 
 def test_ranks_that_are_threads_are_told() -> None:

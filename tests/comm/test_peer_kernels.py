@@ -307,7 +307,7 @@ def test_every_kernel_back_to_back(stall: int) -> None:
     assert on_ranks(moving, 3, seed(), storms.KINDS, 100, macros) == [0] * 3
 
 
-@pytest.mark.parametrize("kind", ["exchange", "all_gather", "reduce_scatter", "specialized"])
+@pytest.mark.parametrize("kind", ["exchange", "all_gather", "all_to_all", "reduce_scatter", "specialized"])
 def test_without_flags_what_moves_is_wrong(kind: str) -> None:
     assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
 

@@ -24,7 +24,6 @@ COUNT = 300_007  # elements: several segments
 def moves_alone(comm: kos.Communicator, groups: Any = None) -> None:
     """Rank 0 is in no call of the communicator until every other rank has completed its own, which need it."""
     part, x = comm.split(0), np.full(COUNT, comm.rank + 1.0, np.float32)
-    assert part is not None
     for paused in (False, False, True):  # the second one wakes the thread, and the end of the pause in the third
         if comm.rank == 0:
             with part.backend.engine.paused() if paused else nullcontext():
@@ -107,18 +106,12 @@ def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> No
         comm.abort()
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_tcp(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
-    if memory == "none":
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+def test_tcp(memory: str) -> None:
     run_ranks(2, lambda rendezvous: check("tcp", rendezvous))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_mpi(mpi_world: kos.Communicator, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
-    if memory == "none":
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+def test_mpi(mpi_world: kos.Communicator, memory: str) -> None:
     mpi_world.barrier()
     check("mpi", None)
 

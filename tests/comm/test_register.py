@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,29 +15,17 @@ from kos.comm.gpu import nccl_binding
 from kos.errors import BackendUnavailable, CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import FakeNCCL, Memory, captures, no_gpu
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, captures
 from tests.comm.fake_peer import communicator as peer_communicator
 from tests.comm.fake_peer import no_gpus
-from tests.comm.test_nccl_logic import FakeRanks
-
-
-class Log(list[tuple[str, int]]):
-    """What NCCL is asked to do with windows, by address."""
-
-    def of(self, name: str) -> list[int]:
-        return [address for kind, address in self if kind == name]
+from tests.comm.ranks import on_each_rank
 
 
 @pytest.fixture
-def windows(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeNCCL, Log]]:
-    log = Log()
-    with no_gpu(monkeypatch) as fake:
-        monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: True)
-        for name in ("register", "deregister"):
-            log_it = lambda comm, address, *nbytes, name=name: log.append((name, address)) or address  # noqa: E731
-            monkeypatch.setattr(nccl_binding, name, log_it)
-        monkeypatch.setattr(nccl_binding, "free", lambda address: log.append(("free", address)))
-        yield fake, log
+def windows(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[int]]:
+    """``windows(name)``: the addresses with which NCCL was asked to ``register``, ``deregister`` or ``free``."""
+    monkeypatch.setattr(nccl_binding, "is_virtual", lambda address: True)
+    return lambda name: [address for what, address in fake.windows if what == name]
 
 
 def own_array(count: int = 1024, offset: int = 0) -> Array:
@@ -47,9 +35,7 @@ def own_array(count: int = 1024, offset: int = 0) -> Array:
     return Array(start + offset, (count,), np.float32, 0, owner=memory)
 
 
-def test_registered_as_long_as_its_array_lives(windows: tuple[FakeNCCL, Log]) -> None:
-    _, log = windows
-
+def test_registered_as_long_as_its_array_lives(windows: Any) -> None:
     def body(gpu: Any) -> None:
         comm, x = gpu.comm, own_array()
         address = x.pointer
@@ -60,64 +46,56 @@ def test_registered_as_long_as_its_array_lives(windows: tuple[FakeNCCL, Log]) ->
         comm.all_reduce(x)  # and the last operation keeps its own array alone
         with pytest.raises(InvalidArgument, match=r"register: x of rank 0: .* not registered yet, got some that is"):
             comm.register(x[5:])
-        assert address not in log.of("deregister")
+        assert address not in windows("deregister")
         del buffer
         again = comm.register(other := own_array())  # frees the first, as the next allocate would
-        assert log.of("deregister").count(address) == 1 and address not in log.of("free")
+        assert windows("deregister").count(address) == 1 and address not in windows("free")
         comm.register(x)  # dropped at once: the end frees it
         del again, other
 
     FakeRanks(2).run(body)
-    assert sorted(log.of("register")) == sorted(log.of("deregister")) and not log.of("free")
+    assert sorted(windows("register")) == sorted(windows("deregister")) and not windows("free")
 
 
-def test_a_graph_keeps_the_registration_and_the_memory(windows: tuple[FakeNCCL, Log]) -> None:
-    _, log = windows
-
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, own_array()
-        x.stream, memory, address = 5, x.owner, x.pointer
-        buffer = comm.register(x)
-        buffer.stream = 5
+@on_each_rank(FakeRanks(1).run)
+def test_a_graph_keeps_the_registration_and_the_memory(gpu: Any, /, windows: Any) -> None:
+    comm, x = gpu.comm, own_array()
+    x.stream, memory, address = 5, x.owner, x.pointer
+    buffer = comm.register(x)
+    buffer.stream = 5
+    comm.broadcast(buffer, 0)
+    with captures() as graph:
         comm.broadcast(buffer, 0)
-        with captures() as graph:
-            comm.broadcast(buffer, 0)
-        comm.broadcast(Array.zeros(3, np.int8, 0), 0)  # or the last operation keeps its array
-        del buffer, x
-        comm.register(own_array())
-        assert log.of("deregister") == []
-        references = sys.getrefcount(memory)
-        graph.destroy()
-        comm.register(own_array())
-        assert address in log.of("deregister") and sys.getrefcount(memory) < references
-
-    FakeRanks(1).run(body)
+    comm.broadcast(Array.zeros(3, np.int8, 0), 0)  # or the last operation keeps its array
+    del buffer, x
+    comm.register(own_array())
+    assert windows("deregister") == []
+    references = sys.getrefcount(memory)
+    graph.destroy()
+    comm.register(own_array())
+    assert address in windows("deregister") and sys.getrefcount(memory) < references
 
 
-def test_memory_that_two_communicators_have_registered(windows: tuple[FakeNCCL, Log]) -> None:
+@on_each_rank(FakeRanks(1).run)
+def test_memory_that_two_communicators_have_registered(gpu: Any, /, windows: Any) -> None:
     """The end of one registration leaves the other: a graph keeps it."""
-    _, log = windows
-
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, own_array()
-        other = comm.duplicate()
-        mine, theirs = comm.register(x), other.register(x)
-        theirs.stream = mine.stream = 5
+    comm, x = gpu.comm, own_array()
+    other = comm.duplicate()
+    mine, theirs = comm.register(x), other.register(x)
+    theirs.stream = mine.stream = 5
+    other.broadcast(theirs, 0)
+    comm.broadcast(mine, 0)
+    del mine
+    comm.broadcast(Array.zeros(3, np.int8, 0), 0)
+    comm.register(own_array())
+    assert windows("deregister") == [x.pointer]
+    with captures():
         other.broadcast(theirs, 0)
-        comm.broadcast(mine, 0)
-        del mine
-        comm.broadcast(Array.zeros(3, np.int8, 0), 0)
-        comm.register(own_array())
-        assert log.of("deregister") == [x.pointer]
-        with captures():
-            other.broadcast(theirs, 0)
-        other.broadcast(Array.zeros(3, np.int8, 0), 0)
-        del theirs
-        other.register(own_array())
-        assert log.of("deregister").count(x.pointer) == 1
-        other.abort()
-
-    FakeRanks(1).run(body)
+    other.broadcast(Array.zeros(3, np.int8, 0), 0)
+    del theirs
+    other.register(own_array())
+    assert windows("deregister").count(x.pointer) == 1
+    other.abort()
 
 
 class Tensor:
@@ -152,26 +130,20 @@ def torch_with(expandable: bool, x: Array) -> Any:
     )  # fmt: skip
 
 
+@on_each_rank(FakeRanks(1).run)
 def test_expandable_segments_of_torch_are_refused_by_name(
-    windows: tuple[FakeNCCL, Log], monkeypatch: pytest.MonkeyPatch
+    gpu: Any, /, windows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, own_array()
-        tensor = Tensor(x)
-        monkeypatch.setitem(sys.modules, "torch", torch_with(True, x))
-        with pytest.raises(InvalidArgument, match="rank 0: expected .* stays mapped, got a tensor in an expandable"):
-            comm.register(tensor)
-        monkeypatch.setitem(sys.modules, "torch", torch_with(False, x))
-        assert comm.register(tensor).pointer == x.pointer
-
-    FakeRanks(1).run(body)
+    comm, x = gpu.comm, own_array()
+    tensor = Tensor(x)
+    monkeypatch.setitem(sys.modules, "torch", torch_with(True, x))
+    with pytest.raises(InvalidArgument, match="rank 0: expected .* stays mapped, got a tensor in an expandable"):
+        comm.register(tensor)
+    monkeypatch.setitem(sys.modules, "torch", torch_with(False, x))
+    assert comm.register(tensor).pointer == x.pointer
 
 
-def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(
-    windows: tuple[FakeNCCL, Log], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, log = windows
-
+def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(windows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def body(gpu: Any) -> None:
         comm = gpu.comm
         bad = comm.rank == 1
@@ -201,25 +173,22 @@ def test_memory_that_nccl_does_not_take_is_refused_on_all_ranks(
 
     good: list[int] = []
     FakeRanks(2).run(body)
-    assert len(log.of("register")) == 2
+    assert len(windows("register")) == 2
 
 
-def test_sizes_that_differ_raise_on_all_ranks(windows: tuple[FakeNCCL, Log]) -> None:
-    def body(gpu: Any) -> None:
-        with pytest.raises(CollectiveMismatch, match=r"register of 4096 bytes .*register of 4100 bytes"):
-            gpu.comm.register(own_array(1024 + gpu.rank))
-
-    FakeRanks(2).run(body)
+@on_each_rank(FakeRanks(2).run)
+def test_sizes_that_differ_raise_on_all_ranks(gpu: Any, /, windows: Any) -> None:
+    with pytest.raises(CollectiveMismatch, match=r"register of 4096 bytes .*register of 4100 bytes"):
+        gpu.comm.register(own_array(1024 + gpu.rank))
 
 
-def test_a_machine_without_windows(windows: tuple[FakeNCCL, Log], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_binding, "register", lambda comm, address, nbytes: 0)
-
-    def body(gpu: Any) -> None:
-        with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
-            gpu.comm.register(own_array())
-
-    FakeRanks(1).run(body)
+@on_each_rank(FakeRanks(1).run)
+def test_a_machine_without_windows(
+    gpu: Any, /, fake: FakeNCCL, windows: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "comm_window_register", lambda *arguments: 0)
+    with pytest.raises(BackendUnavailable, match="register: NCCL 2.28.9 has no windows on this machine"):
+        gpu.comm.register(own_array())
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -233,12 +202,10 @@ def test_memory_of_the_driver_is_known_by_its_handle(monkeypatch: pytest.MonkeyP
     assert nccl_binding.is_virtual(4096) == (status == 0) == (released == ["handle"])
 
 
-def test_a_backend_for_host_memory_has_nothing_to_register() -> None:
-    def body(comm: kos.Communicator) -> None:
-        with pytest.raises(InvalidArgument, match="register: expected a backend for GPUs, got mock, which"):
-            comm.register(np.ones(3))
-
-    spawn(body, 2)
+@on_each_rank(spawn, 2)
+def test_a_backend_for_host_memory_has_nothing_to_register(comm: kos.Communicator, /) -> None:
+    with pytest.raises(InvalidArgument, match="register: expected a backend for GPUs, got mock, which"):
+        comm.register(np.ones(3))
 
 
 # Peer memory.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,32 +13,31 @@ import numpy as np
 import pytest
 
 import kos
-from kos import PremulSum, ReduceOp
-from kos.comm import cached
+from kos.comm.cached import ON_GPU
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import streams
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
+from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import test_auto
-from tests.comm.fake_nccl import FakeNCCL, Group, communicator, no_gpu
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, captures, communicator
 from tests.comm.gpu_ranks import Prepared
-from tests.comm.test_nccl_logic import SIZE, FakeRanks
+from tests.comm.model import Step
+from tests.comm.ranks import on_each_rank
+from tests.comm.test_operations import on_gpu
+from tests.comm.test_repeated_on_hosts import CASES, check_cached
 
 COUNT = 6
-
-
-class Stream:
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+SIZE = 3
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
-    with no_gpu(monkeypatch) as fake:
-        yield fake
+def of_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table by which small calls go by another part in a graph."""
+    table = test_auto.ROUTES | {
+        "all_reduce 16-bit ordinary graph": [[64, "peer"], [None, "nccl"]],
+        "all_reduce 16-bit ordinary eager": [[None, "nccl"]],
+    }
+    monkeypatch.setattr(test_auto.Peer, "table", test_auto.parse(test_auto.changed("routes", to=table), "the test"))
 
 
 @pytest.fixture
@@ -50,89 +50,43 @@ def ones(count: int = COUNT, dtype: Any = np.float32, stream: Any = None) -> Arr
     return Array.from_numpy(np.ones(count, dtype), 0, stream=stream)
 
 
-CALLS: dict[str, Callable[[kos.Communicator, Array, Array, Array], Any]] = {
-    "all_reduce in place": lambda comm, x, all_, part: comm.all_reduce(x),
-    "all_reduce of the largest": lambda comm, x, all_, part: comm.all_reduce(x, ReduceOp.MAX),
-    "all_reduce": lambda comm, x, all_, part: comm.all_reduce(x, out=all_),
-    "reduce_scatter": lambda comm, x, all_, part: comm.reduce_scatter(x, part),
-    "all_gather": lambda comm, x, all_, part: comm.all_gather(part, all_),
-    "all_to_all": lambda comm, x, all_, part: comm.all_to_all(x, all_),
-    "broadcast": lambda comm, x, all_, part: comm.broadcast(x, 1),
-    "reduce": lambda comm, x, all_, part: comm.reduce(x, 1, out=all_ if comm.rank == 1 else None),
-    "gather": lambda comm, x, all_, part: comm.gather(part, 1, all_ if comm.rank == 1 else None),
-    "scatter": lambda comm, x, all_, part: comm.scatter(x if comm.rank == 1 else None, part, 1),
-    "send_recv": lambda comm, x, all_, part: comm.send_recv(x, all_, (comm.rank + 1) % SIZE, (comm.rank - 1) % SIZE),
-    "broadcast out of place": lambda comm, x, all_, part: comm.broadcast(x, 2, out=all_),
-}
+@pytest.mark.parametrize("step", [step for step in CASES if step.name in ON_GPU], ids=str)
+@on_each_rank(FakeRanks(SIZE).run)
+def test_the_third_call_is_ready_and_gives_what_the_first_gave(
+    gpu: Any, /, fake: FakeNCCL, seed: int, step: Step
+) -> None:
+    comm = gpu.comm
+    check_cached(comm, replace(step, dtype=np.int64), seed, *on_gpu(0))
+    entries = comm.recorder.entries()
+    entries = entries[:: len(entries) // 6]  # of a send_recv each has two
+    number = "p2p_seq_id" if step.name == "send_recv" else "collective_seq_id"
+    assert [entry[number] for entry in entries] == list(range(6))
+    sizes = "input_sizes", "output_sizes", "input_dtypes"
+    keys = "profiling_name", "reduce_op", "root", "timeout_ms", "state", *sizes
+    assert all(entry[key] == entries[0][key] for entry in entries for key in keys)
+    assert len({(f["filename"], f["line"]) for entry in entries for f in entry["frames"]}) == 1
 
 
-def expected(name: str, xs: list[np.ndarray], parts: list[np.ndarray], rank: int) -> np.ndarray:
-    total = np.sum(xs, 0)
-    return {
-        "all_reduce in place": total,
-        "all_reduce of the largest": np.max(xs, 0),
-        "all_reduce": total,
-        "reduce_scatter": np.split(total, SIZE)[rank],
-        "all_gather": np.concatenate(parts),
-        "all_to_all": np.concatenate([np.split(x, SIZE)[rank] for x in xs]),
-        "broadcast": xs[1],
-        "reduce": total if rank == 1 else None,
-        "gather": np.concatenate(parts) if rank == 1 else None,
-        "scatter": np.split(xs[1], SIZE)[rank],
-        "send_recv": xs[(rank - 1) % SIZE],
-        "broadcast out of place": xs[2],
-    }[name]
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_the_third_call_is_ready_and_gives_what_the_first_gave(fake: FakeNCCL, seed: int, name: str) -> None:
-    def body(gpu: Any) -> None:
-        comm, prepared, length = gpu.comm, Prepared(gpu.comm), 2 * SIZE
-        arrays = [Array.zeros(size, np.int64, 0) for size in (length, length, 2)]
-        for turn in range(5):
-            rng = np.random.default_rng((seed, turn))
-            xs, parts = rng.integers(0, 1000, (SIZE, length)), rng.integers(0, 1000, (SIZE, 2))
-            for array, values in zip(arrays, (xs[comm.rank], np.full(length, -1), parts[comm.rank]), strict=True):
-                array.copy_from(values)
-            prepared.clear()
-            got = CALLS[name](comm, *arrays)
-            assert bool(prepared) == (turn < 2), (turn, list(prepared))
-            want = expected(name, list(xs), list(parts), comm.rank)
-            assert any(got is array for array in arrays) or got is want is None
-            if want is not None:
-                np.testing.assert_array_equal(got.numpy(), want)
-        entries = comm.recorder.entries()
-        entries = entries[:: len(entries) // 5]  # of a send_recv each has two
-        number = "p2p_seq_id" if name == "send_recv" else "collective_seq_id"
-        assert [entry[number] for entry in entries] == list(range(5))
-        sizes = "input_sizes", "output_sizes", "input_dtypes"
-        keys = "profiling_name", "reduce_op", "root", "timeout_ms", "state", *sizes
-        assert all(entry[key] == entries[0][key] for entry in entries for key in keys)
-        assert len({(f["filename"], f["line"]) for entry in entries for f in entry["frames"]}) == 1
-
-    FakeRanks(SIZE).run(body)
-
-
-def test_other_ranks_are_another_call(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        comm, prepared = gpu.comm, Prepared(gpu.comm)
-        x, y = Array.from_numpy(np.full(COUNT, comm.rank), 0), Array.zeros(COUNT, np.int64, 0)
-        for step in (1, 1, 1, 2, 2, 1):
-            to, of = (comm.rank + step) % SIZE, (comm.rank - step) % SIZE
-            comm.send_recv(x, y, to, of)
-            assert (y.numpy() == of).all()
-        for call in (comm.gather, comm.reduce):
-            a, b = (Array.zeros(COUNT * n, np.int64, 0) for n in (1, SIZE if call == comm.gather else 1))
-            for root in (0, 0, 0, 1, 1, 0):
-                a.copy_from(np.full(COUNT, root + 1))
-                b.copy_from(np.full(b.size, -1))
-                result = call(a, root, out=b if comm.rank == root else None)
-                assert (result is b) == (comm.rank == root)
-                want = -1 if comm.rank != root else root + 1 if call == comm.gather else SIZE * (root + 1)
-                assert (b.numpy() == want).all()
-        assert prepared
-
-    FakeRanks(SIZE).run(body)
+@on_each_rank(FakeRanks(SIZE).run)
+def test_other_ranks_are_another_call(gpu: Any, /, fake: FakeNCCL) -> None:
+    comm, prepared = gpu.comm, Prepared(gpu.comm)
+    x, y = Array.from_numpy(np.full(COUNT, comm.rank), 0), Array.zeros(COUNT, np.int64, 0)
+    for step in (1, 1, 1, 2, 2, 1):
+        to, of = (comm.rank + step) % SIZE, (comm.rank - step) % SIZE
+        comm.send_recv(x, y, to, of)
+        assert (y.numpy() == of).all()
+        with pytest.raises(InvalidArgument, match="tag: expected 0"):
+            comm.send_recv(x, y, to, of, tag=1)
+    for call in (comm.gather, comm.reduce):
+        a, b = (Array.zeros(COUNT * n, np.int64, 0) for n in (1, SIZE if call == comm.gather else 1))
+        for root in (0, 0, 0, 1, 1, 0):
+            a.copy_from(np.full(COUNT, root + 1))
+            b.copy_from(np.full(b.size, -1))
+            result = call(a, root, out=b if comm.rank == root else None)
+            assert (result is b) == (comm.rank == root)
+            want = -1 if comm.rank != root else root + 1 if call == comm.gather else SIZE * (root + 1)
+            assert (b.numpy() == want).all()
+    assert prepared
 
 
 def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
@@ -147,21 +101,13 @@ def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
 OPTIONS: list[dict[str, Any]] = [{"stream": 5}, {"timeout": 3.0}, {"deterministic": True}, {"async_op": True}]
 
 
-@pytest.mark.parametrize("options", [{"op": ReduceOp.MAX}, {"out": "another"}, *OPTIONS], ids=str)
-def test_a_call_that_asks_for_something_else_is_another(alone: kos.Communicator, options: dict[str, Any]) -> None:
-    x, other = ones(), ones()
-    prepared = kept(alone, x)
-    options = {key: other if value == "another" else value for key, value in options.items()}
-    assert prepared.by(lambda: alone.all_reduce(x, **options))
-    assert prepared.by(lambda: alone.broadcast(x)), "another operation"
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_call_with_options_is_not_kept(alone: kos.Communicator, options: dict[str, Any]) -> None:
     x = ones()
     for _ in range(2):
         alone.all_reduce(x, **options)
     assert Prepared(alone).by(lambda: alone.all_reduce(x))
+    assert kept(alone, x).by(lambda: alone.all_reduce(x, **options))
 
 
 def test_other_arrays_are_others(alone: kos.Communicator) -> None:
@@ -238,37 +184,6 @@ def test_an_array_of_another_stream_is_used_in_its_order(
     assert seen[-1] == streams.LEGACY
 
 
-def test_a_factor_is_never_taken_from_an_earlier_call(alone: kos.Communicator) -> None:
-    x = ones(dtype=np.float32)
-    for factor in (2.0, 3.0):
-        alone.all_reduce(x, PremulSum(factor))
-    assert x.numpy().tolist() == [6.0] * COUNT
-    with pytest.raises(InvalidArgument, match="alone"):
-        alone.all_reduce(x, ReduceOp.PREMUL_SUM)
-
-
-def test_a_batch_takes_it_with_the_others(alone: kos.Communicator) -> None:
-    x = ones()
-    prepared = kept(alone, x)
-    count = alone.recorder.count
-    with alone.batch():
-        assert prepared.by(lambda: alone.all_reduce(x))
-        assert alone.recorder.count == count, "launched within the batch"
-    assert alone.recorder.count == count + 1
-    persistent = alone.all_reduce_init(x)
-    assert alone.recorder.count == count + 1
-    persistent.start()
-    assert not prepared.by(lambda: alone.all_reduce(x))
-
-
-def test_the_timeout_is_that_of_now(alone: kos.Communicator) -> None:
-    x = ones()
-    kept(alone, x)
-    alone.timeout = 3.0
-    alone.all_reduce(x)
-    assert alone.recorder.entries()[-1]["timeout_ms"] == 3000
-
-
 @pytest.mark.parametrize("how", ["closed", "broken", "aborted"])
 def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytest.MonkeyPatch, fake: FakeNCCL) -> None:
     x = ones()
@@ -286,23 +201,6 @@ def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytes
     assert not launched
 
 
-def test_communicators_keep_apart_what_they_repeat(fake: FakeNCCL) -> None:
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, Array.zeros(2, np.int32, 0)
-        pair = comm.split(0 if comm.rank < 2 else None)
-        for _ in range(3):
-            for group in (comm, pair) if pair is not None else (comm,):
-                for _ in range(3):
-                    x.copy_from(np.ones(2, np.int32))
-                    assert group.all_reduce(x).numpy().tolist() == [group.size] * 2
-        if pair is not None:
-            pair.close()
-        x.copy_from(np.ones(2, np.int32))
-        assert comm.all_reduce(x).numpy().tolist() == [SIZE] * 2
-
-    FakeRanks(SIZE).run(body)
-
-
 def test_communicators_that_take_turns_find_their_own(fake: FakeNCCL) -> None:
     one, other = (communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1)) for _ in range(2))
     x, out = ones(), ones()
@@ -314,25 +212,6 @@ def test_communicators_that_take_turns_find_their_own(fake: FakeNCCL) -> None:
     for _ in range(3):
         one.all_reduce(x, out=out)
     assert not Prepared(one).by(partial(one.all_reduce, x, out=out))
-
-
-def test_a_repeated_call_is_compared_with_the_other_ranks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("all_reduce", "broadcast"):
-        monkeypatch.setattr(fake, name, lambda *arguments: None)
-
-    def body(gpu: Any) -> None:
-        comm, x, y = gpu.comm, Array.zeros(2, np.int32, 0), Array.zeros(2, np.int32, 0)
-        for _ in range(3):
-            comm.all_reduce(x)
-            comm.broadcast(y)
-        comm.barrier()
-        prepared = Prepared(comm)
-        comm.all_reduce(x) if comm.rank else comm.broadcast(y)
-        assert not prepared
-        with pytest.raises(CollectiveMismatch, match=r"rank 0 called broadcast #7 of int32\[2\], root 0 but rank"):
-            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)  # as on a GPU, where it does not end
-
-    FakeRanks(SIZE).run(body)
 
 
 def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone: kos.Communicator) -> None:
@@ -370,34 +249,20 @@ def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
     assert names == ["nccl:all_reduce", "nccl:all_reduce", "nccl:all_gather", "nccl:all_reduce"] * 6
 
 
+@on_each_rank(test_auto.run)
 def test_auto_repeats_where_a_graph_goes_another_way_too(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+    comm: kos.Communicator, log: test_auto.Log, /, of_graphs: None
 ) -> None:
-    table = test_auto.ROUTES | {
-        "all_reduce 16-bit ordinary graph": [[64, "peer"], [None, "nccl"]],
-        "all_reduce 16-bit ordinary eager": [[None, "nccl"]],
-    }
-    monkeypatch.setattr(test_auto.Peer, "table", test_auto.parse(test_auto.changed("routes", to=table), "the test"))
-    captured = False
-    monkeypatch.setattr(test_auto.auto, "is_captured", lambda stream: captured)
-    monkeypatch.setattr(cached, "capture_of", lambda stream: int(captured))
-
-    def body(comm: kos.Communicator, log: test_auto.Log) -> None:
-        nonlocal captured
-        small, large, prepared = test_auto.zeros(8), test_auto.zeros(1000), Prepared(comm)
-        for _ in range(3):
+    small, large, prepared = test_auto.zeros(8, stream=5), test_auto.zeros(1000, stream=5), Prepared(comm)
+    for _ in range(3):
+        comm.all_reduce(small)
+        comm.all_reduce(large)
+    assert not prepared.by(lambda: comm.all_reduce(small))
+    assert not prepared.by(lambda: comm.all_reduce(large))
+    assert set(log) == {"nccl"}
+    for graph in (captures, nullcontext, captures):
+        log.clear()
+        with graph():
             comm.all_reduce(small)
             comm.all_reduce(large)
-        assert not prepared.by(lambda: comm.all_reduce(small))
-        assert not prepared.by(lambda: comm.all_reduce(large))
-        assert set(log) == {"nccl"}
-        for turn in range(1, 4):
-            log.clear()
-            comm.rendezvous.barrier()
-            captured = turn % 2 == 1
-            comm.rendezvous.barrier()
-            comm.all_reduce(small)
-            comm.all_reduce(large)
-            assert log == ["peer" if captured else "nccl", "nccl"]
-
-    test_auto.run(body)
+        assert log == ["peer" if graph is captures else "nccl", "nccl"]

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,64 +14,53 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.cached import HELD_BYTES, LARGEST_BYTES, MOST_HELD
+from kos.comm.cached import CACHED, HELD_BYTES, LARGEST_BYTES, MOST_HELD
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
-from tests.comm import shared_ranks
+from kos.testing.conformance import model as promised
+from tests.comm import model, shared_ranks
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.model import NAMES, Step
+from tests.comm.ranks import assert_bits, on_each_rank
 from tests.comm.tcp_ranks import TCPRanks
 
-CALLS: dict[str, Callable[[kos.Communicator, Any, Any], Any]] = {  # of n elements, and of one for each rank
-    "all_reduce": lambda comm, x, part: comm.all_reduce(x),
-    "all_reduce out of place": lambda comm, x, part: comm.all_reduce(part, ReduceOp.MAX, out=x[:1]),
-    "reduce_scatter": lambda comm, x, part: comm.reduce_scatter(x, part),
-    "all_gather": lambda comm, x, part: comm.all_gather(part, x),
-    "all_to_all": lambda comm, x, part: np.copyto(x, comm.all_to_all(x)),
-    "broadcast": lambda comm, x, part: comm.broadcast(x, comm.size - 1),
-    "reduce": lambda comm, x, part: comm.reduce(x, comm.size - 1, ReduceOp.MAX),
-    "gather": lambda comm, x, part: comm.gather(part, 0, x if comm.rank == 0 else None),
-    "scatter": lambda comm, x, part: comm.scatter(x if comm.rank == 0 else None, part),
-    "scan": lambda comm, x, part: comm.scan(x),
-    "exscan": lambda comm, x, part: comm.exscan(part, out=x[:1]) if comm.rank else comm.exscan(part),
-    "barrier": lambda comm, x, part: comm.barrier(),
-    "all_gather_v": lambda comm, x, part: comm.all_gather_v(part, [1] * comm.size, x),
-    "gather_v": lambda comm, x, part: comm.gather_v(part, [1] * comm.size, 0, x if comm.rank == 0 else None),
-    "scatter_v": lambda comm, x, part: comm.scatter_v(x if comm.rank == 0 else None, [1] * comm.size, part),
-    "reduce_scatter_v": lambda comm, x, part: comm.reduce_scatter_v(x, [1] * comm.size, part),
-}
+CASES = [Step(name, root=1, in_place=name == "broadcast") for name in sorted({*NAMES} & CACHED)]
+CASES += [Step("all_reduce", in_place=True), Step("all_reduce", op=ReduceOp.MAX), Step("broadcast", root=2)]
+
+
+def check_cached(
+    comm: kos.Communicator,
+    step: Step,
+    seed: int,
+    new: Callable[[int, Any], Any] = np.zeros,
+    fill: Callable[[Any, np.ndarray], Any] = lambda array, values: np.copyto(array, values),
+    read: Callable[[Any], np.ndarray] = np.asarray,
+) -> None:
+    """The third call on the same arrays is cached, and gives what is right for what they hold then."""
+    everyone, prepared = list(range(comm.size)), Prepared(comm)
+    xs = model.inputs(seed, 0, step, everyone)
+    expected = model.result(step, xs, comm.rank)
+    x, out = new(xs[comm.rank].size, step.dtype), None if expected is None else new(expected.size, step.dtype)
+    for turn in range(6):
+        xs = model.inputs(seed, turn, step, everyone)
+        fill(x, xs[comm.rank])
+        if out is not None:
+            fill(out, np.full(out.size, 99, step.dtype))
+        found = not prepared.by(lambda: promised.call(comm, step, x, out))
+        assert found == (turn > (0 if step.name == "barrier" else 1)), turn  # a barrier has no array to mark
+        if (expected := model.result(step, xs, comm.rank)) is not None:
+            assert_bits(read(x if step.in_place else out), expected, f"turn {turn}")
 
 
 @pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_repeated_call_gives_what_a_new_one_gives(run: Any, size: int, name: str, dtype: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, part = np.empty(size, dtype), np.empty(1, dtype)
-        first, prepared = x[:1], Prepared(comm)
-        call, y = CALLS[name], np.empty(size, dtype)
-        if "out of place" in name:
-            call = lambda comm, x, part: comm.all_reduce(part, ReduceOp.MAX, out=first)  # noqa: E731
-        elif name == "exscan":
-            call = lambda comm, x, part: comm.exscan(part, out=first)  # noqa: E731
-        elif name == "all_to_all":
-            call = lambda comm, x, part: np.copyto(x, comm.all_to_all(x, y))  # noqa: E731
-        for turn in range(6):
-            results = []
-            for arrays in ((x, part), (np.empty(size, dtype), np.empty(1, dtype))):
-                for array in arrays:
-                    array[:] = np.arange(array.size) + 10 * comm.rank + turn
-                if arrays[0] is x:
-                    found = not prepared.by(lambda: call(comm, x, part))
-                    assert found == (turn > (0 if name == "barrier" else 1))  # a barrier has no array to mark
-                else:
-                    CALLS[name](comm, *arrays)
-                results.append([array.tolist() for array in arrays])
-            assert results[0] == results[1]
-
-    if name.endswith("_v") and (size == 1 or dtype is np.float16):
+@pytest.mark.parametrize(
+    ("size", "step"), [(n, step) for n in (1, 2, 3) for step in CASES if n > 1 or step.name != "send_recv"], ids=str
+)
+def test_a_repeated_call_gives_what_a_new_one_gives(run: Any, size: int, step: Step, dtype: Any, seed: int) -> None:
+    if step.name == "send_recv" or (step.name.endswith("_v") and (size == 1 or dtype is np.float16)):
         run = spawn  # these use messages, which the other backend does not have
-    run(body, size)
+    run(lambda comm: check_cached(comm, replace(step, dtype=dtype), seed), size)
 
 
 @pytest.mark.parametrize("run", [spawn, TCPRanks(2).run], ids=["mock", "tcp"])
@@ -118,8 +108,11 @@ def test_what_has_changed_is_another_call(alone: kos.Communicator) -> None:
         assert prepared.by(lambda options=options: alone.all_reduce(x, **{"out": out, **options}))
         repeat()
     assert prepared.by(lambda: alone.all_gather(x, out)) and prepared.by(lambda: alone.broadcast(x, out=out))
-    for factor in (2.0, 3.0, 4.0):
-        assert (alone.all_reduce(x, PremulSum(factor), out=out) == factor).all()
+    scaled = np.ones(6, np.float32)
+    for factor in (2.0, 3.0):
+        assert (alone.all_reduce(scaled, PremulSum(factor), out=out) == factor).all()
+    with pytest.raises(InvalidArgument, match="alone"):
+        alone.all_reduce(scaled, ReduceOp.PREMUL_SUM, out=out)
     change(x, "shape", (2, 3))
     with pytest.raises(InvalidArgument, match=r"out: expected shape \(2, 3\), got \(6,\)"):
         alone.all_reduce(x, out=out)
@@ -176,17 +169,15 @@ def test_not_too_many_bytes_are_held(alone: kos.Communicator) -> None:
 
 
 @pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
-def test_a_repeated_call_is_compared_with_the_other_ranks(run: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        x = np.ones(4)
-        for _ in range(4):
-            comm.all_reduce(x)
-        with pytest.raises(CollectiveMismatch, match="rank 1 called broadcast #4"):
-            comm.broadcast(x) if comm.rank == 1 else comm.all_reduce(x)
-        with pytest.raises(CollectiveError, match="failed before"):
-            comm.all_reduce(x)
-
-    run(body, 3)
+@on_each_rank("run", 3)
+def test_a_repeated_call_is_compared_with_the_other_ranks(comm: kos.Communicator, /) -> None:
+    x = np.ones(4)
+    for _ in range(4):
+        comm.all_reduce(x)
+    with pytest.raises(CollectiveMismatch, match="rank 1 called broadcast #4"):
+        comm.broadcast(x) if comm.rank == 1 else comm.all_reduce(x)
+    with pytest.raises(CollectiveError, match="failed before"):
+        comm.all_reduce(x)
 
 
 def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
@@ -210,17 +201,15 @@ def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
     shared_ranks.run(body, 2)
 
 
-def test_a_start_that_is_complete_at_once_is_waited_for_before_the_next() -> None:
-    def body(comm: kos.Communicator) -> None:
-        operation = comm.all_reduce_init(x := np.ones(4))
-        for turn in range(4):
-            work = operation.start()
-            with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
-                operation.start()
-            assert work.wait() is x and work.done()
-            assert (x == 2 ** (turn + 1)).all()
-
-    shared_ranks.run(body, 2)
+@on_each_rank(shared_ranks.run, 2)
+def test_a_start_that_is_complete_at_once_is_waited_for_before_the_next(comm: kos.Communicator, /) -> None:
+    operation = comm.all_reduce_init(x := np.ones(4))
+    for turn in range(4):
+        work = operation.start()
+        with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
+            operation.start()
+        assert work.wait() is x and work.done()
+        assert (x == 2 ** (turn + 1)).all()
 
 
 def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
@@ -257,15 +246,13 @@ def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
     shared_ranks.run(body, 2)
 
 
-def test_a_cached_scatter_takes_no_input_of_another_rank_than_the_root() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, out = np.ones(2), np.empty(1)
-        for name, counts in (("scatter", ()), ("scatter_v", ([1, 1],))):
-            call = getattr(comm, name)
-            for _ in range(3):
-                call(None if comm.rank else x, *counts, out)
-            if comm.rank:
-                with pytest.raises(InvalidArgument, match="x: expected None on rank 1"):
-                    call(out, *counts, out)
-
-    shared_ranks.run(body, 2)
+@on_each_rank(shared_ranks.run, 2)
+def test_a_cached_scatter_takes_no_input_of_another_rank_than_the_root(comm: kos.Communicator, /) -> None:
+    x, out = np.ones(2), np.empty(1)
+    for name, counts in (("scatter", ()), ("scatter_v", ([1, 1],))):
+        call = getattr(comm, name)
+        for _ in range(3):
+            call(None if comm.rank else x, *counts, out)
+        if comm.rank:
+            with pytest.raises(InvalidArgument, match="x: expected None on rank 1"):
+                call(out, *counts, out)

@@ -19,7 +19,7 @@ from kos import PremulSum, ReduceOp
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from kos.testing.conformance import results
-from tests.comm.ranks import assert_bits, inputs, poison
+from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
 
@@ -129,31 +129,12 @@ def test_scans(seed: int, size: int, dtype: Any, op: Any) -> None:
         run(lambda comm, name=name: results.correct(comm, seed, name, np.dtype(dtype), op, sizes=SIZES), size)
 
 
-def test_overflow_is_a_result_whatever_numpy_is_told_of_errors() -> None:
-    def body(comm: kos.Communicator) -> None:
-        with np.errstate(all="raise"):
-            assert np.isinf(comm.all_reduce(np.full(5, 3e38, np.float32))).all()
-            with pytest.raises(FloatingPointError):
-                np.full(5, 3e38, np.float32) * np.float32(10)
-
-    run(body, 2)
-
-
-def test_slots_as_large_as_they_are(seed: int) -> None:
-    count = 3 * segments.BLOCK_BYTES // 4 + 13
-
-    def body(comm: kos.Communicator) -> list[np.ndarray]:
-        x = inputs(seed, comm.size, count, F32)[comm.rank]
-        kinds = ReduceOp.SUM, PremulSum(1 + comm.rank), ReduceOp.SUM
-        return [comm.all_reduce(x, op, out=poison(count, F32), deterministic=True) for op in kinds]
-
-    for size in (2, 3):
-        xs = inputs(seed, size, count, F32)
-        plain = sum(xs[1:], xs[0].copy())
-        scaled = sum((np.float32(1 + r) * x for r, x in enumerate(xs[1:], 1)), xs[0].copy())
-        for got in run(body, size):
-            for a, b in zip(got, (plain, scaled, plain), strict=True):
-                assert_bits(a, b)
+@on_each_rank(run, 2)
+def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communicator, /) -> None:
+    with np.errstate(all="raise"):
+        assert np.isinf(comm.all_reduce(np.full(5, 3e38, np.float32))).all()
+        with pytest.raises(FloatingPointError):
+            np.full(5, 3e38, np.float32) * np.float32(10)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -192,24 +173,22 @@ def test_many_in_flight_on_several_communicators(seed: int, size: int) -> None:
     run(body, size)
 
 
-def test_a_slot_is_not_filled_before_its_reader_has_it() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, y = np.full(5, 1.0 + comm.rank), np.full(5, 3.0 + comm.rank)
-        if comm.rank == 0:
-            comm.rendezvous.barrier()
-            comm.broadcast(x)
-            comm.broadcast(y)
-            work = comm.all_reduce(np.full(5, 5.0), async_op=True)
-            comm.rendezvous.barrier()
-            assert (work.wait() == 6).all()
-        else:
-            works = [comm.broadcast(x, async_op=True), comm.broadcast(y, async_op=True)]
-            comm.rendezvous.barrier()
-            comm.rendezvous.barrier()  # it has begun both but read neither, and the root goes on
-            assert [work.wait()[0] for work in works] == [1, 3]
-            assert (comm.all_reduce(np.full(5, 1.0)) == 6).all()
-
-    run(body, 2)
+@on_each_rank(run, 2)
+def test_a_slot_is_not_filled_before_its_reader_has_it(comm: kos.Communicator, /) -> None:
+    x, y = np.full(5, 1.0 + comm.rank), np.full(5, 3.0 + comm.rank)
+    if comm.rank == 0:
+        comm.rendezvous.barrier()
+        comm.broadcast(x)
+        comm.broadcast(y)
+        work = comm.all_reduce(np.full(5, 5.0), async_op=True)
+        comm.rendezvous.barrier()
+        assert (work.wait() == 6).all()
+    else:
+        works = [comm.broadcast(x, async_op=True), comm.broadcast(y, async_op=True)]
+        comm.rendezvous.barrier()
+        comm.rendezvous.barrier()  # it has begun both but read neither, and the root goes on
+        assert [work.wait()[0] for work in works] == [1, 3]
+        assert (comm.all_reduce(np.full(5, 1.0)) == 6).all()
 
 
 def test_a_rank_far_ahead_of_the_others() -> None:
@@ -238,7 +217,7 @@ def test_who_can_open_no_file_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch)
         if comm.rank == 0:
             with monkeypatch.context() as patch:
                 patch.setattr(segments.Path, "read_text", full)
-                assert comm.backend._calls.killed() is None  # type: ignore[attr-defined]
+                assert comm.backend._calls.killed() is None
         comm.barrier()
 
     run(body, size=2)

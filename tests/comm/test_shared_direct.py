@@ -16,6 +16,7 @@ import kos
 from kos.comm.host.shared import direct
 from kos.comm.host.shared.segment import STARTED
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
 
@@ -55,26 +56,22 @@ def test_counts_of_each_rank(size: int) -> None:
     run(body, size)
 
 
-def test_a_list_of_counts_that_has_changed_is_another_call() -> None:
-    def body(comm: kos.Communicator) -> None:
-        counts, x, out = [1, 1], np.full(1, comm.rank), np.empty(2, int)
-        for _ in range(4):
-            assert comm.all_gather_v(x, counts, out).tolist() == [0, 1]
-        counts[0] = 2
-        with pytest.raises(kos.errors.InvalidArgument, match="expected" if comm.rank else "counts"):
-            comm.all_gather_v(x, counts, out)
-
-    run(body, 2)
+@on_each_rank(run, 2)
+def test_a_list_of_counts_that_has_changed_is_another_call(comm: kos.Communicator, /) -> None:
+    counts, x, out = [1, 1], np.full(1, comm.rank), np.empty(2, int)
+    for _ in range(4):
+        assert comm.all_gather_v(x, counts, out).tolist() == [0, 1]
+    counts[0] = 2
+    with pytest.raises(kos.errors.InvalidArgument, match="expected" if comm.rank else "counts"):
+        comm.all_gather_v(x, counts, out)
 
 
-def test_counts_that_two_ranks_see_differently() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x = np.zeros(6)
-        expected = [2, 1, 2] if comm.rank == 2 else [2, 2, 2]  # rank 1 sends it 2
-        with pytest.raises(CollectiveMismatch, match="rank 2 expected 1 elements of float64 from rank 1, got 2 ele"):
-            comm.all_to_all_v(x, [2, 2, 2], expected)
-
-    run(body, 3)
+@on_each_rank(run, 3)
+def test_counts_that_two_ranks_see_differently(comm: kos.Communicator, /) -> None:
+    x = np.zeros(6)
+    expected = [2, 1, 2] if comm.rank == 2 else [2, 2, 2]  # rank 1 sends it 2
+    with pytest.raises(CollectiveMismatch, match="rank 2 expected 1 elements of float64 from rank 1, got 2 ele"):
+        comm.all_to_all_v(x, [2, 2, 2], expected)
 
 
 CALLS = {
@@ -88,7 +85,7 @@ CALLS = {
 def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Such as that of a device.  The operations before and after it are in flight at the same time."""
     def body(comm: kos.Communicator) -> None:
-        ours = comm.backend._shared.direct  # type: ignore[attr-defined]
+        ours = comm.backend._shared.direct
         before = comm.all_gather(contributions(comm), async_op=True)
         reads, ours.reads = ours.reads, lambda rank, at: comm.rank != 1
         assert CALLS[name](comm, contributions(comm))

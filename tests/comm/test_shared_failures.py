@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,28 @@ import kos
 from kos.comm.failures import from_record, to_record
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Segment
-from kos.comm.host.shared.segment import STARTED
+from kos.comm.host.shared.segment import BLOCK_BYTES, STARTED
 from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
-from tests.comm.shared_ranks import run
-from tests.comm.test_failures import F4, F5, MISMATCHES
+from kos.testing.conformance.failures import MISMATCHES
+from tests.comm.ranks import on_each_rank
+from tests.comm.shared_ranks import TIMEOUT, run
+from tests.comm.test_failures import F4
 from tests.comm.test_jobs import mpirun, program
 
-# Calls that would wait for each other for ever if nobody compared them, beside those of test_failures.
-CASES = {
-    **{name: case for name, case in MISMATCHES.items() if name != "counts"},
+# Calls that would wait for each other for ever if nobody compared them: the usual one, the other, how they differ.
+CASES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    **{
+        name: (partial(MISMATCHES[name], other=False), partial(MISMATCHES[name], other=True), f"differ in .*{name}")
+        for name in ("operation", "dtype", "count", "op", "root", "algorithm", "deterministic")
+    },
     "counts": (
         lambda c: c.all_gather_v(np.zeros(2), [2] * c.size),
         lambda c: c.all_gather_v(np.zeros(2), [2 + (r == (not c.rank)) for r in range(c.size)]),
         "counts",
     ),
+    "gather count": (lambda c: c.gather(F4()), lambda c: c.gather(np.zeros(5, np.float32)), "count (4 .* 5|5 .* 4)"),
     "reduce root": (lambda c: c.reduce(F4(), 0), lambda c: c.reduce(F4(), 1), "root (0 against 1|1 against 0)"),
     "large and small": (
         lambda c: c.all_reduce(np.zeros(300_000, np.float32)),
@@ -40,8 +48,8 @@ CASES = {
         "count (300000 against 4|4 against 300000)",
     ),
     "shared and scheduled": (
-        lambda c: c.all_reduce(F5()),
-        lambda c: c.all_reduce(F5(), algorithm="ring"),
+        lambda c: c.all_reduce(F4()),
+        lambda c: c.all_reduce(F4(), algorithm="ring"),
         "algorithm (auto against ring|ring against auto)",
     ),
 }
@@ -68,14 +76,11 @@ def check_mismatch(comm: kos.Communicator, case: str, odd: int) -> str:
 
 @pytest.mark.parametrize("start", [run, spawn])
 @pytest.mark.parametrize("other", [lambda c: c.barrier(), lambda c: c.all_gather(np.zeros((), np.int64))])
-def test_errors_name_the_call_that_was_made(start: Callable[..., Any], other: Callable[..., Any]) -> None:
+@on_each_rank("start", 2)
+def test_errors_name_the_call_that_was_made(comm: kos.Communicator, /, other: Callable[..., Any]) -> None:
     """``all_gather_bytes``, which is made of two operations."""
-
-    def body(comm: kos.Communicator) -> None:
-        with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
-            comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
-
-    start(body, 2)
+    with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[1\], for all_gather_bytes: "):
+        comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -132,24 +137,19 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("odd", [0, -1])
 @pytest.mark.parametrize("case", CASES)
-def test_mismatch_on_mpi(ranks_of_mpi: Any, case: str, odd: int) -> None:
-    def body(comm: kos.Communicator) -> None:
-        message = check_mismatch(comm, case, odd % comm.size)
-        assert len(set(comm.rendezvous.allgather(message.encode()))) == 1
-
-    ranks_of_mpi.run(body)
+@on_each_rank("ranks_of_mpi.run")
+def test_mismatch_on_mpi(comm: kos.Communicator, /, case: str, odd: int) -> None:
+    message = check_mismatch(comm, case, odd % comm.size)
+    assert len(set(comm.rendezvous.allgather(message.encode()))) == 1
 
 
-def test_the_same_calls_in_other_shapes_belong_together() -> None:
+@on_each_rank(run, 3)
+def test_the_same_calls_in_other_shapes_belong_together(comm: kos.Communicator, /) -> None:
     """The negative control: only what must be equal is compared."""
-
-    def body(comm: kos.Communicator) -> None:
-        x = np.full((2, 6) if comm.rank else (12,), comm.rank, np.float32)
-        assert (comm.all_reduce(x, timeout=5.0 + comm.rank) == 3).all()
-        comm.gather(x, 1)
-        comm.scatter(np.zeros((3, 4)) if comm.rank == 2 else None, np.zeros(4), 2)
-
-    run(body, 3)
+    x = np.full((2, 6) if comm.rank else (12,), comm.rank, np.float32)
+    assert (comm.all_reduce(x, timeout=5.0 + comm.rank) == 3).all()
+    comm.gather(x, 1)
+    comm.scatter(np.zeros((3, 4)) if comm.rank == 2 else None, np.zeros(4), 2)
 
 
 def test_who_comes_late_hears_that_the_others_gave_up() -> None:
@@ -169,27 +169,23 @@ def test_who_comes_late_hears_that_the_others_gave_up() -> None:
 
 
 @pytest.mark.parametrize("letter", ["a", '"', "ж", "𝄞"])
-def test_a_long_reason_is_cut_not_lost(letter: str) -> None:
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            comm.abort(reason=f"it had enough: {letter * 10_000}")
-            return
-        with pytest.raises(RankLost, match=f"rank 0 is gone: it had enough: {letter * 100}"):
-            comm.barrier()
-
-    run(body, 2, close=False)
+@on_each_rank(run, 2, close=False)
+def test_a_long_reason_is_cut_not_lost(comm: kos.Communicator, /, letter: str) -> None:
+    if comm.rank == 0:
+        comm.abort(reason=f"it had enough: {letter * 10_000}")
+        return
+    with pytest.raises(RankLost, match=f"rank 0 is gone: it had enough: {letter * 100}"):
+        comm.barrier()
 
 
-def test_a_description_that_is_half_written_does_not_hide_the_others() -> None:
-    def body(comm: kos.Communicator) -> None:
-        calls, segment = comm.backend._calls, comm.backend._segment
-        calls._known["a call whose description is being written"] = 0  # it has the first place
-        at = segment.layout.text(segment.rank, 0)
-        segment.bytes[at : at + 5] = b"[12, "
-        with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
-            comm.all_reduce(np.zeros(4 + comm.rank))
-
-    run(body, 2, close=False)
+@on_each_rank(run, 2, close=False)
+def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.Communicator, /) -> None:
+    calls, segment = comm.backend._calls, comm.backend._segment
+    calls._known["a call whose description is being written"] = 0  # it has the first place
+    at = segment.layout.text(segment.rank, 0)
+    segment.bytes[at : at + 5] = b"[12, "
+    with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
+        comm.all_reduce(np.zeros(4 + comm.rank))
 
 
 def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,25 +221,22 @@ def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
         assert os.fstat(file).st_ino != inode
 
 
-def test_a_rank_that_ends_for_a_dead_one_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(run, 3, close=False)
+def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 may wait for rank 2 alone, which has given up on rank 1 and ended."""
-
-    def body(comm: kos.Communicator) -> None:
-        backend: Any = comm.backend
-        comm.barrier()
-        if comm.rank == 1:
-            calls = backend._calls
-            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
-        comm.rendezvous.barrier()
-        if comm.rank == 2:
-            monkeypatch.setattr(host, "_open", {backend})
-            host._report_ends()
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):
-                comm.barrier()
-
-    run(body, 3, close=False)
+    backend: Any = comm.backend
+    comm.barrier()
+    if comm.rank == 1:
+        calls = backend._calls
+        calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+    comm.rendezvous.barrier()
+    if comm.rank == 2:
+        monkeypatch.setattr(host, "_open", {backend})
+        host._report_ends()
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):
+            comm.barrier()
 
 
 def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
@@ -251,7 +244,6 @@ def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
 
     def body(comm: kos.Communicator) -> tuple[int, ...]:
         part = comm.split(int(comm.rank == 0))
-        assert part is not None
         if comm.rank:
             with pytest.raises(RankLost, match="rank 2 of world is gone: it crashed"):
                 part.barrier()
@@ -274,3 +266,47 @@ def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
         pytest.skip(f"this mpirun does not know {' '.join(options)}")
     assert done.stdout, done.stderr
     return done.stdout.splitlines()
+
+
+COUNT = 6 * BLOCK_BYTES  # bytes: more stages than there are slots
+CALLS: dict[str, tuple[int, Callable[[kos.Communicator, Any], Any]]] = {  # and a rank that waits for rank 1 itself
+    "broadcast": (0, lambda c, o: c.broadcast(x(), 0, **o)),
+    "gather": (2, lambda c, o: c.gather(x(), 2, **o)),
+    "scatter": (0, lambda c, o: c.scatter(x(3) if c.rank == 0 else None, x(), **o)),
+    "all_reduce": (0, lambda c, o: c.all_reduce(x(), kos.ReduceOp.MAX, **o)),
+    "all_gather": (2, lambda c, o: c.all_gather(x(), **o)),
+}
+
+
+def x(parts: int = 1) -> np.ndarray:
+    return np.zeros(parts * COUNT, np.uint8)
+
+
+@pytest.mark.parametrize(("name", "direct"), [*((name, False) for name in CALLS), ("all_gather", True)])
+def test_only_those_that_are_waited_for_are_named(name: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
+        monkeypatch.setattr(f"kos.comm.host.shared.direct.{limit}", 0 if direct else 1 << 40)
+    begun, over = threading.Event(), threading.Event()
+    impatient, call = CALLS[name]
+
+    def body(comm: kos.Communicator) -> str:
+        comm.barrier()
+        if comm.rank == 1:  # takes its first steps and no more
+            call(comm, {"async_op": True})
+            begun.set()
+            over.wait(20)
+            comm.abort()
+            return ""
+        assert begun.wait(20)
+        work, until = call(comm, {"async_op": True}), time.monotonic() + 20
+        while comm.rank == impatient and comm.backend._shared.behind() != [1]:
+            assert time.monotonic() < until and not work.done()
+        with pytest.raises(CollectiveTimeout) as caught:
+            work.wait(0.3 if comm.rank == impatient else TIMEOUT)
+        over.set()
+        comm.abort()
+        return str(caught.value)
+
+    first, _, last = run(body, 3)
+    assert first.endswith("not complete after 0.3 s; every rank arrived, ranks [1] went no further")
+    assert last == first, "all hear of the first failure"

@@ -20,6 +20,7 @@ from kos.comm.host.mpi import MPIBackend
 from kos.comm.rendezvous import mpi_job
 from kos.errors import BackendUnavailable, CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
+from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
@@ -95,17 +96,6 @@ def test_ranks_that_wait_in_groups_come_to_a_shrink_under_mpirun(tmp_path: Path)
     assert job(tmp_path, 4, IN_A_GRID, *ULFM) == ["ended"] * 3
 
 
-def test_shrink_without_a_loss() -> None:
-    def body(comm: kos.Communicator) -> None:
-        part = comm.shrink()
-        assert (part.rank, part.size) == (comm.rank, 3)
-        part.barrier()
-        again = part.shrink()
-        assert again.all_reduce(np.ones(1))[0] == 3
-
-    spawn(body, 3, timeout=20)
-
-
 def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss() -> None:
     """By it dumps of the flight recorder are joined."""
 
@@ -114,7 +104,6 @@ def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss() -> None:
             next(comm._splits)  # it got further in a split amid which a rank was lost
         part = comm.shrink()
         half = part.split(0)
-        assert half is not None
         return [part.name, half.name, part.shrink().name]
 
     assert spawn(body, 2, timeout=20) == [["world:shrunk", "world:shrunk.0:0", "world:shrunk:shrunk"]] * 2
@@ -135,19 +124,12 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     spawn(body, 2, timeout=20)
 
 
-def test_alone() -> None:
-    with kos.init("mock") as comm:
-        assert comm.shrink().all_reduce(np.ones(1))[0] == 1
-
-
 @pytest.mark.mpi
-def test_without_fault_tolerance_it_says_so(ranks_of_mpi: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        with pytest.raises(BackendUnavailable, match="shrink: expected .*mpirun --with-ft ulfm"):
-            comm.shrink()
-        comm.barrier()  # and has not given it up
-
-    ranks_of_mpi.run(body)
+@on_each_rank("ranks_of_mpi.run")
+def test_without_fault_tolerance_it_says_so(comm: kos.Communicator, /) -> None:
+    with pytest.raises(BackendUnavailable, match="shrink: expected .*mpirun --with-ft ulfm"):
+        comm.shrink()
+    comm.barrier()  # and has not given it up
 
 
 def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 import kos
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.testing import Deadlock, Fault, spawn
+from tests.comm.ranks import on_each_rank
 
 LONG = 600.0  # seconds: a deadlock is not found by waiting for its timeout
 
@@ -49,16 +50,14 @@ def test_sends_that_are_buffered(buffer_bytes: float) -> None:
             spawn(ring, 3, LONG, buffer_bytes=23)
 
 
-def test_sends_of_a_batch_and_send_recv_wait_for_nobody() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, y, z, other = np.full(4, float(comm.rank)), np.empty(4), np.empty(4), 1 - comm.rank
-        comm.send_recv(x, y, other, other)
-        with comm.batch():
-            comm.send(x, other)
-            comm.recv(z, other)
-        assert (y == other).all() and (z == other).all()
-
-    spawn(body, 2, 60)
+@on_each_rank(spawn, 2, 60)
+def test_sends_of_a_batch_and_send_recv_wait_for_nobody(comm: kos.Communicator, /) -> None:
+    x, y, z, other = np.full(4, float(comm.rank)), np.empty(4), np.empty(4), 1 - comm.rank
+    comm.send_recv(x, y, other, other)
+    with comm.batch():
+        comm.send(x, other)
+        comm.recv(z, other)
+    assert (y == other).all() and (z == other).all()
 
 
 def waits(comm: kos.Communicator, name: str) -> None:
@@ -126,19 +125,16 @@ def test_who_may_yet_go_on_is_in_no_deadlock(how: str) -> None:
     spawn(lambda comm: later(comm, how), 2, 60)
 
 
-def test_many_ranks_and_many_operations_are_in_no_deadlock() -> None:
+@on_each_rank(spawn, 7, 120)
+def test_many_ranks_and_many_operations_are_in_no_deadlock(comm: kos.Communicator, /) -> None:
     """Whatever order threads run in."""
-
-    def body(comm: kos.Communicator) -> None:
-        for turn in range(30):
-            part = comm.split(comm.rank % 2)
-            works = [comm.all_reduce(np.full(5, 1.0), async_op=True) for _ in range(3)]
-            assert part.all_reduce(np.ones(2))[0] == part.size
-            for work in reversed(works):
-                assert work.wait()[0] == comm.size
-            comm.send_recv(np.ones(2), np.empty(2), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, turn)
-
-    spawn(body, 7, 120)
+    for turn in range(30):
+        part = comm.split(comm.rank % 2)
+        works = [comm.all_reduce(np.full(5, 1.0), async_op=True) for _ in range(3)]
+        assert part.all_reduce(np.ones(2))[0] == part.size
+        for work in reversed(works):
+            assert work.wait()[0] == comm.size
+        comm.send_recv(np.ones(2), np.empty(2), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, turn)
 
 
 def test_a_deadlock_that_nobody_looks_for_ends_by_its_timeout() -> None:
@@ -230,4 +226,4 @@ def test_pytest_shows_the_frames_of_the_program(tmp_path: Path, debug: str) -> N
 def test_a_wrong_size_of_the_buffer() -> None:
     for wrong in (-1, "1", None, float("nan")):
         with pytest.raises(InvalidArgument, match="buffer_bytes: expected a number of bytes from 0 on, got"):
-            spawn(ring, 2, buffer_bytes=wrong)  # type: ignore[arg-type]
+            spawn(ring, 2, buffer_bytes=wrong)

@@ -28,6 +28,7 @@ from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm import fake_peer, test_auto
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, communicator, no_gpu
+from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
 from tests.host_compiler import COMPILER
 
@@ -183,7 +184,7 @@ def note(fake: FakeNCCL, device: Device, alone: bool) -> None:
         device.launched(stream, "nccl" if alone else comm.group)
         all_reduce(send, recv, count, code, op, comm, stream)
 
-    fake.all_reduce = noting  # type: ignore[method-assign]
+    fake.all_reduce = noting
 
 
 def reduce(comm: kos.Communicator, stream: Any, *counts: int) -> None:
@@ -199,150 +200,145 @@ def named(stream: Stream, given: str) -> Any:
 
 
 @KINDS
-def test_a_stream_may_be_gone_after_the_call(run: Callable[[Body], None], given: str) -> None:
+@on_each_rank("run")
+def test_a_stream_may_be_gone_after_the_call(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+) -> None:
     """An object is kept; of a bare handle nothing is asked any more.  What comes later still follows."""
 
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        def on_a_new_one(handle: int) -> None:
-            stream = Stream(device, handle)
-            call(named(stream, given))
+    def on_a_new_one(handle: int) -> None:
+        stream = Stream(device, handle)
+        call(named(stream, given))
 
-        for turn in range(4):
-            on_a_new_one(1000 + turn)
-        gc.collect()
-        call(None)
-        on_a_new_one(2000)
-        on_a_new_one(2000 if given == "handle" else 2001)  # CUDA gives handles again
-        comm.barrier()
-        on_a_new_one(3000)
-        comm.synchronize()
-        gc.collect()
-        assert not [each for each in device.alive if each in range(1000, 3000)], "kept for ever"
-        call(None)
-        comm.close()
-
-    run(body)
+    for turn in range(4):
+        on_a_new_one(1000 + turn)
+    gc.collect()
+    call(None)
+    on_a_new_one(2000)
+    on_a_new_one(2000 if given == "handle" else 2001)  # CUDA gives handles again
+    comm.barrier()
+    on_a_new_one(3000)
+    comm.synchronize()
+    gc.collect()
+    assert not [each for each in device.alive if each in range(1000, 3000)], "kept for ever"
+    call(None)
+    comm.close()
 
 
-def test_a_persistent_call_is_over_after_its_stream(run: Callable[[Body], None]) -> None:
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        stream = Stream(device, 1000)
-        persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
-        work = persistent.start()
-        del stream
-        assert work.done()
-        comm.synchronize()
-        assert work.done()
+@on_each_rank("run")
+def test_a_persistent_call_is_over_after_its_stream(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /
+) -> None:
+    stream = Stream(device, 1000)
+    persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
+    work = persistent.start()
+    del stream
+    assert work.done()
+    comm.synchronize()
+    assert work.done()
 
-    run(body)
 
-
-def test_many_streams_are_not_all_kept(run: Callable[[Body], None]) -> None:
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        for turn in range(100):
-            call(Stream(device, 1000 + turn))
-        gc.collect()
-        assert len(device.alive) < 50
-        device.busy.update(range(2000, 2100))
-        for turn in range(100):  # whose work goes on
-            call(Stream(device, 2000 + turn))
-        assert len(device.alive) > 100
-
-    run(body)
+@on_each_rank("run")
+def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, call: Callable[..., None], /) -> None:
+    for turn in range(100):
+        call(Stream(device, 1000 + turn))
+    gc.collect()
+    assert len(device.alive) < 50
+    device.busy.update(range(2000, 2100))
+    for turn in range(100):  # whose work goes on
+        call(Stream(device, 2000 + turn))
+    assert len(device.alive) > 100
 
 
 @KINDS
-def test_what_runs_follows_what_ran_whatever_was_captured_between(run: Callable[[Body], None], given: str) -> None:
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        first, second, third = (Stream(device, 1000 + k) for k in range(3))
-        call(named(first, given))
-        with device.capturing(second.handle):
-            call(named(second, given))
-            call(named(second, given))
-        call(named(third, given))
-        with device.capturing(first.handle):
-            call(named(first, given))
-        call(named(first, given))
+@on_each_rank("run")
+def test_what_runs_follows_what_ran_whatever_was_captured_between(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+) -> None:
+    first, second, third = (Stream(device, 1000 + k) for k in range(3))
+    call(named(first, given))
+    with device.capturing(second.handle):
         call(named(second, given))
-        comm.synchronize()
-
-    run(body)
+        call(named(second, given))
+    call(named(third, given))
+    with device.capturing(first.handle):
+        call(named(first, given))
+    call(named(first, given))
+    call(named(second, given))
+    comm.synchronize()
 
 
 @KINDS
-def test_calls_of_one_capture_follow_each_other(run: Callable[[Body], None], given: str) -> None:
+@on_each_rank("run")
+def test_calls_of_one_capture_follow_each_other(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+) -> None:
     """On streams that have joined it; also after eager calls on the first of them."""
-
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        first, second = (Stream(device, 1000 + k) for k in range(2))
-        for _ in range(3):
-            call(named(first, given))
-        with device.capturing(first.handle):
-            call(named(first, given))
-            device._record("fork", first.handle)
-            device._wait(second.handle, "fork", 0)
-            call(named(second, given))
-            call(named(first, given))
-            call(named(second, given))
+    first, second = (Stream(device, 1000 + k) for k in range(2))
+    for _ in range(3):
+        call(named(first, given))
+    with device.capturing(first.handle):
+        call(named(first, given))
+        device._record("fork", first.handle)
+        device._wait(second.handle, "fork", 0)
         call(named(second, given))
         call(named(first, given))
+        call(named(second, given))
+    call(named(second, given))
+    call(named(first, given))
 
-    run(body)
 
-
-def test_what_overlaps_is_captured_with_the_rest(run: Callable[[Body], None]) -> None:
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        stream, other = Stream(device, 1000), Stream(device, 1001)
-        x = Array.zeros(40, np.float16, 0)
+@on_each_rank("run")
+def test_what_overlaps_is_captured_with_the_rest(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /
+) -> None:
+    stream, other = Stream(device, 1000), Stream(device, 1001)
+    x = Array.zeros(40, np.float16, 0)
+    call(stream)
+    comm.all_reduce(x, stream=stream, async_op=True).wait()
+    with device.capturing(stream.handle):
         call(stream)
         comm.all_reduce(x, stream=stream, async_op=True).wait()
-        with device.capturing(stream.handle):
-            call(stream)
-            comm.all_reduce(x, stream=stream, async_op=True).wait()
-            call(stream)
-        comm.all_reduce(x, stream=other, async_op=True).wait()
         call(stream)
+    comm.all_reduce(x, stream=other, async_op=True).wait()
+    call(stream)
 
-    run(body)
 
-
-def test_batches_and_what_overlaps_follow_the_rest(run: Callable[[Body], None]) -> None:
+@on_each_rank("run")
+def test_batches_and_what_overlaps_follow_the_rest(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /
+) -> None:
     """Parts of ``auto`` do not fill the GPU at once: ranks might begin with different ones."""
-
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        several = [Stream(device, 1000 + k) for k in range(4)]
-        arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
-        for _ in range(2):
-            with comm.batch():
-                for x, stream in zip(arrays, several, strict=True):
-                    comm.all_reduce(x, stream=stream)
-            call(several[0])
-            for x in arrays:
-                comm.all_reduce(x, stream=several[1], async_op=True)
-            call(several[2])
-
-    run(body)
+    several = [Stream(device, 1000 + k) for k in range(4)]
+    arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
+    for _ in range(2):
+        with comm.batch():
+            for x, stream in zip(arrays, several, strict=True):
+                comm.all_reduce(x, stream=stream)
+        call(several[0])
+        for x in arrays:
+            comm.all_reduce(x, stream=several[1], async_op=True)
+        call(several[2])
 
 
 @KINDS
-def test_communicators_of_one_gpu_follow_each_other(run: Callable[[Body], None], given: str) -> None:
+@on_each_rank("run")
+def test_communicators_of_one_gpu_follow_each_other(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+) -> None:
     """Of two kernels of ``peer`` at once each could hold a part of the GPU, and another part on another rank."""
-
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        if comm.backend_name != "peer":
-            return
-        other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
-        first, second = (Stream(device, 1000 + k) for k in range(2))
-        for _ in range(3):
-            call(named(first, given))
-            reduce(other, named(second, given), 40, 20_000)
-        with device.capturing(first.handle):
-            call(named(first, given))
-            reduce(other, named(first, given), 40)
+    if comm.backend_name != "peer":
+        return
+    other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+    first, second = (Stream(device, 1000 + k) for k in range(2))
+    for _ in range(3):
+        call(named(first, given))
+        reduce(other, named(second, given), 40, 20_000)
+    with device.capturing(first.handle):
+        call(named(first, given))
         reduce(other, named(first, given), 40)
-        call(named(second, given))
-
-    run(body)
+    reduce(other, named(first, given), 40)
+    call(named(second, given))
 
 
 @pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
@@ -362,30 +358,27 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch,
         test_auto.run(body, host=SharedOnly)
 
 
-def test_what_cannot_follow_is_refused(run: Callable[[Body], None]) -> None:
+@on_each_rank("run")
+def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, call: Callable[..., None], /) -> None:
     """A call that runs after another one whose stream is being captured now: neither can wait for the other."""
-
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        if comm.backend_name == "nccl":
-            return  # which orders its own
-        first, second = (Stream(device, 1000 + k) for k in range(2))
-        call(first)
-        with device.capturing(first.handle), pytest.raises(KosError, match="is being captured now"):
-            call(second)
-
-    run(body)
+    if comm.backend_name == "nccl":
+        return  # which orders its own
+    first, second = (Stream(device, 1000 + k) for k in range(2))
+    call(first)
+    with device.capturing(first.handle), pytest.raises(KosError, match="is being captured now"):
+        call(second)
 
 
-def test_a_stream_that_its_owner_closed(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
-        stream = Stream(device, 1000)
-        call(stream)
-        device.alive.discard(stream.handle)
-        stream.handle = 0
-        monkeypatch.setattr(driver, "synchronize", lambda index: device.over.update(*device._behind.values()))
-        call(None)
-
-    run(body)
+@on_each_rank("run")
+def test_a_stream_that_its_owner_closed(
+    comm: kos.Communicator, device: Device, call: Callable[..., None], /, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream(device, 1000)
+    call(stream)
+    device.alive.discard(stream.handle)
+    stream.handle = 0
+    monkeypatch.setattr(driver, "synchronize", lambda index: device.over.update(*device._behind.values()))
+    call(None)
 
 
 class Tensor:
@@ -438,7 +431,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
     torch = Torch()
     with no_gpu(monkeypatch):
         monkeypatch.setattr(driver, "unavailable", lambda: None)
-        monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "torch", torch)
         yield torch
 
 
@@ -487,7 +480,7 @@ def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
         def is_contiguous(self) -> bool:
             return self.contiguous
 
-    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35  # type: ignore[assignment]
+    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35
     x = Plain(Array.zeros(6, np.float32, 0))
     buffer = as_buffer(x, "x", True)
     assert (buffer.pointer, buffer.shape, buffer.dtype.name) == (x.memory.pointer, (2, 3), "float32")
@@ -515,7 +508,7 @@ def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: To
 
     current = [Owned(device, 1000)]
     cupy = SimpleNamespace(ndarray=None, cuda=SimpleNamespace(get_current_stream=lambda index: current[0]))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
     comm, x = alone(), CuPyArray(Array.zeros(6, np.float32, 0))
     comm.all_reduce(x)
     current[0] = Owned(device, 1001)
@@ -538,7 +531,7 @@ def test_a_jax_array_in_gives_a_jax_array_back(monkeypatch: pytest.MonkeyPatch, 
         return "jax", memory
 
     jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=of), numpy=SimpleNamespace(asarray=of))
-    monkeypatch.setitem(sys.modules, "jax", jax)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "jax", jax)
     comm, x = alone(), ArrayImpl(Array.zeros(6, np.float32, 0))
     over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
     kind, out = comm.all_gather(x)
@@ -571,7 +564,7 @@ def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch)
         def __dlpack__(self, **options: Any) -> Any:
             return self.memory.__dlpack__(**options)
 
-    monkeypatch.setitem(sys.modules, "torch", Torch())  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch", Torch())
 
     def body(comm: kos.Communicator) -> None:
         x = HostTensor(np.full(2, comm.rank + 1.0))

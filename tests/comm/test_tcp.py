@@ -156,7 +156,7 @@ class Wire:
 def test_a_recorded_handshake_is_refused() -> None:
     caller, answerer = tcp_pair()
     wire = Wire(caller)
-    called, answered = shake_hands(wire, answerer)  # type: ignore[arg-type]
+    called, answered = shake_hands(wire, answerer)
     assert isinstance(called, Connection) and isinstance(answered, tuple)
     assert len(wire.sent) == HELLO
     replayer, answerer = tcp_pair()
@@ -183,7 +183,7 @@ def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
             changed[byte] ^= 1
             return self.sock.send(changed)
 
-    called, answered = shake_hands(Changing(caller), answerer)  # type: ignore[arg-type]
+    called, answered = shake_hands(Changing(caller), answerer)
     assert isinstance(answered, HandshakeError), answered
     assert isinstance(called, HandshakeError | OSError), called
 
@@ -231,7 +231,7 @@ def test_a_socket_that_called_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_messages_that_were_tampered_with(what: str) -> None:
     caller, answerer = tcp_pair()
     wire = Wire(caller)
-    ours, (_, _, theirs) = shake_hands(wire, answerer)  # type: ignore[arg-type]
+    ours, (_, _, theirs) = shake_hands(wire, answerer)
     wire.sent.clear()
     say(ours, theirs, b"first message")
     first = bytes(wire.sent)
@@ -274,7 +274,6 @@ def test_a_rank_that_breaks_the_protocol_is_named() -> None:
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.barrier()
         if rendezvous.rank == 1:
-            assert rendezvous._connection is not None
             rendezvous._connection.sock.send(struct.pack("!I", 0xFFFFFFFF) + bytes(32))
             return
         with pytest.raises(RankLost, match="rank 1 is gone: message: expected at most"):

@@ -16,8 +16,8 @@ from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import FakeNCCL, captures, no_gpu
-from tests.comm.test_nccl_logic import FakeRanks
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, captures, no_gpu
+from tests.comm.ranks import on_each_rank
 
 SIDE = 99  # the communicator's own stream, in ``fake_nccl``
 
@@ -128,24 +128,22 @@ def durations(comm: kos.Communicator) -> list[tuple[str, float | None]]:
     return [(e["profiling_name"].partition(":")[2], e.get("duration_ms")) for e in comm.recorder.entries()]
 
 
-def test_durations_of_operations_on_a_gpu(clock: Clock) -> None:
-    def body(gpu: Any) -> None:
-        comm, x, y = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
+@on_each_rank(FakeRanks(1).run)
+def test_durations_of_operations_on_a_gpu(gpu: Any, /, clock: Clock) -> None:
+    comm, x, y = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
+    comm.all_reduce(x)
+    for _ in range(3):  # cached in the end
+        comm.broadcast(x, 0)
+    comm.all_reduce(x, async_op=True).wait()
+    with comm.batch():
         comm.all_reduce(x)
-        for _ in range(3):  # cached in the end
-            comm.broadcast(x, 0)
-        comm.all_reduce(x, async_op=True).wait()
-        with comm.batch():
-            comm.all_reduce(x)
-            comm.broadcast(y, 0)
-        clock.passed = False
-        assert {duration for _, duration in durations(comm)} == {None}, "the GPU has not passed them"
-        clock.passed = True
-        assert durations(comm) == [
-            ("all_reduce", 1.5), *[("broadcast", 1.5)] * 3, ("all_reduce", 1.5), ("all_reduce", 3.0), ("broadcast", 3.0)
-        ]  # fmt: skip
-
-    FakeRanks(1).run(body)
+        comm.broadcast(y, 0)
+    clock.passed = False
+    assert {duration for _, duration in durations(comm)} == {None}, "the GPU has not passed them"
+    clock.passed = True
+    assert durations(comm) == [
+        ("all_reduce", 1.5), *[("broadcast", 1.5)] * 3, ("all_reduce", 1.5), ("all_reduce", 3.0), ("broadcast", 3.0)
+    ]  # fmt: skip
 
 
 def test_an_overlapped_operation_is_timed_on_its_own_stream(clock: Clock) -> None:
@@ -171,15 +169,13 @@ def test_an_overlapped_operation_is_timed_on_its_own_stream(clock: Clock) -> Non
         FakeRanks(1).run(body)
 
 
-def test_an_entry_that_was_replaced_has_no_duration_of_the_former(clock: Clock) -> None:
-    def body(gpu: Any) -> None:
-        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
-        comm.all_reduce(x)
-        for _ in range(1024):
-            with captures():  # not timed: it runs when the graph is replayed
-                x.stream = 5
-                comm.all_reduce(x)
-        assert len(comm.recorder.durations) == 1
-        assert {duration for _, duration in durations(comm)} == {None}
-
-    FakeRanks(1).run(body)
+@on_each_rank(FakeRanks(1).run)
+def test_an_entry_that_was_replaced_has_no_duration_of_the_former(gpu: Any, /, clock: Clock) -> None:
+    comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
+    comm.all_reduce(x)
+    for _ in range(1024):
+        with captures():  # not timed: it runs when the graph is replayed
+            x.stream = 5
+            comm.all_reduce(x)
+    assert len(comm.recorder.durations) == 1
+    assert {duration for _, duration in durations(comm)} == {None}

@@ -50,7 +50,8 @@ except kos.errors.CollectiveMismatch as error:
 ON_GPUS = """
 import pytest
 from kos.comm.rendezvous.choose import default_rendezvous
-from tests.comm.test_gpu_hosts import {kind}, on_gpu, quiet
+from tests.comm.fake_nccl import quiet
+from tests.comm.test_gpu_hosts import {kind}, on_gpu
 from tests.comm.test_watchdog import Heard
 with pytest.MonkeyPatch.context() as patch, quiet(patch):
     comm = {kind}(default_rendezvous(60.0))

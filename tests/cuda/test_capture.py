@@ -18,12 +18,18 @@ def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool
     seen: list[tuple[str, bool]] = []
 
     def function(name: str) -> Any:
-        return lambda *arguments: (seen.append((name, gc.isenabled())) or 0, 5)
+        def call(*arguments: Any) -> tuple[int, int]:
+            seen.append((name, gc.isenabled()))
+            assert name != "cuGraphInstantiate" or arguments[1] == 8  # each node keeps the priority of its stream
+            return 0, 5
+
+        return call
 
     names = ("cuStreamEndCapture", "cuGraphInstantiate", "cuCtxGetDevice", "cuThreadExchangeStreamCaptureMode")
     alone = ("cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy")
     cu = SimpleNamespace(
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1, CU_STREAM_CAPTURE_MODE_RELAXED=2),
+        CUgraphInstantiate_flags=SimpleNamespace(CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY=8),
         **{name: function(name) for name in names},
         **{name: lambda *arguments, name=name: function(name)()[:1] for name in alone},
     )

@@ -23,8 +23,10 @@ ORDERED = [b"reduce_ordered", b"scan_ordered", b"scale"]
 CASES = [
     ("barrier.cu", {}, [b"barrier"]),
     ("exchange.cu", {}, [b"exchange"]),
-    ("all_gather.cu", {}, [b"all_gather"]),
-    ("exchange.cu", {"STALL": 1000, "BROKEN": 1}, [b"exchange"]),
+    ("all_gather.cu", {}, [b"all_gather", b"all_to_all"]),
+    ("exchange.cu", {"WHOLE": 1}, [b"exchange"]),
+    ("exchange.cu", {"LARGE": 1}, [b"exchange"]),
+    ("exchange.cu", {"LARGE": 1, "STALL": 1000, "BROKEN": 1}, [b"exchange"]),
     ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "AVG", "STALL": 1000}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "float16", "OP": "PREMUL_SUM", "PARTIALS": 1}, PACKETS),
@@ -70,7 +72,10 @@ def test_layout_is_the_hosts() -> None:
     assert f"#define CHANNELS {peer.CHANNELS}\n" in text
     assert f"#define LINE_BYTES {peer._LINE_BYTES}\n" in text
     assert f"#define CAPACITY {peer._CAPACITY} " in text
-    assert f"#define BOX_PACKETS {peer._BOX_PACKETS}\n" in (KERNELS / "exchange.cu").read_text()
+    pieces = (KERNELS / "pieces.cuh").read_text()
+    assert f"#define BOX_PACKETS {peer._BOX_PACKETS}\n" in pieces
+    (number,) = re.findall(r"#define NUMBER (\d+)\n", pieces)  # the tag's other bits: a kind, and bytes
+    assert 1 << 63 - int(number) > peer.CHANNELS * peer._BOX_PACKETS * peer._PACKET_BYTES
     record = text[text.index("struct Record {") :].split("}")[0]
     names = re.findall(r"\b\w+(?=[,;])", record)
     assert [name.upper().removesuffix("_NS") for name in names] == list(peer._Word.__members__)

@@ -12,8 +12,7 @@ import kos
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import no_gpu
-from tests.comm.test_nccl_logic import FakeRanks
+from tests.comm.fake_nccl import FakeRanks, no_gpu
 from tests.interop.every_operation import OnlyDLPack, check, operations
 
 

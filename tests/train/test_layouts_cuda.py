@@ -82,6 +82,7 @@ FOUR = [
     "--tp 4", "--cp 4", "--pp 4 --pp-schedule zero-bubble", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
     "--dp 2 --cp 2", "--pp 2 --cp 2 --pp-schedule zero-bubble-v", "--dp 2 --pp 2 --pp-schedule interleaved --zero 1",
 ]  # fmt: skip
+HALVES = ["--seq-len 2048 --batch-size 4 --micro-batch-size 2", "--seq-len 4096 --batch-size 4"]
 EIGHT = ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble-v", "--dp 2 --cp 2 --tp 2 --zero 1"]
 
 
@@ -89,6 +90,15 @@ EIGHT = ["--dp 2 --tp 2 --pp 2", "--cp 2 --tp 2 --pp 2 --pp-schedule zero-bubble
 @pytest.mark.parametrize("flags", TWO + PIPELINES)
 def test_two_ranks(train, flags: str, backend: str) -> None:
     check(train, 2, backend, *flags.split())
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize("recompute", ["none", "block"])
+@pytest.mark.parametrize("flags", HALVES)
+def test_tensor_parallel_in_halves(train, flags: str, recompute: str, backend: str) -> None:
+    """Of whole sequences, and of one sequence."""
+    alone = tuple(flags.split())
+    check(train, 2, backend, "--tp", "2", "--recompute", recompute, *alone, alone=alone)
 
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])

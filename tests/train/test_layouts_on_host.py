@@ -24,6 +24,7 @@ from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import adamw, cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel import fixed_rows
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
@@ -43,6 +44,7 @@ RUN: dict[str, Any] = {
 def emulated(monkeypatch):
     host_engine(monkeypatch)
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
+    monkeypatch.setattr(CudaOps, "overlap_rows", 4)  # a micro-batch of 8 tokens has two halves
 
 
 def layers_of(layout: Layout) -> int:
@@ -91,6 +93,8 @@ def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
 
 QUICK = [
     (Layout(tp=2), {"tied": True, "recompute": "norms", "graph": False}),
+    (Layout(tp=2), {"recompute": "block", "micro_batch_size": 2}),
+    (Layout(tp=4), {"micro_batch_size": 4}),
     (Layout(cp=2), {"zero": 1}),
     (Layout(dp=2, tp=2), {"zero": 1}),
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
@@ -105,7 +109,10 @@ SLOW = [
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble", "tied": True}),
     (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
     (Layout(tp=2), {}),
+    (Layout(tp=2), {"recompute": "norms", "micro_batch_size": 2}),
     (Layout(tp=4), {"recompute": "block"}),
+    (Layout(cp=2, tp=2), {"micro_batch_size": 2}),
+    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble", "micro_batch_size": 2}),
     (Layout(cp=4), {"recompute": "block"}),
     (Layout(cp=2, tp=2), {"graph": False}),
     (Layout(dp=2, tp=2), {"tied": True}),

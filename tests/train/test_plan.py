@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools import plan as planning
 from kos.train.tools import rates
-from kos.train.tools.dry_step import Clock, Link
+from kos.train.tools.dry_step import Clock, DryStep, Link
 from kos.train.tools.plan import make_job, predict
 from kos.train.tools.rates import Rates, gpu_rates
 from tests.train.host_kernels.engine import DeviceComm, host_engine
@@ -65,6 +66,21 @@ def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
     head = 2
     assert sent["tp"] == batch // B * ((forward + backward + head) * one + statistics) + norms
     assert sent["gradients"] == sent["pp"] == sent["cp"] == 0
+
+
+@pytest.mark.parametrize(("sequences", "most"), [(1, 0.25), (2, 0.13), (3, 0.25)])
+def test_collectives_of_tensor_parallel_overlap_products_on_gpus(sequences, most):
+    """Of the time of the collectives, the share for which the step waits; of a sequence in both halves more."""
+    flags = ["--device=cuda", "--preset=8b", "--num-hidden-layers=4", f"--micro-batch-size={sequences}"]
+    config, layout = parse([*flags, f"--batch-size={sequences}", "--tp=4"]), Layout(tp=4)
+    model, rates = config.model_config_for(config.model.vocab_size), gpu_rates("H200", 128)
+
+    def step(wire):
+        return DryStep(make_job(config, model, layout, rates._replace(wire=wire, latency=0.0)), 0).clock
+
+    clock, without = step(rates.wire), step(math.inf)
+    under_way = sum(end - start for axis, start, end in clock.log if axis == "tp")
+    assert 0 < clock.spent["seconds"] - without.spent["seconds"] < most * under_way
 
 
 @pytest.mark.parametrize(("schedule", "borders"), [("1f1b", 1), ("interleaved", 3), ("zero-bubble-v", 2)])

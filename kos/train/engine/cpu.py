@@ -61,7 +61,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
 class Sizing:
     """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
 
-    dtype = np.dtype
+    dtype, overlap_rows = np.dtype, None
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))

@@ -87,7 +87,7 @@ class CudaEngine(Engine):
 
         split_of(config, model, mesh)  # raises where it does not fit the ranks
         self.plan = together(comm, plan)
-        self.ops = ops
+        self.ops, self.reachable_bytes = ops, 0  # of memory that other ranks reach into
         if not config.deterministic:
             ops.algorithms.update(self._search(model, accumulation_steps))
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
@@ -95,7 +95,7 @@ class CudaEngine(Engine):
         gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
         self.build(model, ops, gradients, DTYPES[config.dtype], buckets, HEAD_ROWS)
         for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self.slots)):
-            arena.reserve(size, partial(_reachable, mesh.tp.comm, ops) if _reaches(mesh.tp) else None)
+            arena.reserve(size, partial(self._reachable, mesh.tp.comm) if _reaches(mesh.tp) else None)
             arena.fix()
         if mesh.pp.size > 1:
             for rows in sorted({len(self.micro_batches[0]), *self.evaluated_at_once()}):
@@ -129,9 +129,15 @@ class CudaEngine(Engine):
         """Memory that the ranks of a machine reach into, where they can: collectives beside a pass leave it all SMs."""
         if not self._reaches:
             return self.ops.zeros(size, dtype)
-        array = _reachable(self.group.comm, self.ops, size, dtype)
+        array = self._reachable(self.group.comm, size, dtype)
         self.ops.zero(array)
         return array
+
+    def _reachable(self, comm: Communicator, size: int, dtype: Any = np.uint8) -> Array:
+        """An uninitialised array, at the same place on each rank, where the collectives of ``comm`` are fastest."""
+        memory = comm.allocate(size, dtype)
+        self.reachable_bytes += memory.nbytes
+        return Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)
 
     def _search(self, model: LlamaConfig, accumulation_steps: int) -> dict[str, str]:
         """The fastest algorithms found for the matrix products: by one rank of a machine, for all and for later.
@@ -293,12 +299,6 @@ class CudaEngine(Engine):
 def _reaches(axis: Axis) -> bool:
     """Whether the ranks of an axis reach into one another's memory."""
     return axis.size > 1 and "peer" in axis.comm.backend_name
-
-
-def _reachable(comm: Communicator, ops: CudaOps, size: int, dtype: Any = np.uint8) -> Array:
-    """An uninitialised array, at the same place on each rank, where the collectives of ``comm`` are fastest."""
-    memory = comm.allocate(size, dtype)
-    return Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=ops.stream)
 
 
 def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps) -> None:

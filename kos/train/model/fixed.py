@@ -6,7 +6,6 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
-from kos.memory.arena import Arena
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
@@ -46,7 +45,7 @@ class FixedLlama(Llama):
         arena, name, norm = self.arena, self.config.head, self.config.final_norm
         with arena.scope():
             rstd_n = self._norm_statistics(x_nD, arena)
-            normed_ND = self.tensor.gather(self._norm(weights, norm, x_nD, rstd_n, arena), arena)
+            normed_ND = self.tensor.gather(self._normed(weights, norm, x_nD, arena, rstd_n), arena)
             d_normed_ND = arena.take(normed_ND.shape, x_nD.dtype)
             chunks = self._chunks(len(targets_N))
             each = len(chunks) // self.order.pieces
@@ -76,16 +75,17 @@ class FixedLlama(Llama):
         self.order.rms_norm_backward(d_out, x, weights[name], rstd, dx, into.of[name], self.arena)
         into.final(name)
 
-    def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
-        self.tensor.column_linear(x_nD, weights[name], out_NF, self.arena, self._stacked[name])
+    def _column_linear(self, weights: Weights, name: str, x_ND: Array, out_NF: Array) -> None:
+        self.tensor.column_linear(x_ND, weights[name], out_NF, self._stacked[name])
 
     def _column_linear_backward(
-        self, weights: Weights, name: str, d_out_NF: Array, x_nD: Array, dx_nD: Array, into: Gradients, keep: Arena
+        self, weights: Weights, name: str, d_out_NF: Array, dx_nD: Array, beside: Callable[[], None]
     ) -> None:
-        x_ND = self.tensor.column_linear_backward(
-            d_out_NF, x_nD, weights[name], dx_nD, keep, self.arena, self._stacked[name]
-        )
-        self._weight_gradient(name, d_out_NF, x_ND, into)
+        self.tensor.stacked_input_gradient(d_out_NF, weights[name], dx_nD, self.arena, self._stacked[name])
+        beside()
+
+    def _row_linear_backward(self, weights: Weights, name: str, d_out_ND: Array, dx_NF: Array) -> None:
+        self.tensor.row_linear_backward(d_out_ND, weights[name], dx_NF)
 
     def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
         if into.deferred is not None:

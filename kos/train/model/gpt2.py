@@ -16,6 +16,7 @@ from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
 from kos.train.model.shapes import Local, Placement, Stages
 from kos.train.ops import Array, Ops
+from kos.train.parallel.tensor import Half
 
 POSITIONS = "transformer.wpe.weight"
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
@@ -97,11 +98,10 @@ class GPT2(Llama):
     def _norm_statistics(self, x_ND: Array, arena: Arena) -> Array:
         return arena.take((2, len(x_ND)), self.ops.statistics_dtype(x_ND.dtype))
 
-    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array, arena: Arena) -> Array:
-        normed_ND = arena.take(x_ND.shape, x_ND.dtype)
+    def _norm(self, weights: Weights, name: str, x_ND: Array, out_ND: Array, rstd_N: Array, rows: slice) -> None:
+        """Of all ``rows``: there is one rank."""
         eps = self.config.rms_norm_eps
-        self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, normed_ND, rstd_N)
-        return normed_ND
+        self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, out_ND, rstd_N)
 
     def _norm_backward(
         self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients
@@ -116,8 +116,11 @@ class GPT2(Llama):
     def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
         self.ops.linear(x_nD, weights[name], out_NF, None, weights[bias_of(name)])
 
-    def _row_linear(self, weights: Weights, name: str, x_NF: Array, out_nD: Array, residual_nD: Array) -> None:
+    def _row_linear(
+        self, weights: Weights, name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
+    ) -> Callable[[], None]:
         self.ops.linear(x_NF, weights[name], out_nD, residual_nD, weights[bias_of(name)])
+        return lambda: None
 
     def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
         super()._weight_gradient(name, d_out, x, into)

@@ -12,7 +12,8 @@ T, H, K, F and V count what this rank computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.shapes import Local
 from kos.train.ops import Array, Ops
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.tensor import TensorParallel
+from kos.train.parallel.tensor import Half, TensorParallel
 
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 
@@ -46,7 +47,7 @@ class Gradients(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """What a block's forward keeps for its backward; None is computed again there."""
+    """What a block's forward writes and its backward reads; None is computed again there."""
 
     x_nD: Array
     rstd_in_n: Array
@@ -59,6 +60,14 @@ class BlockActivations(NamedTuple):
     normed_mid_nD: Array | None
     gate_up_N2F: Array
     hidden_NF: Array | None
+
+
+class Block(NamedTuple):
+    """The forward of a layer: where its activations and its output go. Without an output it ends at ``gate_up_N2F``."""
+
+    layer: int
+    kept: BlockActivations
+    out_nD: Array | None
 
 
 class Slot:
@@ -123,17 +132,18 @@ class Llama:
         slot.tokens_N, slot.seq_len = self._flatten(tokens, slot.arena), tokens.shape[1]
         if x_nD is None:
             x_nD = self.embed(weights, slot.tokens_N, slot.seq_len, slot.arena)
-        for layer in self.local.layers:
-            slot.inputs.append(x_nD)
-            out_nD = slot.arena.take(x_nD.shape, x_nD.dtype)
-            if self.recompute == "block":
-                with self.arena.scope():
-                    self.block(layer, weights, x_nD, slot.seq_len, out_nD, self.arena)
-            else:
-                slot.kept.append(self.block(layer, weights, x_nD, slot.seq_len, out_nD, slot.arena))
-            x_nD = out_nD
-        slot.out_nD = x_nD
-        return x_nD
+        after = [slot.arena.take(x_nD.shape, x_nD.dtype) for _ in self.local.layers]
+        *slot.inputs, slot.out_nD = x_nD, *after
+        if self.recompute != "block":
+            slot.kept = [self._empty_activations(x, slot.seq_len, slot.arena) for x in slot.inputs]
+        with self.arena.scope():
+            kept = slot.kept
+            if slot.inputs and not kept:  # all blocks use the same memory
+                one = self._empty_activations(x_nD, slot.seq_len, self.arena)
+                kept = [one._replace(x_nD=x) for x in slot.inputs]
+            if kept:
+                self._forward(weights, [*map(Block, self.local.layers, kept, after)])
+        return slot.out_nD
 
     def queue_backward(
         self, weights: Weights, slot: Slot, into: Gradients, dx_nD: Array, *, targets: Array | None = None,
@@ -153,13 +163,21 @@ class Llama:
                 losses_N, count = self._loss_arrays(slot.out_nD, targets_N, count)
                 self.head_loss_and_gradients(weights, slot.out_nD, targets_N, count, losses_N, dx_nD, into)
                 self.context.mean_loss(losses_N, count, loss, self.arena)
-        for layer in reversed(self.local.layers):
-            x_nD, keep = slot.inputs.pop(), self.arena if into.deferred is None else slot.arena
-            with self.arena.scope():
-                kept = slot.kept.pop() if slot.kept else self._activations(layer, weights, x_nD, slot.seq_len, keep)
-                self.block_backward(layer, weights, kept, dx_nD, into, keep)
-        if self.local.first:
-            self.embed_backward(slot.tokens_N, slot.seq_len, dx_nD, into)
+        keep = self.arena if into.deferred is None else slot.arena
+        with self.arena.scope():
+            if slot.inputs or self.local.first:
+                d_out_ND = self.tensor.gather(dx_nD, keep)
+            for layer in reversed(self.local.layers):
+                x_nD, more = slot.inputs.pop(), self.local.first or layer > self.local.layers.start
+                with self.arena.scope():
+                    if slot.kept:
+                        kept = slot.kept.pop()
+                    else:
+                        kept = self._empty_activations(x_nD, slot.seq_len, keep)
+                        self._forward(weights, [Block(layer, kept, None)])
+                    d_out_ND = self.block_backward(layer, weights, kept, dx_nD, d_out_ND, into, keep, more)
+            if self.local.first:
+                self.embed_backward(slot.tokens_N, slot.seq_len, d_out_ND, into)
 
     def queue_weight_gradients(self, into: Gradients) -> None:
         """Those that a backward has left in ``into.deferred``; empties it."""
@@ -179,14 +197,13 @@ class Llama:
             return float(self.ops.to_host(loss)[0])
 
     def evaluate_stage(self, weights: Weights, tokens: Array, x_nD: Array | None = None) -> Array:
-        """``queue_forward`` for no backward: each block's memory is given back at its end, ``x_nD`` written over."""
+        """``queue_forward`` for no backward: all blocks use the same memory, and write over ``x_nD``."""
         if x_nD is None:
             x_nD = self.embed(weights, self._flatten(tokens), tokens.shape[1], self.arena)
-        for layer in self.local.layers:
-            with self.arena.scope():
-                out_nD = self.arena.take(x_nD.shape, x_nD.dtype)
-                self.block(layer, weights, x_nD, tokens.shape[1], out_nD, self.arena)
-                self.ops.copy(out_nD, x_nD)
+        with self.arena.scope():
+            if self.local.layers:
+                kept = self._empty_activations(x_nD, tokens.shape[1], self.arena)
+                self._forward(weights, [Block(layer, kept, x_nD) for layer in self.local.layers])
         return x_nD
 
     def evaluate_loss(
@@ -218,10 +235,7 @@ class Llama:
 
     def _final_norm(self, weights: Weights, x_nD: Array) -> Array:
         """The head's input, of all ranks' rows."""
-        normed_nD = self._norm(
-            weights, self.config.final_norm, x_nD, self._norm_statistics(x_nD, self.arena), self.arena
-        )
-        return self.tensor.gather(normed_nD, self.arena)
+        return self.tensor.gather(self._normed(weights, self.config.final_norm, x_nD, self.arena), self.arena)
 
     # --- stages --------------------------------------------------------------------------------------
 
@@ -231,101 +245,173 @@ class Llama:
         self.tensor.embedding(tokens_N, table_VD, x_nD, self.arena)
         return x_nD
 
-    def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
+    def embed_backward(self, tokens_N: Array, seq_len: int, dx_ND: Array, into: Gradients) -> None:
         """The last gradient; a tied head has already written its term there, unless lookups are summed apart."""
         name = LOOKUPS if LOOKUPS in into.of else self.config.embedding
         adds = name != LOOKUPS and self.config.tie_word_embeddings and self.holds_last
         accumulate = into.accumulate or adds
-        self.tensor.embedding_backward(dx_nD, tokens_N, into.of[name], accumulate, self.arena)
+        self.tensor.embedding_backward(dx_ND, tokens_N, into.of[name], accumulate, self.arena)
         into.final(name)
 
-    def block(
-        self, layer: int, weights: Weights, x_nD: Array, seq_len: int, out_nD: Array, keep: Arena
-    ) -> BlockActivations:
-        """out_nD = x + attention(norm(x)), then the same with the MLP; what the backward needs lies in ``keep``."""
-        kept = self._activations(layer, weights, x_nD, seq_len, keep)
-        with self.arena.scope():
-            self._row_linear(weights, self._layers[layer].down, self._hidden(kept, self.arena), out_nD, kept.mid_nD)
-        return kept
+    def _empty_activations(self, x_nD: Array, seq_len: int, keep: Arena) -> BlockActivations:
+        """Memory in ``keep`` for what ``_forward`` writes of a block with the input ``x_nD``."""
+        N, dtype, local, d = len(x_nD) * self.tensor.size, x_nD.dtype, self.local, self.config.head_dim
 
-    def _activations(self, layer: int, weights: Weights, x_nD: Array, seq_len: int, keep: Arena) -> BlockActivations:
-        """A block's forward but for its last matrix product."""
-        ops, config, names = self.ops, self.config, self._layers[layer]
-        N = len(x_nD) * self.tensor.size
-        H, K, d = self.local.heads, self.local.kv_heads, config.head_dim
+        def columns(count: int) -> Array:
+            return self.ops.empty_columns(keep, N, count, dtype)
 
-        def normed_linear(x: Array, norm: str, weight: str, out: Array) -> tuple[Array | None, Array]:
-            rstd_n = self._norm_statistics(x, keep)
-            if self.recompute == "none":
-                normed_nD = self._norm(weights, norm, x, rstd_n, keep)
-                self._column_linear(weights, weight, normed_nD, out)
-                return normed_nD, rstd_n
-            with self.arena.scope():
-                self._column_linear(weights, weight, self._norm(weights, norm, x, rstd_n, self.arena), out)
-            return None, rstd_n
+        def normed() -> Array | None:
+            return keep.take(x_nD.shape, dtype) if self.recompute == "none" else None
 
-        qkv_NW = ops.empty_columns(keep, N, (H + 2 * K) * d, x_nD.dtype)
-        normed_in_nD, rstd_in_n = normed_linear(x_nD, names.input_norm, names.qkv, qkv_NW)
-        self._apply_rope(ops.rope, qkv_NW, seq_len)
-        heads_NA = ops.empty_columns(keep, N, H * d, x_nD.dtype)
-        lse_BHT = keep.take((N // seq_len, H, seq_len), ops.statistics_dtype(x_nD.dtype))
-        self.context.attention(qkv_NW, H, K, heads_NA, lse_BHT, self.arena)
-        mid_nD = keep.take(x_nD.shape, x_nD.dtype)
-        self._row_linear(weights, names.o, heads_NA, mid_nD, x_nD)
-
-        gate_up_N2F = ops.empty_columns(keep, N, self.local.up, x_nD.dtype)
-        normed_mid_nD, rstd_mid_n = normed_linear(mid_nD, names.post_attention_norm, names.gate_up, gate_up_N2F)
-        kept = BlockActivations(
-            x_nD, rstd_in_n, normed_in_nD, qkv_NW, lse_BHT, heads_NA, mid_nD, rstd_mid_n, normed_mid_nD, gate_up_N2F,
-            None,
+        lse = (N // seq_len, local.heads, seq_len), self.ops.statistics_dtype(dtype)
+        return BlockActivations(
+            x_nD, self._norm_statistics(x_nD, keep), normed(), columns((local.heads + 2 * local.kv_heads) * d),
+            keep.take(*lse), columns(local.heads * d), keep.take(x_nD.shape, dtype), self._norm_statistics(x_nD, keep),
+            normed(), columns(local.up), columns(local.intermediate) if self.recompute == "none" else None,
         )  # fmt: skip
-        return kept._replace(hidden_NF=self._hidden(kept, keep)) if self.recompute == "none" else kept
 
-    def _hidden(self, kept: BlockActivations, arena: Arena) -> Array:
-        if kept.hidden_NF is not None:
-            return kept.hidden_NF
-        rows, up = len(kept.gate_up_N2F), kept.gate_up_N2F
-        hidden_NF = self.ops.empty_columns(arena, rows, self.local.intermediate, up.dtype)
-        self._activate(up, hidden_NF)
-        return hidden_NF
+    def _forward(self, weights: Weights, blocks: Sequence[Block]) -> None:
+        """The forward of these blocks, one after another; their halves of the tokens take turns.
+
+        A turn ends where a half waits for a collective, or would keep the other half from starting one. The second half
+        is a turn behind::
+
+            half 0: gather | qkv |        | attention, o, sum |     | add, gather |                   | gate_up |
+            half 1:              | gather |                   | qkv |             | attention, o, sum |         | …
+
+        So each collective has a product of the other half beside it, but for the first and the last of ``blocks``.
+        """
+        kept = blocks[0].kept
+        with self.arena.scope():
+            exchange_ND = self.tensor.empty_rows(kept.x_nD, self.arena)
+            if kept.hidden_NF is None:
+                normed_nD = self.arena.take(kept.x_nD.shape, kept.x_nD.dtype)
+                up = kept.gate_up_N2F
+                hidden_NF = self.ops.empty_columns(self.arena, len(up), self.local.intermediate, up.dtype)
+                scratch = {"normed_in_nD": normed_nD, "normed_mid_nD": normed_nD, "hidden_NF": hidden_NF}
+                blocks = [block._replace(kept=block.kept._replace(**scratch)) for block in blocks]
+            halves = self.tensor.halves(len(kept.qkv_NW))
+            turns = [self._forward_half(weights, blocks, exchange_ND, half, half is halves[-1]) for half in halves]
+            next(turns[0])
+            for _ in itertools.zip_longest(*turns):
+                pass
+
+    def _forward_half(
+        self, weights: Weights, blocks: Sequence[Block], exchange_ND: Array, half: Half, last: bool
+    ) -> Iterator[None]:
+        """Yields at the end of each turn. ``exchange_ND``: for what is gathered, and for the terms of sums."""
+        rows, own = half
+        for layer, kept, out_nD in blocks:
+            names, qkv_NW, heads_NA, lse_BHT = self._layers[layer], kept.qkv_NW, kept.heads_NA, kept.lse_BHT
+            start, stop = (row // lse_BHT.shape[-1] for row in (rows.start, rows.stop))  # samples
+            apart = (stop - start) * lse_BHT.shape[-1] == rows.stop - rows.start  # or one sample is in both halves
+
+            def start_gather(norm: str, x: Array, rstd: Array, normed: Array) -> Callable[[], Array]:
+                self._norm(weights, norm, x, normed, rstd, own)
+                return self.tensor.start_gather(normed, exchange_ND, [half])
+
+            gathered = start_gather(names.input_norm, kept.x_nD, kept.rstd_in_n, kept.normed_in_nD)
+            yield
+            self._column_linear(weights, names.qkv, gathered()[rows], qkv_NW[rows])
+            if not apart:
+                if last:
+                    self._attention(qkv_NW, lse_BHT, heads_NA)
+                yield
+            yield
+            if apart:
+                self._attention(qkv_NW[rows], lse_BHT[start:stop], heads_NA[rows])
+            complete = self._row_linear(weights, names.o, heads_NA, exchange_ND, kept.mid_nD, kept.x_nD, half)
+            yield
+            complete()
+            gathered = start_gather(names.post_attention_norm, kept.mid_nD, kept.rstd_mid_n, kept.normed_mid_nD)
+            yield
+            self._column_linear(weights, names.gate_up, gathered()[rows], kept.gate_up_N2F[rows])
+            hidden_NF = kept.hidden_NF
+            if out_nD is None or hidden_NF is None:
+                return
+            self._activate(kept.gate_up_N2F[rows], hidden_NF[rows])
+            yield
+            complete = self._row_linear(weights, names.down, hidden_NF, exchange_ND, out_nD, kept.mid_nD, half)
+            yield
+            complete()
+
+    def _attention(self, qkv_NW: Array, lse_BHT: Array, heads_NA: Array) -> None:
+        self._apply_rope(self.ops.rope, qkv_NW, lse_BHT.shape[-1])
+        self.context.attention(qkv_NW, self.local.heads, self.local.kv_heads, heads_NA, lse_BHT, self.arena)
 
     def block_backward(
-        self, layer: int, weights: Weights, kept: BlockActivations, dx_nD: Array, into: Gradients, keep: Arena
-    ) -> None:
+        self, layer: int, weights: Weights, kept: BlockActivations, dx_nD: Array, d_out_ND: Array, into: Gradients,
+        keep: Arena, more: bool,
+    ) -> Array:  # fmt: skip
         """``dx_nD`` comes as the gradient of the block's output and goes as that of its input.
 
+        ``d_out_ND`` is the former of all ranks' rows; returned is the latter, if ``more`` of the backward needs it.
         What the gradients of weights need lies in ``keep``: ``self.arena``, or where they are deferred the slot's.
+
+        A gradient of weights is computed when a collective can run beside it: of a pair of matrices, that of the second
+        beside the sum of the first's input gradient, that of the first beside the gather of ``dx_nD``.
         """
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         H, K, d = self.local.heads, self.local.kv_heads, config.head_dim
-        N, F = len(kept.qkv_NW), self.local.intermediate
+        N, F, deferred = len(kept.qkv_NW), self.local.intermediate, into.deferred is not None
 
-        def through_norm(d_out_NF: Array, weight: str, norm: str, x: Array, rstd: Array, normed: Array | None) -> None:
-            if normed is None:
-                normed = self._norm(weights, norm, x, self._norm_statistics(x, arena), keep)
+        def start_gather(norm: str, x: Array, normed: Array | None) -> Callable[[], Array]:
+            normed = self._normed(weights, norm, x, keep) if normed is None else normed
+            return self.tensor.start_gather(normed, self.tensor.empty_rows(normed, keep))
+
+        def row_linear_backward(name: str, x_NF: Array, dx_NF: Array) -> Callable[[], None]:
+            """Returned is what computes the gradient of the weights."""
+            d_out = d_out_ND
+            if deferred and d_out is dx_nD:  # to which the rest of the backward adds
+                d_out = keep.take(dx_nD.shape, dx_nD.dtype)
+                ops.copy(dx_nD, d_out)
+            self._row_linear_backward(weights, name, d_out, dx_NF)
+            return lambda: self._weight_gradient(name, d_out, x_NF, into)
+
+        def through_norm(
+            d_out_NF: Array, name: str, gathered: Callable[[], Array], beside: Callable[[], None], norm: str, x: Array,
+            rstd: Array, more: bool = True,
+        ) -> Array:  # fmt: skip
+            finished: list[str] = []
             with arena.scope():
                 d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
-                self._column_linear_backward(weights, weight, d_out_NF, normed, d_normed_nD, into, keep)
-                self._norm_backward(weights, norm, d_normed_nD, x, rstd, dx_nD, into)
+                self._column_linear_backward(weights, name, d_out_NF, d_normed_nD, beside)
+                of_norm = into._replace(final=finished.append)  # after that of the matrix, as the gradients lie
+                self._norm_backward(weights, norm, d_normed_nD, x, rstd, dx_nD, of_norm)
+            dx_ND = self.tensor.empty_rows(dx_nD, keep) if deferred and more else d_out_ND
+            wait = self.tensor.start_gather(dx_nD, dx_ND, None if more else [])
+            self._weight_gradient(name, d_out_NF, gathered(), into)
+            for weight in finished:
+                into.final(weight)
+            return wait()
 
         with arena.scope():
-            hidden_NF = self._hidden(kept, keep)
+            norm = names.post_attention_norm
+            gathered = start_gather(norm, kept.mid_nD, kept.normed_mid_nD)
+            hidden_NF = kept.hidden_NF
+            if hidden_NF is None:
+                hidden_NF = ops.empty_columns(keep, N, F, dx_nD.dtype)
+                self._activate(kept.gate_up_N2F, hidden_NF)
             d_hidden_NF = ops.empty_columns(arena, N, F, dx_nD.dtype)
-            self._row_linear_backward(weights, names.down, dx_nD, hidden_NF, d_hidden_NF, into, keep)
+            weight_gradient = row_linear_backward(names.down, hidden_NF, d_hidden_NF)
             d_gate_up_N2F = ops.empty_columns(keep, N, self.local.up, dx_nD.dtype)
             self._activate_backward(d_hidden_NF, kept.gate_up_N2F, hidden_NF, d_gate_up_N2F)
-            norm = names.post_attention_norm
-            through_norm(d_gate_up_N2F, names.gate_up, norm, kept.mid_nD, kept.rstd_mid_n, kept.normed_mid_nD)
+            d_out_ND = through_norm(
+                d_gate_up_N2F, names.gate_up, gathered, weight_gradient, norm, kept.mid_nD, kept.rstd_mid_n
+            )
 
         with arena.scope():
+            gathered = start_gather(names.input_norm, kept.x_nD, kept.normed_in_nD)
             d_heads_NA = ops.empty_columns(arena, N, H * d, dx_nD.dtype)
-            self._row_linear_backward(weights, names.o, dx_nD, kept.heads_NA, d_heads_NA, into, keep)
+            weight_gradient = row_linear_backward(names.o, kept.heads_NA, d_heads_NA)
             d_qkv_NW = ops.empty_columns(keep, N, (H + 2 * K) * d, dx_nD.dtype)
             self.context.attention_backward(
                 d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena
             )
             self._apply_rope(ops.rope_backward, d_qkv_NW, kept.lse_BHT.shape[-1])
-            through_norm(d_qkv_NW, names.qkv, names.input_norm, kept.x_nD, kept.rstd_in_n, kept.normed_in_nD)
+            return through_norm(
+                d_qkv_NW, names.qkv, gathered, weight_gradient, names.input_norm, kept.x_nD, kept.rstd_in_n, more
+            )
 
     def head_loss_and_gradients(
         self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,
@@ -335,7 +421,7 @@ class Llama:
         ops, arena, name, norm = self.ops, self.arena, self.config.head, self.config.final_norm
         with arena.scope():
             rstd_n = self._norm_statistics(x_nD, arena)
-            normed_ND = self.tensor.gather(self._norm(weights, norm, x_nD, rstd_n, arena), arena)
+            normed_ND = self.tensor.gather(self._normed(weights, norm, x_nD, arena, rstd_n), arena)
             d_normed_ND = arena.take(normed_ND.shape, x_nD.dtype)
             chunks, d_weight = self._chunks(len(targets_N)), into.of[name]
             wide = ops.statistics_dtype(x_nD.dtype)
@@ -358,7 +444,7 @@ class Llama:
             d_normed_nD = d_normed_ND
             if self.tensor.size > 1:
                 d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
-                self.tensor.sum_rows(d_normed_ND, d_normed_nD)
+                self.tensor.start_sum(d_normed_ND, d_normed_nD)()
             self._norm_backward(weights, norm, d_normed_nD, x_nD, rstd_n, dx_nD, into)
 
     # --- what makes it a LLaMA: RMSNorm, RoPE, SwiGLU, no biases ---------------------------------------
@@ -366,10 +452,16 @@ class Llama:
     def _norm_statistics(self, x_ND: Array, arena: Arena) -> Array:
         return arena.take((len(x_ND),), self.ops.statistics_dtype(x_ND.dtype))
 
-    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array, arena: Arena) -> Array:
-        normed_ND = arena.take(x_ND.shape, x_ND.dtype)
-        self.ops.rms_norm(x_ND, weights[name], self.config.rms_norm_eps, normed_ND, rstd_N)
-        return normed_ND
+    def _norm(self, weights: Weights, name: str, x_nD: Array, out_nD: Array, rstd_n: Array, rows: slice) -> None:
+        """Writes ``rows`` of ``out_nD`` and ``rstd_n``."""
+        self.ops.rms_norm(x_nD[rows], weights[name], self.config.rms_norm_eps, out_nD[rows], rstd_n[rows])
+
+    def _normed(self, weights: Weights, name: str, x_nD: Array, arena: Arena, rstd_n: Array | None = None) -> Array:
+        """The norm of all rows, in ``arena``."""
+        rstd_n = self._norm_statistics(x_nD, self.arena) if rstd_n is None else rstd_n
+        normed_nD = arena.take(x_nD.shape, x_nD.dtype)
+        self._norm(weights, name, x_nD, normed_nD, rstd_n, slice(0, len(x_nD)))
+        return normed_nD
 
     def _norm_backward(
         self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients
@@ -377,28 +469,21 @@ class Llama:
         self.ops.rms_norm_backward(d_out, x, weights[name], rstd, dx, into.of[name], into.accumulate, self.arena)
         into.final(name)
 
-    def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
-        self.tensor.column_linear(x_nD, weights[name], out_NF, self.arena)
+    def _column_linear(self, weights: Weights, name: str, x_ND: Array, out_NF: Array) -> None:
+        self.ops.linear(x_ND, weights[name], out_NF)
 
-    def _row_linear(self, weights: Weights, name: str, x_NF: Array, out_nD: Array, residual_nD: Array) -> None:
-        self.tensor.row_linear(x_NF, weights[name], out_nD, residual_nD, self.arena)
+    def _row_linear(
+        self, weights: Weights, name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
+    ) -> Callable[[], None]:
+        return self.tensor.row_linear(x_NF, weights[name], term_ND, out_nD, residual_nD, half, self.arena)
 
     def _column_linear_backward(
-        self, weights: Weights, name: str, d_out_NF: Array, x_nD: Array, dx_nD: Array, into: Gradients, keep: Arena
+        self, weights: Weights, name: str, d_out_NF: Array, dx_nD: Array, beside: Callable[[], None]
     ) -> None:
-        self.tensor.column_linear_backward(
-            d_out_NF, x_nD, weights[name], dx_nD, keep, self.arena,
-            lambda x_ND: self._weight_gradient(name, d_out_NF, x_ND, into),
-        )  # fmt: skip
+        self.tensor.column_linear_backward(d_out_NF, weights[name], dx_nD, self.arena, beside)
 
-    def _row_linear_backward(
-        self, weights: Weights, name: str, d_out_nD: Array, x_NF: Array, dx_NF: Array, into: Gradients, keep: Arena
-    ) -> None:
-        d_out_ND = self.tensor.row_linear_backward(d_out_nD, weights[name], dx_NF, keep)
-        if into.deferred is not None and d_out_ND is d_out_nD:  # to which the rest of the backward adds
-            d_out_ND = keep.take(d_out_nD.shape, d_out_nD.dtype)
-            self.ops.copy(d_out_nD, d_out_ND)
-        self._weight_gradient(name, d_out_ND, x_NF, into)
+    def _row_linear_backward(self, weights: Weights, name: str, d_out_ND: Array, dx_NF: Array) -> None:
+        self.ops.linear_input_gradient(d_out_ND, weights[name], dx_NF)
 
     def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
         if into.deferred is not None:

@@ -28,6 +28,9 @@ Array = Any  # a dialect's own: numpy's ndarray, a device tensor
 class Ops(Protocol):
     """What a dialect offers."""
 
+    overlap_rows: int | None
+    """The fewest rows of a product for which it pays to split one in two, so that collectives overlap. None: never."""
+
     def make_arena(self) -> Arena:
         """An empty arena over the dialect's memory."""
 

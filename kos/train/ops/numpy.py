@@ -24,6 +24,7 @@ IGNORE = -1  # the target that is left out of the loss
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
 SCORES = 262_144  # elements: scores of attention that are in memory at once
 QUERY_BLOCK = 64  # queries whose scores are computed at once
+overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
 
 
 def make_arena() -> Arena:

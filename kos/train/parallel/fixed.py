@@ -27,7 +27,7 @@ from kos.memory.arena import Arena
 from kos.train.ops import Array
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Axis
-from kos.train.parallel.tensor import TensorParallel
+from kos.train.parallel.tensor import Half, TensorParallel
 
 PARTS = 8
 LEAST_CHUNK = 64  # tokens: shorter ones make products and blocks of queries small
@@ -147,21 +147,17 @@ class FixedTensor(TensorParallel):
         super().__init__(order.ops, order.tp, first_row)
         self.order, self.parts = order, order.parts
 
-    def column_linear(  # type: ignore[override]
-        self, x_nD: Array, weight: Array, out_NF: Array, arena: Arena, stacked: Sequence[slice]
-    ) -> None:
+    def column_linear(self, x_ND: Array, weight: Array, out_NF: Array, stacked: Sequence[slice]) -> None:
         """Of each part and piece (f, D) times (D, n)."""
-        with arena.scope():
-            x = self.order.rows(self.gather(x_nD, arena)).swapaxes(1, 2)[:, None]
-            for rows in stacked:
-                w = weight[rows].reshape(self.parts, -1, weight.shape[1])
-                self.ops.product(w, x, self.order.columns(out_NF[:, rows]).transpose(2, 0, 1, 3))
+        x = self.order.rows(x_ND).swapaxes(1, 2)[:, None]
+        for rows in stacked:
+            w = weight[rows].reshape(self.parts, -1, weight.shape[1])
+            self.ops.product(w, x, self.order.columns(out_NF[:, rows]).transpose(2, 0, 1, 3))
 
-    def column_linear_backward(  # type: ignore[override]
-        self, d_out_NF: Array, x_nD: Array, weight: Array, dx_nD: Array, keep: Arena, arena: Arena,
-        stacked: Sequence[slice],
-    ) -> Array:  # fmt: skip
-        x_ND, P = self.gather(x_nD, keep), self.parts
+    def stacked_input_gradient(
+        self, d_out_NF: Array, weight: Array, dx_nD: Array, arena: Arena, stacked: Sequence[slice]
+    ) -> None:
+        P = self.parts
 
         def of_part(x: Array, out: Array) -> None:
             """The rows of ``x`` by part: (P, rows / P, columns), each with its rows of every stacked matrix."""
@@ -169,7 +165,7 @@ class FixedTensor(TensorParallel):
                 self.ops.copy(x[rows].reshape(P, -1, x.shape[1]), out[:, rows.start // P : rows.stop // P])
 
         with arena.scope():
-            term_ND = dx_nD if self.size == 1 else arena.take(x_ND.shape, x_ND.dtype)
+            term_ND = dx_nD if self.size == 1 else self.empty_rows(dx_nD, arena)
             w = arena.take((P, len(weight) // P, weight.shape[1]), weight.dtype)
             of_part(weight, w)
             by_piece = d_out_NF.T.reshape(len(weight), self.order.pieces, -1)
@@ -178,22 +174,22 @@ class FixedTensor(TensorParallel):
                 of_part(by_piece[:, piece], d)
                 self.order.sum_of_products(d.swapaxes(1, 2), w, out, arena)
             self.order.scatter_over_ranks(self.axis, term_ND, dx_nD, arena)
-        return x_ND
 
-    def row_linear(self, x_NF: Array, weight: Array, out_nD: Array, residual_nD: Array, arena: Arena) -> None:
+    def row_linear(
+        self, x_NF: Array, weight: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half, arena: Arena
+    ) -> Callable[[], None]:
         with arena.scope():
-            term_ND = out_nD if self.size == 1 else arena.take((len(x_NF), *out_nD.shape[1:]), out_nD.dtype)
+            term_ND = out_nD if self.size == 1 else term_ND
             x, w = self.order.columns(x_NF), self._by_columns(weight)
             for piece, out in enumerate(self.order.rows(term_ND)):
                 self.order.sum_of_products(x[:, :, piece].swapaxes(1, 2), w, out, arena)
             self.order.scatter_over_ranks(self.axis, term_ND, out_nD, arena)
             self.ops.add(out_nD, residual_nD, out_nD)
+        return lambda: None
 
-    def row_linear_backward(self, d_out_nD: Array, weight: Array, dx_NF: Array, keep: Arena) -> Array:
-        d_out_ND = self.gather(d_out_nD, keep)
+    def row_linear_backward(self, d_out_ND: Array, weight: Array, dx_NF: Array) -> None:
         d = self.order.rows(d_out_ND).swapaxes(1, 2)[:, None]
         self.ops.product(self._by_columns(weight), d, self.order.columns(dx_NF).transpose(2, 0, 1, 3))
-        return d_out_ND
 
     def _by_columns(self, weight: Array) -> Array:
         """(D, F) as (parts, F / parts, D)."""
@@ -223,12 +219,11 @@ class FixedTensor(TensorParallel):
                 self.ops.add(fresh.reshape(d_table_vD.shape), d_table_vD, d_table_vD)
 
     def embedding_backward(
-        self, d_out_nD: Array, tokens_N: Array, d_table_vD: Array, accumulate: bool, arena: Arena
+        self, d_out_ND: Array, tokens_N: Array, d_table_vD: Array, accumulate: bool, arena: Arena
     ) -> None:
         """Of the tokens of all ranks, on each that holds the rows."""
         cp = self.order.cp
         with arena.scope():
-            d_out_ND = self.gather(d_out_nD, arena)
             if cp.size > 1:
                 mine = tokens_N, d_out_ND
                 tokens_N, d_out_ND = (arena.take((cp.size * len(x), *x.shape[1:]), x.dtype) for x in mine)

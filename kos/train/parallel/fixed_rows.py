@@ -7,12 +7,13 @@ causal mask, then to those of every other piece, in a fixed order. Features are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array
 from kos.train.parallel.context import seen
 from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor
+from kos.train.parallel.tensor import Half
 
 LEAST_ROWS_CHUNK = 512  # tokens: shorter chunks leave multiprocessors idle
 
@@ -54,26 +55,25 @@ class RowTensor(FixedTensor):
 
     order: RowOrder
 
-    def column_linear(  # type: ignore[override]
-        self, x: Array, weight: Array, out: Array, arena: Arena, stacked: Sequence[slice]
-    ) -> None:
+    def column_linear(self, x: Array, weight: Array, out: Array, stacked: Sequence[slice]) -> None:
         for rows in self.order.each(len(x)):
             self.ops.linear(x[rows], weight, out[rows])
 
-    def column_linear_backward(  # type: ignore[override]
-        self, d_out: Array, x: Array, weight: Array, dx: Array, keep: Arena, arena: Arena, stacked: Sequence[slice]
-    ) -> Array:
-        self.row_linear_backward(d_out, weight, dx, keep)
-        return x
+    def stacked_input_gradient(
+        self, d_out: Array, weight: Array, dx: Array, arena: Arena, stacked: Sequence[slice]
+    ) -> None:
+        self.row_linear_backward(d_out, weight, dx)
 
-    def row_linear(self, x: Array, weight: Array, out: Array, residual: Array, arena: Arena) -> None:
+    def row_linear(
+        self, x: Array, weight: Array, term: Array, out: Array, residual: Array, half: Half, arena: Arena
+    ) -> Callable[[], None]:
         for rows in self.order.each(len(x)):
             self.ops.linear(x[rows], weight, out[rows], residual[rows])
+        return lambda: None
 
-    def row_linear_backward(self, d_out: Array, weight: Array, dx: Array, keep: Arena) -> Array:
+    def row_linear_backward(self, d_out: Array, weight: Array, dx: Array) -> None:
         for rows in self.order.each(len(d_out)):
             self.ops.linear_input_gradient(d_out[rows], weight, dx[rows])
-        return d_out
 
     def logits(self, x: Array, table: Array, out: Array) -> None:
         self.ops.linear(x, table, out)

@@ -1,10 +1,10 @@
 """The ranks of a job as a grid: pipeline, data, context and tensor parallelism, an axis each.
 
 ``AXES`` states the order, outermost first. Ranks are numbered along ``tp`` first, so the ranks of a tensor-parallel
-group are neighbours: they reduce activations several times in each block, with nothing to hide it, and need the
-nearest GPUs. ``cp`` passes keys and values once in each attention. ``dp`` sums gradients once a step, beside the
-backward; it lies next to ``cp`` because the ranks of both hold the same weights and sum one gradient. ``pp`` sends one
-activation from stage to stage and can bear the slowest wire, between hosts. Megatron-LM and torchtitan order alike.
+group are neighbours: they exchange activations several times in each block, each time beside a single product, and
+need the nearest GPUs. ``cp`` passes keys and values once in each attention. ``dp`` sums gradients once a step, beside
+the backward; it lies next to ``cp`` because the ranks of both hold the same weights and sum one gradient. ``pp`` sends
+one activation from stage to stage and can bear the slowest wire, between hosts. Megatron-LM and torchtitan order alike.
 """
 
 from __future__ import annotations

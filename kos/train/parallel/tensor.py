@@ -1,10 +1,14 @@
 """Tensor parallelism: heads, columns and vocabulary split over ranks; between the products, the tokens.
 
-A pair of matrices is split by the output features of the first (``column_linear``: q, k, v; gate, up) and by the
-input features of the second (``row_linear``: o; down), so that a rank goes from one to the other alone and the second
+A pair of matrices is split by the output features of the first (column-parallel: q, k, v; gate, up) and by the
+input features of the second (row-parallel: o; down), so that a rank goes from one to the other alone and the second
 gives a term of a sum over ranks (Shoeybi et al. 2019, arXiv:1909.08053). That sum is a reduce-scatter: a rank keeps
 ``n = N / tp`` of the N tokens in the residual stream and works out norms and additions on those only; an all-gather
 before the first matrix brings all N together again (sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198).
+
+On a GPU collectives overlap products. In the forward the tokens are two *halves*: the collective of one half runs
+beside the products of the other (``Llama._forward``). In the backward it runs beside gradients of weights
+(``Llama.block_backward``). So a rank's n rows are its rows of the first half, then its rows of the second half.
 
 The embedding and the head are split by vocabulary. No rank has all logits of a token: three numbers of each rank's
 part, the statistics of ``Ops.logit_statistics``, give the loss and its gradient.
@@ -14,13 +18,21 @@ With one rank every function is the plain operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.parallel.mesh import Axis
 
 ALONE = Axis(0, 1, None)
+
+
+class Half(NamedTuple):
+    """A half of a micro-batch, or all of it: its rows of the N tokens, and of the n rows of this rank."""
+
+    rows: slice
+    own: slice
 
 
 class TensorParallel:
@@ -38,61 +50,88 @@ class TensorParallel:
         """How many of ``tokens`` rows are this rank's."""
         return tokens // self.size
 
-    def gather(self, x_nD: Array, arena: Arena) -> Array:
-        """The rows of all ranks, in ``arena``."""
-        if self.size == 1:
-            return x_nD
-        x_ND = arena.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
-        self.axis.comm.all_gather(x_nD, x_ND)
-        return x_ND
+    def halves(self, tokens: int) -> list[Half]:
+        """The halves of so many rows; one of all, if there is nothing to overlap or a half would be too small."""
+        least = self.ops.overlap_rows
+        count = 2 if self.size > 1 and least and tokens >= 2 * least and tokens % (2 * self.size) == 0 else 1
+        bounds = [(half * tokens // count, (half + 1) * tokens // count) for half in range(count)]
+        return [Half(slice(*each), slice(*map(self.rows, each))) for each in bounds]
 
-    def sum_rows(self, term_ND: Array, out_nD: Array) -> None:
-        """This rank's rows of the sum of all ranks' terms."""
-        self.axis.comm.reduce_scatter(term_ND, out_nD)
+    def start_gather(self, x_nD: Array, x_ND: Array, halves: Sequence[Half] | None = None) -> Callable[[], Array]:
+        """Begin to gather ``halves`` (None: all). The returned function waits, and returns the rows of all ranks.
 
-    def column_linear(self, x_nD: Array, weight: Array, out_NF: Array, arena: Arena) -> None:
-        """out_NF = x_ND weight^T: this rank's features of all rows."""
-        with arena.scope():
-            self.ops.linear(self.gather(x_nD, arena), weight, out_NF)
-
-    def column_linear_backward(
-        self, d_out_NF: Array, x_nD: Array, weight: Array, dx_nD: Array, keep: Arena, arena: Arena,
-        weight_gradient: Callable[[Array], None],
-    ) -> None:  # fmt: skip
-        """Writes ``dx_nD``; ``weight_gradient`` gets x_ND, in ``keep``.
-
-        The gather of x_ND runs beside the product of ``dx``, its sum over ranks beside ``weight_gradient``.
+        These are ``x_ND``; with one rank ``x_nD``.
         """
         if self.size == 1:
-            self.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
-            weight_gradient(x_nD)
-            return
-        x_ND = keep.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
-        with arena.scope():
-            term_ND = arena.take(x_ND.shape, dx_nD.dtype)
-            gathered = self.axis.comm.all_gather(x_nD, x_ND, async_op=True)
-            self.ops.linear_input_gradient(d_out_NF, weight, term_ND)
-            gathered.wait()
-            summed = self.axis.comm.reduce_scatter(term_ND, dx_nD, async_op=True)
-            weight_gradient(x_ND)
-            summed.wait()
+            return lambda: x_nD
+        gather = self.axis.comm.all_gather
+        halves = self.halves(len(x_ND)) if halves is None else halves
+        works = [gather(x_nD[half.own], x_ND[half.rows], async_op=True) for half in halves]
 
-    def row_linear(self, x_NF: Array, weight: Array, out_nD: Array, residual_nD: Array, arena: Arena) -> None:
-        """out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features."""
+        def wait() -> Array:
+            for work in works:
+                work.wait()
+            return x_ND
+
+        return wait
+
+    def gather(self, x_nD: Array, arena: Arena) -> Array:
+        """The rows of all ranks, in ``arena``."""
+        return self.start_gather(x_nD, self.empty_rows(x_nD, arena))()
+
+    def empty_rows(self, x_nD: Array, arena: Arena) -> Array:
+        """Memory for the rows of all ranks; none is needed with one rank."""
+        return None if self.size == 1 else arena.take((len(x_nD) * self.size, *x_nD.shape[1:]), x_nD.dtype)
+
+    def start_sum(self, term_ND: Array, out_nD: Array, halves: Sequence[Half] | None = None) -> Callable[[], None]:
+        """Begin to sum all ranks' terms of ``halves`` (None: all), this rank's rows. The returned function waits."""
+        scatter = self.axis.comm.reduce_scatter
+        halves = self.halves(len(term_ND)) if halves is None else halves
+        works = [scatter(term_ND[half.rows], out_nD[half.own], async_op=True) for half in halves]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
+
+    def row_linear(
+        self, x_NF: Array, weight: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half, arena: Arena
+    ) -> Callable[[], None]:
+        """out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features, of ``half``.
+
+        The product is in ``term_ND`` until the returned function has completed ``out_nD``.
+        """
+        rows, own = half
         if self.size == 1:
             self.ops.linear(x_NF, weight, out_nD, residual_nD)
+            return lambda: None
+        self.ops.linear(x_NF[rows], weight, term_ND[rows])
+        wait = self.start_sum(term_ND, out_nD, [half])
+
+        def complete() -> None:
+            wait()
+            self.ops.add(out_nD[own], residual_nD[own], out_nD[own])
+
+        return complete
+
+    def column_linear_backward(
+        self, d_out_NF: Array, weight: Array, dx_nD: Array, arena: Arena, beside: Callable[[], None]
+    ) -> None:
+        """Writes ``dx_nD``. Its sum over ranks overlaps the second half of the product and what ``beside`` queues."""
+        if self.size == 1:
+            self.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
+            beside()
             return
         with arena.scope():
-            term_ND = arena.take((len(x_NF), *out_nD.shape[1:]), out_nD.dtype)
-            self.ops.linear(x_NF, weight, term_ND)
-            self.sum_rows(term_ND, out_nD)
-            self.ops.add(out_nD, residual_nD, out_nD)
-
-    def row_linear_backward(self, d_out_nD: Array, weight: Array, dx_NF: Array, keep: Arena) -> Array:
-        """Writes ``dx_NF``; returns d_out_ND, in ``keep``, for the gradient of ``weight``."""
-        d_out_ND = self.gather(d_out_nD, keep)
-        self.ops.linear_input_gradient(d_out_ND, weight, dx_NF)
-        return d_out_ND
+            term_ND = self.empty_rows(dx_nD, arena)
+            waits = []
+            for half in self.halves(len(term_ND)):
+                self.ops.linear_input_gradient(d_out_NF[half.rows], weight, term_ND[half.rows])
+                waits.append(self.start_sum(term_ND, dx_nD, [half]))
+            beside()
+            for wait in waits:
+                wait()
 
     # --- vocabulary ------------------------------------------------------------------------------------
 
@@ -104,16 +143,14 @@ class TensorParallel:
         with arena.scope():
             term_ND = arena.take((len(tokens_N), *out_nD.shape[1:]), out_nD.dtype)
             self.ops.embedding(tokens_N, table_vD, term_ND, self._first)
-            self.sum_rows(term_ND, out_nD)
+            self.start_sum(term_ND, out_nD)()
 
     def embedding_backward(
-        self, d_out_nD: Array, tokens_N: Array, d_table_vD: Array, accumulate: bool, arena: Arena
+        self, d_out_ND: Array, tokens_N: Array, d_table_vD: Array, accumulate: bool, arena: Arena
     ) -> None:
         """The gradient of this rank's part of the table."""
-        with arena.scope():
-            d_out_ND = self.gather(d_out_nD, arena)
-            first = None if self.size == 1 else self._first
-            self.ops.embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena, first)
+        first = None if self.size == 1 else self._first
+        self.ops.embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena, first)
 
     def cross_entropy(
         self, logits_Nv: Array, targets_N: Array, losses_N: Array, arena: Arena, count: Array | None = None

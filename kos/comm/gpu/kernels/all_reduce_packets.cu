@@ -117,16 +117,15 @@ ALL_REDUCE(two_shot) {
 // Rank r receives part r, of ``count`` elements, of all ranks and adds in rank order.  One exchange.
 ALL_REDUCE(reduce_scatter) {
     after_former_kernel();
-    Mailbox box(context, own_slab, own_rank);
-    const int rank = box.rank;
+    const int rank = own_rank;
     const bool once = per_channel <= blockDim.x;
+    const auto part = [&](int k) { return in + (rank + k) % RANKS * count * (long long)sizeof(Bits); };
     const auto fetch_part = [&](int k, unsigned i) {
-        const char* part = in + (rank + k) % RANKS * count * (long long)sizeof(Bits);
-        return fetch(part, packet_of(0, per_channel, i), count, factor);
+        return fetch(part(k), packet_of(0, per_channel, i), count, factor);
     };
     Words w[RANKS];
-#pragma unroll
-    for (int k = 0; k < RANKS; k++) w[k] = fetch_part(k, threadIdx.x);
+    fetch_all(w, part, packet_of(0, per_channel, threadIdx.x), count, factor);
+    Mailbox box(context, own_slab, own_rank);
     Words own = w[0];
     box.open();
     EPOCHS(base, n) {

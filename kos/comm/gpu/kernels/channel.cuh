@@ -8,7 +8,7 @@
 //           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [48 + r] taken;
 //           [4], [5], [8] and [24 + r]: see all_reduce_specialized.cu
 //   FAILED  [0] the failed rank + 1 (written by any rank), [1] claim on the record (own kernels only)
-//   PAIRS   a second line per channel, see exchange.cu
+//   PAIRS   a second line per channel, see pieces.cuh
 //   INBOX   packets, see packets.cuh
 //
 // Every flag has one writer.  A barrier flag counts up and is compared as a difference, so a rank may be one

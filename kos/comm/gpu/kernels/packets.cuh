@@ -195,6 +195,23 @@ __device__ __forceinline__ Words fetch(const char* in, long long packet, long lo
     return w;
 }
 
+// The same of RANKS inputs ``in(k)``, all loads at once: of the last packet too, which else would wait for each input.
+template <class In>
+__device__ __forceinline__ void fetch_all(Words (&w)[RANKS], In in, long long packet, long long count, double factor) {
+    const long long left = (count - packet * ELEMENTS) * (long long)sizeof(Bits);  // bytes
+    const u64 at = packet * ELEMENTS * sizeof(Bits), all = reinterpret_cast<u64>(in(0)) | count * sizeof(Bits);
+    if (widened || ACCESS == 8 || sizeof(Bits) == 1 || all % 4) {
+#pragma unroll
+        for (int k = 0; k < RANKS; k++) w[k] = fetch(in(k), packet, count, factor);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < RANKS; k++)
+#pragma unroll
+        for (int j = 0; j < WORDS; j++)
+            w[k][j] = left >= 4 * j + 4 ? load_element<unsigned>(reinterpret_cast<u64>(in(k)) + at + 4 * j) : 0;
+}
+
 // Result words (T's own bits) to packet ``packet`` of the output.
 __device__ __forceinline__ void put(const Words& w, char* out, long long packet, long long count) {
     long long at = packet * ELEMENTS;

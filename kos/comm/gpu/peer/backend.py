@@ -1,10 +1,10 @@
 """The peer backend: GPU memory by our own kernels, over memory that all ranks of the machine map.
 
 This class chooses the kernel of an operation (``_BINDERS``); ``PeerEngine`` launches it.  All-reduce, and between
-symmetric buffers all-gather and reduce-scatter, have kernels of their own.  Broadcast and every other operation that
-only moves data use ``exchange``.  The other reductions exchange and add in rank order (``ordered_sum``).  So every
-result has the same bits on every rank and from run to run, ``deterministic`` or not, 16-bit floats are added in fp32,
-and any dtype, count and alignment is allowed.
+symmetric buffers all-gather, all-to-all and reduce-scatter, have kernels of their own.  Broadcast and every other
+operation that only moves data use ``exchange``.  The other reductions exchange and add in rank order
+(``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or not,
+16-bit floats are added in fp32, and any dtype, count and alignment is allowed.
 
 Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no
 detour, and a call of 4 MiB or more that overlaps other work (``async_op=True``, on all ranks) goes by copy engines.
@@ -393,6 +393,11 @@ class PeerBackend(DeviceBackend):
             direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
             if direct is not None:
                 route.kernel = self._engine.route(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
+                return direct
+        if o.name == "all_to_all":
+            direct = self._engine.bind_all_to_all(send[0], recv[0], send[1] // self.size)
+            if direct is not None:
+                route.kernel = self._engine.route(Launch("all_to_all"), recv[1], recv[0])
                 return direct
         pieces = exchange_of(o, self.rank, self.size)
         return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o))

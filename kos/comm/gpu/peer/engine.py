@@ -4,11 +4,11 @@ The engine owns the slab in which the kernels meet, chooses the launch of a mess
 what a kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
 
-``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather between large symmetric
-buffers has a kernel of its own, and so has reduce-scatter.  All-reduce adds in rank order: ``one_shot`` and
-``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push`` (only writes),
-``specialized`` (only writes, each block has one role; symmetric buffers only), ``copies`` (copy engines; symmetric
-buffers only).  ``ring`` and ``tree`` follow the schedules of that name.
+``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather and all-to-all between
+large symmetric buffers have kernels of their own, and so has reduce-scatter.  All-reduce adds in rank order:
+``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push``
+(only writes), ``specialized`` (only writes, each block has one role; symmetric buffers only), ``copies`` (copy
+engines; symmetric buffers only).  ``ring`` and ``tree`` follow the schedules of that name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu.memory import NONE, Piece
-from kos.comm.gpu.peer.copies import BESIDE, Copies
+from kos.comm.gpu.peer.copies import BESIDE_ONCE, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
@@ -55,11 +55,11 @@ multiprocessors.  Not measured."""
 _PACKETS_UP_TO = 2 << 20
 """Bytes of one rank's pieces to all others up to which they travel as packets, which take twice the bytes."""
 _DIRECT_FROM = 512 << 10
-"""The same from which an all-gather writes to symmetric outputs where they lie, between two barriers."""
+"""The same from which an all-gather or all-to-all writes to symmetric outputs where they lie, between two barriers."""
 _SHARE, _SMALL_SHARE = 8192, 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
 
-# As in kernels/channel.cuh, packets.cuh and exchange.cu.
+# As in kernels/channel.cuh, packets.cuh and pieces.cuh.
 _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
@@ -347,9 +347,9 @@ class PeerEngine:
         if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
             return None
         if beside:
-            kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE, dtype, op), self._everywhere(send)
+            kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE_ONCE, dtype, op), self._everywhere(send)
             barrier = self.bind_barrier(overlap=False)
-            return self._copies.reduce_scatter(kernel, barrier, BESIDE, dtype.itemsize, count, inputs, recv)
+            return self._copies.reduce_scatter(kernel, barrier, BESIDE_ONCE, dtype.itemsize, count, inputs, recv)
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
@@ -361,13 +361,20 @@ class PeerEngine:
     def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
         """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if ``beside``; None for
         anything else, for parts that are no whole vectors, and for small ones, which packets carry faster."""
+        if beside and nbytes % 16 == 0 and nbytes and self.is_symmetric(recv, nbytes * self.size):
+            return self._copies.all_gather(self.bind_barrier(overlap=False), nbytes, send, self._everywhere(recv))
+        return None if beside else self._bind_writes("all_gather", send, recv, nbytes)
+
+    def bind_all_to_all(self, send: int, recv: int, nbytes: int) -> Run | None:
+        """The all-to-all of ``nbytes`` from each rank to each, into symmetric memory; None as above."""
+        return self._bind_writes("all_to_all", send, recv, nbytes)
+
+    def _bind_writes(self, name: str, send: int, recv: int, nbytes: int) -> Run | None:
         place = self._symmetric(recv, nbytes * self.size)
-        by_packets = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM and not beside
+        by_packets = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM
         if place is None or nbytes % 16 or not nbytes or by_packets:
             return None
-        if beside:
-            return self._copies.all_gather(self.bind_barrier(overlap=False), nbytes, send, self._everywhere(recv))
-        kernel = load_kernel(KERNELS / "all_gather.cu", "all_gather", self.device, THREADS=512, **self._macros)
+        kernel = load_kernel(KERNELS / "all_gather.cu", name, self.device, THREADS=512, **self._macros)
         blocks = min(-(-nbytes // _SHARE), self.blocks)
         return self._bind(
             kernel, blocks, 512, self._context.pointer, self.memory.pointer, self.rank, *place, send, nbytes
@@ -407,19 +414,24 @@ class PeerEngine:
         lengths = [nbytes for _, nbytes in (*sends, *recvs)]
         if not any(lengths):
             return _nothing
-        kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros)
         pieces = [word for r in range(self.size) for piece in (sends[r], recvs[r]) for word in self._with_share(*piece)]
         channels = max(-(-nbytes // self._share(nbytes)) for nbytes in lengths if nbytes)
-        blocks = min(channels, BESIDE_BLOCKS) if beside else channels
-        large = any(lengths[at] > self.small for at in range(2 * self.size) if at % self.size != self.rank)
-        # Half of the threads send, half receive: a packet each, or a vector of a large piece.
-        most, unit = (_BOX_PACKETS, _PACKET_BYTES) if not large else (512, 16)
-        threads = 2 * min(-(-max(map(self._share, lengths)) // (32 * unit)) * 32, most)
+        by_packets = all(nbytes <= self.small for nbytes in lengths)
+        if by_packets and not beside:  # a thread sends and takes a packet each
+            blocks, most = channels, 256 if self.size > 4 else 512
+            threads = min(-(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32, most)
+            macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces))}
+        else:  # half of the threads send, half receive: a packet each, or a vector of a large piece
+            most, unit = (_BOX_PACKETS, _PACKET_BYTES) if by_packets else (512, 16)
+            blocks = min(channels, BESIDE_BLOCKS) if beside else channels
+            threads = 2 * min(-(-max(map(self._share, lengths)) // (32 * unit)) * 32, most)
+            macros = {"LARGE": 1}
+        kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **macros, **self._macros)
         pieces += [0] * (6 * (MAX_RANKS - self.size))
         return self._bind(
             kernel, blocks, threads,
             self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self._posts, self._boxes,
-            self.small, channels, int(messages), relay, int(large), *pieces,
+            self.small, channels, int(messages), relay, *pieces,
         )  # fmt: skip
 
     def bind_broadcast(self, send: Piece, recv: Piece, root: int) -> Run:

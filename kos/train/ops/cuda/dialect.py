@@ -41,6 +41,9 @@ class CudaOps:
     that are then missing, and adds them.  ``multiple`` is that of ``Matmul``.
     """
 
+    overlap_rows: int | None = 2048
+    """Products of fewer rows leave multiprocessors idle: blocks of a product have up to 256 rows and 128 columns."""
+
     def __init__(
         self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False,
         multiple: int | None = None,

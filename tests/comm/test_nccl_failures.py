@@ -1,0 +1,336 @@
+"""Failures of the nccl backend without a GPU: calls that differ or do not end, ranks that go or do not come."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.host.shared.segment import PID
+from kos.comm.operation import Call, Operation
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, RankLost
+from kos.memory.array import Array
+from kos.memory.windows import WindowMemory
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks
+from tests.comm.ranks import on_each_rank
+
+SIZE = 3
+
+CONTROL: dict[str, Callable[[kos.Communicator], Any]] = {
+    "split": lambda comm: comm.split(0),
+    "duplicate": lambda comm: comm.duplicate(),
+    "allocate of float32[4]": lambda comm: comm.allocate(4, np.float32),
+    "allocate of float64[4]": lambda comm: comm.allocate(4, np.float64),
+    "all_gather_bytes": lambda comm: comm.all_gather_bytes(b"{"),
+}
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [*itertools.combinations(CONTROL, 2)])
+@on_each_rank(FakeRanks(SIZE).run)
+def test_calls_of_the_control_plane_that_differ(gpu: Any, /, fake: FakeNCCL, mine: str, theirs: str) -> None:
+    """All ranks raise it, and again from the next call, of whatever kind; closing still ends."""
+    said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
+    for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
+        with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
+            call(gpu.comm)
+
+
+@on_each_rank(FakeRanks(1).run)
+def test_a_call_that_does_not_return_ends_in_time(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of its kind may wait inside NCCL; the abort lets it return."""
+    aborted = threading.Event()
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: aborted.wait(20))
+    monkeypatch.setattr(fake, "comm_abort", lambda comm: aborted.set())
+    x = Array.zeros(5, np.float32, 0)
+    message = r"all_reduce #0 of float32\[5\].*not begun by all ranks after 0.1 s"
+    with pytest.raises(CollectiveTimeout, match=message):
+        gpu.comm.all_reduce(x, timeout=0.1)
+    assert aborted.is_set()
+    with pytest.raises(CollectiveError, match="failed before"):
+        gpu.comm.all_reduce(x)
+
+
+@pytest.mark.parametrize("wrong", [0, 9, 70, 1030, 2047])
+@on_each_rank(FakeRanks(SIZE).run)
+def test_calls_that_differ_are_told_later(gpu: Any, /, queued: FakeNCCL, wrong: int) -> None:
+    """Nobody waits for the comparison, which is of many calls at a time, and wherever their ring wraps."""
+    comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(6, np.float32, 0)
+    comm.barrier()
+    for turn in range(1, wrong + 1):
+        comm.all_reduce(x)
+        if turn % 512 == 0:
+            comm.rendezvous.barrier()  # none is further ahead than calls are kept for
+    message = rf"rank [01] called all_reduce #{wrong + 1} .* rank 2 .*: they differ in count 5 against 6"
+
+    def all_reduce() -> None:
+        comm.all_reduce(y if comm.rank == 2 else x)
+        comm.backend.wait_on_host(comm.backend._last, lambda: False, 1e4)  # as on a GPU, where it does not end
+
+    with pytest.raises(CollectiveMismatch, match=message):
+        all_reduce()
+
+
+@on_each_rank(FakeRanks(SIZE).run)
+def test_one_rank_may_run_far_ahead(gpu: Any, /, queued: FakeNCCL) -> None:
+    """What neither side has on record any more is not compared."""
+    comm, xs = gpu.comm, [Array.zeros(count, np.float32, 0) for count in (5, 6, 7)]
+    for _ in range(2):
+        if comm.rank:
+            comm.rendezvous.barrier()
+        for turn in range(2500):  # no multiple of 3 is a power of two
+            comm.all_reduce(xs[turn % 3])
+        if not comm.rank:
+            comm.rendezvous.barrier()
+    comm.synchronize()
+
+
+@on_each_rank(FakeRanks(1).run)
+def test_work_that_does_not_end_is_aborted(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
+    x = Array.zeros(5, np.float32, 0)
+    work = gpu.comm.all_reduce_init(x).start()
+    assert not work.done()
+    with pytest.raises(CollectiveTimeout, match=r"all_reduce #0 .* not complete after 0.1 s"):
+        work.synchronize(0.1)
+    assert fake.ended == [("abort", 0, 1)]
+    with pytest.raises(CollectiveError, match="all_reduce #0.* failed"):
+        work.wait()
+
+
+def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
+    queued: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort = queued.comm_abort
+    monkeypatch.setattr(queued, "comm_abort", lambda comm: (time.sleep(0.1), abort(comm)))  # as long as it may take
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        comm.all_reduce(Array.zeros(5 + (comm.rank == 2), np.float32, 0))
+        with pytest.raises(CollectiveMismatch):
+            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)
+        assert ("abort", comm.rank, SIZE) in queued.ended
+
+    FakeRanks(SIZE).run(body)
+
+
+@pytest.mark.parametrize("end", [kos.Communicator.abort, kos.Communicator.shrink])
+def test_communicators_split_from_one_that_is_aborted_end_with_it(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, end: Callable[[kos.Communicator], Any]
+) -> None:
+    """An abort frees memory, and CUDA waits there for the kernels of all communicators: all of them end first."""
+    running, aborted = [set[Any]() for _ in range(SIZE)], list[tuple[int, bool]]()
+    changed = threading.Condition()
+
+    def abort(comm: Any) -> None:
+        with changed:
+            running[comm.rank].discard(comm)
+            changed.notify_all()
+            aborted.append((comm.rank, changed.wait_for(lambda: not running[comm.rank], 5)))
+
+    monkeypatch.setattr(fake, "comm_abort", abort)
+
+    def body(gpu: Any) -> None:
+        world = gpu.comm
+        half = world.duplicate()
+        groups = [world, half, half.split(0), world.split(0)]
+        running[world.rank].update(each.backend._handle for each in groups)
+        world.rendezvous.barrier()
+        end(world)
+        assert all(each._closed for each in groups)
+
+    FakeRanks(SIZE).run(body)
+    assert len(aborted) >= 4 * SIZE and all(alone for _, alone in aborted), aborted
+
+
+@pytest.mark.parametrize("how", ["abort", "killed"])
+@on_each_rank(FakeRanks(SIZE).run)
+def test_a_rank_that_goes_after_it_queued_what_others_wait_for(gpu: Any, /, queued: FakeNCCL, how: str) -> None:
+    """It has begun all that they have: that the GPU does not end is all that they see of it."""
+    comm = gpu.comm
+    comm.all_reduce(Array.zeros(5, np.float32, 0))
+    comm.rendezvous.barrier()
+    calls, last = comm.backend.shared.calls, comm.backend._last
+    if comm.rank == 1:
+        if how == "abort":
+            comm.abort(reason="ZeroDivisionError: boom")
+        else:
+            calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1  # no process has it
+            comm._closed = True
+        return
+    why = "ZeroDivisionError: boom" if how == "abort" else "its process ended"
+    with pytest.raises(RankLost, match=f"rank 1 is gone: {why}"):
+        comm.backend.wait_on_host(last, lambda: False, 1e4)
+
+
+def test_a_rank_that_closed_may_end_while_others_still_wait(queued: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queued, "comm_destroy", lambda comm: None)
+    closed = threading.Barrier(SIZE)
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        comm.all_reduce(Array.zeros(5, np.float32, 0))
+        calls, last = comm.backend.shared.calls, comm.backend._last
+        if comm.rank == 1:
+            calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1
+            comm.close()
+        closed.wait(20)
+        if comm.rank == 0:
+            until = time.monotonic() + 1.5
+            comm.backend.wait_on_host(last, lambda: time.monotonic() > until, 20)
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_ranks_that_are_left_go_on(fake: FakeNCCL) -> None:
+    """They meet anew by their rendezvous."""
+    whole = threading.Event()
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        comm.all_reduce(Array.zeros(3, np.int32, 0))
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            comm.backend.unwatch()  # as its process is dead
+            comm.rendezvous.threads.world.end(1, "it is dead")
+            whole.wait(20)
+            comm._closed = True
+            return
+        rest = comm.shrink()
+        assert rest.size == 2 and rest.rank == comm.rank // 2
+        x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)
+        assert (rest.all_reduce(x).numpy() == 4).all()
+        assert rest.all_gather(Array.zeros(2, np.int8, 0)).shape == (2, 2)
+        rest.close()
+        whole.set()
+
+    FakeRanks(SIZE).run(body)
+    assert sorted(fake.ended) == [("abort", 0, 3), ("abort", 2, 3)], "something was left"
+
+
+def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL meets beside what the ranks do next."""
+    may_join, join = threading.Event(), fake.comm_init_rank_scalable
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: may_join.wait(20) and join(*arguments))
+
+    def body(gpu: Any) -> None:
+        comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 20)
+        comm.backend.inspect(Call(Operation("a test", 0)))
+        comm.rendezvous.barrier()  # all are here, and none has joined
+        may_join.set()
+        x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)
+        assert (comm.all_reduce(x).numpy() == SIZE * (SIZE + 1) // 2).all()
+        comm.backend.close()
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: never.wait(1e4))
+    monkeypatch.setattr(fake, "comm_abort", lambda comm: pytest.fail("there is nothing to abort"))
+
+    def body(gpu: Any) -> None:
+        comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 0.1)
+        comm.backend.timeout = 0.1
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeout, match=r"nccl: init: not begun by all ranks after 0.1 s"):
+                comm.all_reduce(Array.zeros(3, np.int32, 0))
+        comm.backend.abort("enough")  # ends without them
+
+    FakeRanks(SIZE).run(body)
+    never.set()
+
+
+def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    joins = threading.Event()
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
+    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    begun = backend._begin(lambda: backend._comm, "a first message")
+    with pytest.raises(CollectiveTimeout):
+        backend._finish(begun, "a first message", 0.1)
+    backend.abort_device()
+    joins.set()
+    assert backend._finish(begun, "a first message", 20) is backend._comm is None
+
+
+def test_a_communicator_that_nothing_needed_is_closed_without_it(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: time.sleep(0.5))
+    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    backend.timeout = 0.1
+    backend.close()
+    assert "rank 0: nccl: init: not begun by all ranks after 0.1 s" in caplog.text
+
+
+def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[str]()
+
+    def deregister(comm: Any, window: Any) -> None:
+        raise CollectiveError("window")
+
+    def destroy(comm: Any) -> None:
+        log.append("destroyed")
+        raise CollectiveError("destroy")
+
+    free = lambda pointer: log.append(str(pointer))  # noqa: E731
+    for name, function in (("comm_window_deregister", deregister), ("comm_destroy", destroy), ("mem_free", free)):
+        monkeypatch.setattr(fake, name, function)
+    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    assert backend._comm is not None
+    monkeypatch.setattr(backend._token, "close", lambda: log.append("freed"))
+    for number in range(2):
+        backend._windows.memories[number] = WindowMemory(number, 1, "window")
+        backend._windows.release(number, number)
+    with pytest.raises(CollectiveError, match="destroy") as caught:
+        backend.close()
+    assert str(caught.value.__context__) == "window"
+    assert log == ["0", "destroyed", "1", "freed"] and backend._comm is None
+
+
+@on_each_rank(FakeRanks(1).run)
+def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NCCLError(Exception):
+        status = 6
+
+    def broken(*arguments: Any) -> None:
+        raise NCCLError("RemoteError (6)")
+
+    monkeypatch.setattr(fake, "broadcast", broken)
+    for name in ("mem_alloc", "comm_window_register"):
+        monkeypatch.setattr(fake, name, broken, raising=False)
+    with pytest.raises(RankLost, match=r"^nccl: allocate 2,000 bytes: NCCL 2.28.9: RemoteError"):
+        gpu.comm.allocate(1000, np.int16)
+    monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: 4096)
+    with pytest.raises(RankLost, match=r"^nccl: window: NCCL 2.28.9: RemoteError"):
+        gpu.comm.allocate(1000, np.int16)
+    monkeypatch.setattr(NCCLError, "status", 1)
+    with pytest.raises(CudaError, match=r"^nccl: window: NCCL 2.28.9"):
+        gpu.comm.allocate(1000, np.int16)
+    monkeypatch.setattr(NCCLError, "status", 6)
+    with pytest.raises(RankLost, match=r"broadcast #0 .*NCCL 2.28.9: RemoteError"):
+        gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
+
+
+@on_each_rank(FakeRanks(1).run)
+def test_a_failure_keeps_no_frames(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their arrays would live as long as the communicator."""
+
+    def fail(*arguments: Any) -> None:
+        raise CollectiveError("a test")
+
+    monkeypatch.setattr(fake, "all_reduce", fail)
+    with pytest.raises(CollectiveError, match="a test"):
+        gpu.all_reduce(np.ones(3, np.float32))
+    failure = gpu.comm.backend.broken
+    assert "a test" in str(failure) and failure.__traceback__ is None and failure.__context__ is None

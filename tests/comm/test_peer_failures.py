@@ -1,0 +1,407 @@
+"""Failures of the peer backend without a GPU: ranks that do not come, timeouts, aborts, what is raised and shown."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from kos import ReduceOp
+from kos.comm import watchdog
+from kos.comm.failures import EndedEarly, blaming
+from kos.comm.gpu import shared as gpu_shared
+from kos.comm.gpu.peer.engine import PeerEngine, _Word
+from kos.comm.gpu.peer.launches import Launch
+from kos.comm.operation import Call, Operation
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver
+from kos.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CompileError,
+    CudaError,
+    KosError,
+    RankLost,
+)
+from kos.memory.array import Array
+from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, no_gpus
+from tests.comm.peer_storm import FLOAT
+from tests.comm.ranks import on_each_rank
+from tests.host_compiler import COMPILER
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+
+SIZE = 3
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with no_gpus(monkeypatch, SIZE):
+        yield
+
+
+@pytest.fixture
+def ranks(no_gpu: None) -> ThreadRanks:
+    return ThreadRanks(SIZE)
+
+
+def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
+    """A message of another length, also one that travels in another way, and a message where a collective expects its
+    own; nobody waits for long."""
+
+    def body(gpu: Any, mixed: bool, more: int = 0) -> None:
+        comm, rank = gpu.comm, gpu.rank
+        x, out = (Array.zeros(100 + rank * more, np.float32, 0) for _ in range(2))
+        other = 400 + 4 * more
+
+        def call() -> None:
+            comm.all_gather(x) if mixed else comm.send_recv(x, out, 1 - rank, 1 - rank)
+            comm.synchronize()
+
+        if rank == 0 and mixed:
+            comm.send(x, 1)
+        text = b""
+        if rank < 2 or mixed:
+            try:
+                call()  # of ranks that can be done before another finds out
+            except (CollectiveMismatch, RankLost) as error:
+                text = str(error).encode()
+        texts = b" ".join(comm.rendezvous.allgather(text))
+        expected = [
+            b"expected 400 bytes of a message from rank 1, got %d bytes of a message" % other,
+            b"expected %d bytes of a message from rank 0, got 400 bytes of a message" % other,
+        ]
+        if mixed:
+            expected = [b"expected 400 bytes of a collective from rank 0, got 400 bytes of a message"]
+        assert (b"all_gather #0" if mixed else b"send_recv #0") + b" of float32" in texts, texts
+        assert any(each in texts for each in expected), texts
+        comm.abort()
+
+    for more in (1, 10_000):
+        ranks.run(lambda gpu, more=more: body(gpu, False, more))
+    ranks.run(lambda gpu: body(gpu, True))
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large"])
+def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels end, the error names the rank, and a new communicator of the others works."""
+    monkeypatch.setattr(watchdog, "TICK", 0.03)
+    began: dict[int, float] = {}
+    ended = threading.Barrier(SIZE)
+    timeout = 2.5
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        x, out = (Array.zeros(4 * SIZE, np.float32, 0) for _ in range(2))
+        large = [Array.zeros(10_000 * SIZE, np.float32, 0) for _ in range(2)]  # in batches
+        calls = {
+            "barrier": comm.barrier,
+            "broadcast": lambda: comm.broadcast(x, SIZE - 1),
+            "send_recv": lambda: comm.send_recv(x, out, SIZE - 1, SIZE - 1),
+            "large": lambda: comm.all_to_all(*large),
+        }
+
+        def call() -> None:
+            calls.get(kind, lambda: getattr(comm, kind)(x))()
+            comm.synchronize()
+
+        comm.all_reduce(x)
+        comm.synchronize()  # the timeout below is not for this one
+        rendezvous.barrier()
+        comm.timeout = timeout
+        rendezvous.timeout = 20.0
+        if rank < SIZE - 1:
+            began[rank] = time.monotonic()
+            with pytest.raises((CollectiveTimeout, RankLost)) as raised:
+                call()
+            message = str(raised.value)
+            name = "all_to_all" if kind == "large" else kind
+            assert f"{name} #{0 if kind == 'send_recv' else 1}" in message
+            if isinstance(raised.value, CollectiveTimeout):
+                absent = rf"rank (\d) did not arrive within {timeout} s \(channel 0, phase"
+                found = re.search(absent, message)
+                assert found is not None, message
+                late = int(found[1])
+                assert raised.value.ranks == (late,)
+                # The other may have been held up as it began.
+                assert late == SIZE - 1 or began.get(late, 1e9) > began[rank] + 0.8 * timeout, message
+            with pytest.raises(CollectiveError, match="failed before"):
+                comm.all_reduce(x)
+        ended.wait(40)  # outside kos: the rank that does not come waits for nobody
+        rest = rendezvous.split(None if rank == SIZE - 1 else 0)
+        rendezvous.barrier()
+        comm.abort()
+        if rest is not None:
+            again = communicator(rest, 20.0)
+            assert (again.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == 2).all()
+            again.close()
+
+    ranks.run_bare(body)
+
+
+def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collective before it has ended well."""
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm = communicator(rendezvous, 20.0)
+        x = Array.zeros(4, np.float32, 0)
+        comm.all_reduce(x)
+        comm.synchronize()
+        rendezvous.barrier()
+        comm.timeout, rendezvous.timeout = 0.5, 20.0
+        if rendezvous.rank == 0:
+            found = threading.Event()
+            comm.on_failure(lambda error: found.set())  # the program waits outside kos
+            comm.recv(x, SIZE - 1)
+            assert found.wait(20)
+            with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} did not arrive within 0.5 s"):
+                comm.synchronize()
+        rendezvous.barrier()
+        comm.abort()
+
+    ranks.run_bare(body)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
+@pytest.mark.parametrize(("usual", "own", "late"), [(0.3, 20.0, None), (20.0, 0.3, 0.3)])
+@on_each_rank("ranks.run_bare")
+def test_a_timeout_of_one_call_is_that_call_s_alone(
+    rendezvous: Rendezvous, /, kind: str, usual: float, own: float, late: float | None
+) -> None:
+    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+    x = Array.zeros(4 * SIZE, np.float32, 0)
+    comm.all_reduce(x)
+    rendezvous.barrier()
+    comm.timeout = usual
+    rendezvous.timeout = 20.0
+    if late is None:
+        rendezvous.barrier()
+        getattr(comm, kind)(x, timeout=own)
+        rendezvous.barrier()
+    if rank < SIZE - 1:
+        getattr(comm, kind)(x, timeout=None if late is None else own)
+        with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|ended early|is gone"):
+            comm.synchronize(20.0)
+    rendezvous.barrier()
+    comm.abort()
+
+
+@pytest.mark.parametrize("how", ["timeout", "abort"])
+@on_each_rank("ranks.run_bare")
+def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /, how: str) -> None:
+    """Whichever of a rank's blocks gives up first, it names the rank that is not there."""
+    engine = PeerEngine(rendezvous, 0, timeout=20.0)
+    memory, count = HostMemory(rendezvous, 1 << 17, 0), 16 * SIZE * 99
+    engine.register(memory)
+    assert engine._roles(4 * count)
+    for turn in range(2):
+        if turn == 0 or rendezvous.rank < SIZE - 1:
+            if turn and how == "abort":
+                threading.Timer(0.2, engine.abort).start()
+            launch = Launch("specialized", tile=512)
+            engine.bind_all_reduce(memory.pointer, memory.pointer, count, FLOAT, ReduceOp.SUM, launch=launch)(0)
+            if turn == 0:
+                engine.check("x")
+                engine.timeout = 0.3 if how == "timeout" else 20.0
+        rendezvous.barrier()
+    if rendezvous.rank < SIZE - 1:
+        timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
+        why = timed_out if how == "timeout" else "aborted"
+        with pytest.raises(CollectiveError, match=f"{why}|kernel of rank [01] ended early"):
+            engine.check("x")
+    rendezvous.barrier()
+
+
+@on_each_rank("ranks.run_bare")
+def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezvous: Rendezvous, /) -> None:
+    """Of its calls the communicator knows nothing, and it runs to its end."""
+    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+    looks, engine = iter((False, True)), comm.backend._engine
+    x = Array.zeros(4, np.float32, 0)
+    comm.all_reduce(x)
+    comm.synchronize(until=lambda: next(looks))
+    assert not list(looks), "asked until it was over"
+    engine.timeout = 0.3
+    if rank < SIZE - 1:
+        engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
+        late = rf"rank {SIZE - 1} did not arrive within 0.3 s|kernel of rank [01] ended early"
+        with pytest.raises(CollectiveError, match=f"all_reduce #0 .*: ({late})"):
+            comm.synchronize(until=lambda: True)
+        with pytest.raises(CollectiveError, match="failed before"):
+            comm.synchronize(until=lambda: True)
+    rendezvous.barrier()
+    comm.abort()
+
+
+@on_each_rank("ranks.run_bare")
+def test_abort_ends_a_wait(rendezvous: Rendezvous, /) -> None:
+    engine = PeerEngine(rendezvous, 0, timeout=20.0)
+    if rendezvous.rank == 0:
+        x = Array.zeros(100, np.float32, 0)
+        threading.Timer(0.2, engine.abort).start()
+        begun = time.monotonic()
+        engine.bind_all_reduce(x.pointer, x.pointer, 100, FLOAT, ReduceOp.SUM)(0)
+        assert 0.2 <= time.monotonic() - begun < 10
+        with pytest.raises(CollectiveError, match="x: aborted while it waited for rank"):
+            engine.check("x")
+        assert "the GPU waited for rank" in engine.last_wait(0)
+    rendezvous.barrier()
+
+
+def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the others; nothing that ends it raises anything more, on whatever thread."""
+    reported: list[KosError] = []
+    more: list[Any] = []
+
+    def broken(device: int) -> None:
+        raise CudaError("cuCtxSynchronize failed")
+
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    monkeypatch.setattr(threading, "excepthook", more.append)
+    monkeypatch.setattr(driver, "synchronize", broken)
+    monkeypatch.setattr(driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
+    late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
+    calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: reported.append(error))
+    backend.unwatch()
+    backend.shared.calls = calls
+    error, seventh = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)"), Operation("all_reduce", 0)
+    assert backend.failed(Call(seventh, sequence=7), error) is error
+    assert type(backend.broken) is CudaError and not more
+    assert [(type(each), str(each)) for each in reported] == [(RankLost, f"rank 0 is gone: {error}")]
+    monkeypatch.setattr(driver, "broken", lambda: None)  # the GPU works: other ranks may know the cause
+    reported.clear()
+    for known in (None, late):
+        calls.check.side_effect, backend.broken = known, None
+        refused = CompileError("sum.cu:3: undefined")
+        assert backend.failed(Call(seventh, sequence=7), refused) is (known or refused)
+    assert [(type(each), str(each)) for each in reported] == [
+        (CollectiveError, "rank 0: sum.cu:3: undefined"),
+        (CollectiveTimeout, "all_reduce #7: ranks [1] did not arrive"),
+    ]
+
+
+def _silent() -> dict[str, Any]:
+    """Of the calls of ranks that report nothing."""
+    nothing = lambda *arguments: None  # noqa: E731
+    return {"fail": nothing, "raise_failure": nothing, "killed": nothing}
+
+
+def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
+    """A kernel that ended because another rank's did waits for that rank's report, which may come a little later."""
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    first = CollectiveTimeout("all_reduce #7: rank 2 did not arrive within 0.3 s")
+    reports = iter([None, None, first])
+    check = Mock(side_effect=lambda call: _raise(next(reports)))
+    backend.unwatch()
+    backend.shared.calls = SimpleNamespace(check=check, **_silent())
+    call = Call(Operation("all_reduce", 0), sequence=7)
+    assert backend.failed(call, EndedEarly("all_reduce #7: the kernel of rank 1 ended early")) is first
+    assert check.call_count == 3
+
+
+def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.05)
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    backend.unwatch()
+    backend.shared.calls = SimpleNamespace(check=lambda call: None, **_silent())
+    ended = blaming(EndedEarly("rank 1 ended early"), [1])
+    failure = backend.failed(Call(Operation("all_reduce", 0), sequence=7), ended)
+    assert type(failure) is RankLost and "rank 1 ended early" in str(failure)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+@on_each_rank("ranks.run_bare")
+def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) -> None:
+    """Rank 0 of a group, which is rank 2 of the world."""
+    rank = rendezvous.rank
+    part = rendezvous.split(0, -rank)
+    comm = communicator(part, 20.0)
+    comm.all_reduce(Array.zeros(4, np.float32, 0))
+    part.barrier()
+    comm.timeout, part.timeout = 0.3, 20.0
+    if rank == 1:
+        comm.recv(Array.zeros(4, np.float32, 0), 0)  # returns when its kernel has given up
+        with pytest.raises(CollectiveTimeout) as raised:
+            comm.synchronize()
+        assert "rank 2 of world did not arrive within 0.3 s (channel 0" in str(raised.value)
+        assert raised.value.ranks == (2,)
+    rendezvous.barrier()
+    comm.abort()
+
+
+def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the program is elsewhere: here in the launch, which on a GPU would return."""
+    monkeypatch.setattr(watchdog, "TICK", 0.05)
+    shown = threading.Event()
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        x, board = Array.zeros(4, np.float32, 0), rendezvous.ledger.board
+        rendezvous.barrier()
+        if rank == 1:  # announced, and not launched
+            call = Call(Operation("barrier", rank), "world", sequence=0)
+            comm.backend.shared.calls.announce(call)
+            while board.awaited(0) != (1,) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert board.awaited(0) == (1,)
+            shown.set()
+            comm.send(x, 0)
+        elif rank == 0:
+            comm.recv(x, 1)
+        else:
+            assert shown.wait(20)
+        comm.synchronize()
+        rendezvous.barrier()
+        comm.abort()
+
+    deadline = time.monotonic() + 15
+    ranks.run_bare(body)
+
+
+@on_each_rank("ranks.run_bare")
+def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None:
+    """The watchdog ends a kernel because a rank died: the program finds the kernel's end, and raises the cause."""
+    comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+    backend, call = comm.backend, Call(Operation("all_reduce", rank), sequence=0)
+    backend.unwatch()
+
+    def ended_meanwhile() -> bool:
+        backend.failed(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
+        backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
+        return False
+
+    if rank == 0:
+        with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
+            backend.wait_on_host(call, ended_meanwhile, 20.0)
+        assert raised.value.ranks == (1,)
+    rendezvous.barrier()
+    comm.abort()
+
+
+def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    shared, board = backend.shared, Mock(awaited=lambda rank: None, failure=lambda rank: None)
+    shared.ledger.world, shared.ledger.board, halted = [0, 3], board, set[int]()
+    board.halted = board.ended = lambda rank: rank in halted
+    board.runs = lambda rank: rank not in halted
+    ended = blaming(EndedEarly("all_reduce #7: aborted while it waited for rank 3 of world"), [3])
+    error = shared.explained(Call(Operation("all_reduce", 0), sequence=7), ended)
+    assert type(error) is RankLost and error.ranks == () and str(error) == str(ended)
+    halted.add(3)
+    error = shared.explained(Call(Operation("all_reduce", 0), sequence=7), ended)
+    assert error.ranks == (3,) and str(error) == f"{ended}: ranks [3] of world did not arrive"
