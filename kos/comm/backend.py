@@ -77,27 +77,17 @@ class Backend(ABC):
         """How a wait of this backend polls or sleeps."""
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
-        """The backend of a split, whose operations progress with this one's.  Called on every rank.
+        """The backend of a part of the ranks, whose operations progress with this one's.  Called on every rank.
 
-        Returns None where ``rendezvous`` and ``color`` are None.
+        The ranks that survive a loss call it after ``abort``.  None where ``rendezvous`` and ``color`` are None.
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
-
-    def revoke(self, reason: str) -> None:
-        """Abort so that ``shrink`` can reuse the resources of this backend."""
-        self.abort(reason)
-
-    def shrink(self, rendezvous: Rendezvous) -> Backend:
-        """The backend of the surviving ranks, those of ``rendezvous``.  Collective, after ``revoke``."""
-        backend = self.split(rendezvous, 0, rendezvous.rank)
-        assert backend is not None
-        return backend
 
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
         """Free the backend's resources.  Collective; nothing may be in flight."""
 
     def signal_end(self, reason: str) -> None:  # noqa: B027
-        """Before ``abort`` or ``revoke``, of several communicators before any is ended: its end may wait for theirs."""
+        """Before ``abort``, of several communicators before any is ended: its end may wait for theirs."""
 
     def abort(self, reason: str) -> None:  # noqa: B027
         """End everything in flight without waiting for other ranks; notify them of the reason where possible."""

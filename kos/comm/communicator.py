@@ -308,7 +308,7 @@ class Communicator(Operations):
     def shrink(self) -> Communicator:
         """The communicator of the surviving ranks, in their order, after some were lost; all survivors call it.
 
-        This communicator is revoked, and the groups split from it are aborted: ranks that still wait in one of their
+        This communicator and the groups split from it are aborted: ranks that still wait in one of their
         operations raise RankLost.  Split the result to have the groups again.  MPI requires
         ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the group, RendezvousError
         if a survivor does not call it within the timeout.  On tcp an unreachable rank counts as lost: if a network
@@ -320,11 +320,12 @@ class Communicator(Operations):
             reason = str(self.backend.broken or SHRINKS)
             self._signal_end(reason)
             self._abort_groups(reason)
-            self._end(reason, self.backend.revoke)
+            self._end(reason)
             with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 rendezvous.nccl = self.rendezvous.nccl
-                backend = self.backend.shrink(rendezvous)
+                backend = self.backend.split(rendezvous, 0, rendezvous.rank)
+                assert backend is not None
         # Without a number: a split in which a rank was lost advanced the count on some ranks only.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
@@ -483,13 +484,13 @@ class Communicator(Operations):
             self._end(str(reason))
             self.rendezvous.abort(code)
 
-    def _end(self, reason: str, end: Callable[[str], None] | None = None) -> None:
+    def _end(self, reason: str) -> None:
         self._closed = True
         self._cache.clear()
         self._end_thread()
         engine = self.backend.engine
         with engine.paused():
-            (end or self.backend.abort)(reason)  # first: this notifies the other ranks of the reason
+            self.backend.abort(reason)  # first: this notifies the other ranks of the reason
             for work in engine.works_of(self.backend):
                 work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"aborted: {reason}")

@@ -15,7 +15,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from kos.comm.backend import Backend
 from kos.errors import KosError
@@ -28,28 +28,21 @@ TICK = 0.25
 Callback = Callable[[KosError], None]
 
 
-class Watched(Protocol):
-    """A backend that the watchdog checks."""
-
-    def watch(self) -> None:
-        """Check for failures and handle them.  Called by the watchdog's thread."""
-
-
 _lock = threading.RLock()  # reentrant: the garbage collector may remove a backend while this thread adds one
-_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _callbacks: weakref.WeakKeyDictionary[Backend, list[Callback]] = weakref.WeakKeyDictionary()
 _thread: threading.Thread | None = None
 _stop = threading.Event()
 
 
-def add(backend: Watched) -> None:
-    """Watch ``backend`` until it is removed or garbage-collected; the first one starts the thread."""
+def add(backend: Any) -> None:
+    """Call ``backend.watch()`` until it is removed or garbage-collected; the first one starts the thread."""
     with _lock:
         _watched.add(backend)
         _start()
 
 
-def remove(backend: Watched) -> None:
+def remove(backend: Backend) -> None:
     """Stop watching ``backend``."""
     with _lock:
         _watched.discard(backend)

@@ -38,21 +38,6 @@ class Idle(Protocol):
         """Wait for an event since ``mark``, at most ``seconds``."""
 
 
-class Carrier(Protocol):
-    """The interface of a backend that an operation in flight uses."""
-
-    engine: Engine
-    broken: KosError | None
-
-    def idle(self) -> Idle: ...
-
-    def failed(self, call: Call, error: Exception) -> KosError: ...
-
-    def timed_out(self, call: Call, seconds: float | None) -> KosError: ...
-
-    def report_wait(self, call: Call | None) -> None: ...
-
-
 class Engine:
     """All operations in flight of one rank, across a communicator and its splits.
 
@@ -65,7 +50,7 @@ class Engine:
         self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
 
-    def launch(self, call: Call, backend: Carrier, steps: Steps = _BEGIN) -> Work[Any]:
+    def launch(self, call: Call, backend: Any, steps: Steps = _BEGIN) -> Work[Any]:
         """Start ``call``: messages that need no waiting are posted when this returns.  ``steps``: it has begun."""
         with self.lock:
             work: Work[Any] = Work(call, backend, steps)
@@ -177,9 +162,9 @@ class Work(Generic[T]):
 
     __slots__ = ("_error", "_report_at", "_steps", "backend", "call", "polled_at", "reported")
 
-    def __init__(self, call: Call, backend: Carrier, steps: Steps | None = _BEGIN) -> None:
+    def __init__(self, call: Call, backend: Any, steps: Steps | None = _BEGIN) -> None:
         self.call = call
-        self.backend = backend
+        self.backend = backend  # a ``kos.comm.backend.Backend``
         self._steps = steps  # None: complete
         self._error: KosError | None = None
         self.polled_at: float | None = None  # monotonic time of the first ``done`` that found it in flight
@@ -193,7 +178,7 @@ class Work(Generic[T]):
             return True
         try:
             if steps is _BEGIN:
-                steps = self._steps = self.backend._steps(self.call)  # type: ignore[attr-defined]
+                steps = self._steps = self.backend._steps(self.call)
             if steps is not None:
                 next(steps)
                 return False

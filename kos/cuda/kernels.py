@@ -199,14 +199,12 @@ class Kernel:
         self._shared = _DEFAULT_SHARED_LIMIT
         self._configs: dict[tuple[Any, ...], Any] = {}
 
-    def __call__(
-        self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0, cooperative: bool = False
-    ) -> None:
-        """Queue the kernel on ``stream`` once, with the options of ``bind``, by cuda.core's launch.
+    def __call__(self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0) -> None:
+        """Queue the kernel on ``stream`` once, by cuda.core's launch; its options are those of ``bind``.
 
         An argument may also be a TMA descriptor of cuda.core, which is 128 bytes long.  The device must be current.
         """
-        key = grid, block, shared, cooperative
+        key = grid, block, shared
         try:
             config = self._configs.get(key)
             if config is None:
@@ -214,7 +212,7 @@ class Kernel:
 
                 self._allow(shared)
                 with driver.on_device(self.device):
-                    config = LaunchConfig(grid=grid, block=block, shmem_size=shared, is_cooperative=cooperative)
+                    config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
                 self._configs[key] = config
             self._launch(streams.as_stream(None) if stream is None else stream, config, self.handle, *arguments)
         except Exception as error:

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,7 +23,7 @@ import kos
 from kos import commands, cuda
 from kos.comm.gpu import nccl_binding
 from kos.comm.rendezvous.base import host_id
-from kos.comm.rendezvous.mpi_job import under_mpirun
+from kos.comm.rendezvous.mpi_job import in_thread, under_mpirun
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache
@@ -69,18 +68,11 @@ class Check:
 def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float = CHECK_SECONDS) -> list[Check]:
     """The findings of ``function``; its error, or no answer within ``seconds``, is a finding too."""
     found: list[Check] = []
-
-    def run() -> None:
-        try:
-            found.extend(function())
-        except Exception as error:
-            found.append(Check(name, NO, in_words(error)))
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    late = [Check(name, NO, f"did not answer within {seconds:g} s")] if thread.is_alive() else []
-    return [*found, *late]
+    try:
+        answered = in_thread(lambda: found.extend(function()), seconds)
+    except Exception as error:
+        return [*found, Check(name, NO, in_words(error))]
+    return [*found] if answered else [*found, Check(name, NO, f"did not answer within {seconds:g} s")]
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

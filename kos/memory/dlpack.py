@@ -92,11 +92,6 @@ def _drop_unused(capsule: int) -> None:
             _exported.pop(_pointer_raw(capsule, name), None)
 
 
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Elements between neighbours along each axis of a C-contiguous array."""
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
 def check_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1) -> None:
     """InvalidArgument unless ``strides``, in units of ``1 / itemsize`` elements, are those of a C-contiguous array."""
     if 0 in shape:
@@ -117,7 +112,7 @@ def export_capsule(
         raise BufferError("read-only memory needs a consumer of DLPack 1.0 or newer")
     ndim = len(shape)
     sizes = (ctypes.c_int64 * ndim)(*shape)
-    strides = (ctypes.c_int64 * ndim)(*contiguous_strides(shape))
+    strides = (ctypes.c_int64 * ndim)(*(math.prod(shape[axis + 1 :]) for axis in range(ndim)))
     tensor = _Tensor(
         pointer, kind, device, ndim, _CODE_OF[dtype.name], 8 * dtype.itemsize, 1,
         ctypes.cast(sizes, _Sizes), ctypes.cast(strides, _Sizes), 0,

@@ -37,19 +37,20 @@ def immutable(x: Any) -> bool:
     return (library_of(x) or "") in _IMMUTABLE
 
 
-class _Pooled:
-    """A stream of torch's pool, which is never destroyed."""
+class _Stream:
+    """A stream of another library by its handle, with what keeps it alive."""
 
-    __slots__ = ("_handle",)
+    __slots__ = ("_handle", "_owner")
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, owner: Any = None) -> None:
+        self._handle, self._owner = handle, owner
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
 
 
-_pooled: dict[int, _Pooled] = {}
+_pooled: dict[int, _Stream] = {}
+"""The streams of torch's pool, which are never destroyed."""
 
 
 def torch_stream(device: int) -> Any:
@@ -67,7 +68,7 @@ def torch_stream(device: int) -> Any:
         current = torch.cuda.current_stream(device)
         if current.stream_id == handle:  # an ExternalStream: its owner may destroy it
             return handle
-        stream = _pooled[handle] = _Pooled(handle)
+        stream = _pooled[handle] = _Stream(handle)
     return stream
 
 
@@ -92,18 +93,6 @@ def current_stream(x: Any) -> Any:
         return None
 
 
-class _Exported:
-    """A stream that another library names by its handle, with what keeps it alive."""
-
-    __slots__ = ("_handle", "_owner")
-
-    def __init__(self, handle: int, owner: Any) -> None:
-        self._handle, self._owner = handle, owner
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-
 def kept_stream(x: Any) -> Any:
     """The stream that ``x`` exports, for memory of kos that is freed in its order, perhaps after ``x``.
 
@@ -114,7 +103,7 @@ def kept_stream(x: Any) -> Any:
     if type(stream) is not int:
         return stream
     owner = getattr(x, "stream", None)
-    return _Exported(stream, x if owner is None or isinstance(owner, int) else owner)
+    return _Stream(stream, x if owner is None or isinstance(owner, int) else owner)
 
 
 @functools.cache

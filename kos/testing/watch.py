@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -62,7 +63,10 @@ class Watch:
         self._waiting[threading.current_thread()] = rank, world.events[rank], until, waits_for
         if not self._deadlock or len(self._waiting) + len(world.ends) < self._size:
             return seconds
-        stuck = {thread for thread, wait in self._waiting.items() if self._is_stuck(world, wait)}
+        stuck = {
+            thread for thread, (waiter, seen, end, _) in self._waiting.items()
+            if world.events[waiter] == seen and end >= self.deadline
+        }  # fmt: skip
         ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.ends]
         if not stuck.issuperset(ranks):
             return seconds
@@ -76,10 +80,6 @@ class Watch:
     def end_wait(self) -> None:
         """Record that the calling thread no longer waits."""
         self._waiting.pop(threading.current_thread(), None)
-
-    def _is_stuck(self, world: ThreadWorld, wait: tuple[int, int, float, Callable[[], Waits]]) -> bool:
-        rank, seen, until, _ = wait
-        return world.events[rank] == seen and until >= self.deadline
 
     def _describe(self, world: ThreadWorld) -> str:
         waits = {rank: waits_for() for rank, _, _, waits_for in self._waiting.values()}
@@ -134,20 +134,12 @@ class Watch:
 
 def _cycle(waits: dict[int, Waits]) -> list[int]:
     """A cycle of ranks, each waiting for the next, with the first repeated at the end; empty if there is none."""
-    peers = {rank: [peer for _, ranks in works for peer in ranks] for rank, works in waits.items()}
-    seen: set[int] = set()
-    for start in sorted(peers):
-        path, iterators = [start], [iter(peers[start])]
-        while path:
-            peer = next(iterators[-1], None)
-            if peer in path:
-                return [*path[path.index(peer) :], peer]
-            if peer is None:
-                seen.add(path.pop())
-                iterators.pop()
-            elif peer not in seen:
-                path.append(peer)
-                iterators.append(iter(peers.get(peer, ())))
+    peers = {rank: [peer for _, ranks in works for peer in ranks] for rank, works in sorted(waits.items())}
+    try:
+        TopologicalSorter(peers).prepare()
+    except CycleError as error:
+        cycle: list[int] = error.args[1]  # each is waited for by the next
+        return cycle[::-1]
     return []
 
 

@@ -97,7 +97,7 @@ class FakeNCCL:
         self._joined: dict[bytes, Group] = {}
         self._memory: dict[int, Memory] = {}
         self.groups = 0
-        self.ended: list[tuple[str, int, int]] = []  # "revoke" or "abort", of which rank of how many
+        self.ended: list[tuple[str, int, int]] = []  # "abort", of which rank of how many
         self.windows: list[tuple[str, int]] = []  # what was done with memory, and its address
 
     def get_version(self) -> int:
@@ -117,10 +117,6 @@ class FakeNCCL:
         ranks = sorted((r for r in range(comm.group.size) if wishes[r][0] == color), key=lambda r: (wishes[r][1], r))
         return Comm(comm.group.child((comm.splits, color), len(ranks)), ranks.index(comm.rank), options)
 
-    def comm_shrink(self, comm: Comm, excluded: list[int], count: int, options: Any, flags: int) -> Comm:
-        left = [rank for rank in range(comm.group.size) if rank not in excluded]
-        return Comm(comm.group.child("shrunk", len(left)), left.index(comm.rank), options)
-
     def comm_get_async_error(self, comm: Comm) -> int:
         return 0
 
@@ -129,9 +125,6 @@ class FakeNCCL:
 
     def comm_destroy(self, comm: Comm) -> None:
         comm.group.barrier.wait(WAIT)
-
-    def comm_revoke(self, comm: Comm, flags: int) -> None:
-        self.ended.append(("revoke", comm.rank, comm.group.size))
 
     def comm_abort(self, comm: Comm) -> None:
         self.ended.append(("abort", comm.rank, comm.group.size))

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu import nccl_binding, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.comm.operation import Call, Operation
@@ -111,40 +110,33 @@ def test_work_that_does_not_end_is_aborted(gpu: Any, /, fake: FakeNCCL, monkeypa
 def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
     queued: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    revoke = queued.comm_revoke
-    monkeypatch.setattr(queued, "comm_revoke", lambda *of: (time.sleep(0.1), revoke(*of)))  # as long as it may take
+    abort = queued.comm_abort
+    monkeypatch.setattr(queued, "comm_abort", lambda comm: (time.sleep(0.1), abort(comm)))  # as long as it may take
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
         comm.all_reduce(Array.zeros(5 + (comm.rank == 2), np.float32, 0))
         with pytest.raises(CollectiveMismatch):
             comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)
-        assert ("revoke", comm.rank, SIZE) in queued.ended and comm.backend._revoked is not None
+        assert ("abort", comm.rank, SIZE) in queued.ended
 
     FakeRanks(SIZE).run(body)
 
 
-@pytest.mark.parametrize("version", [22700, 22809], ids=["abort", "revoke"])
 @pytest.mark.parametrize("end", [kos.Communicator.abort, kos.Communicator.shrink])
 def test_communicators_split_from_one_that_is_aborted_end_with_it(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, version: int, end: Callable[[kos.Communicator], Any]
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, end: Callable[[kos.Communicator], Any]
 ) -> None:
     """An abort frees memory, and CUDA waits there for the kernels of all communicators: all of them end first."""
     running, aborted = [set[Any]() for _ in range(SIZE)], list[tuple[int, bool]]()
     changed = threading.Condition()
 
-    def stop(comm: Any, *flags: int) -> None:
+    def abort(comm: Any) -> None:
         with changed:
             running[comm.rank].discard(comm)
             changed.notify_all()
-
-    def abort(comm: Any) -> None:
-        stop(comm)
-        with changed:
             aborted.append((comm.rank, changed.wait_for(lambda: not running[comm.rank], 5)))
 
-    monkeypatch.setattr(fake, "get_version", lambda: version)
-    monkeypatch.setattr(fake, "comm_revoke", stop)
     monkeypatch.setattr(fake, "comm_abort", abort)
 
     def body(gpu: Any) -> None:
@@ -157,8 +149,7 @@ def test_communicators_split_from_one_that_is_aborted_end_with_it(
         assert all(each._closed for each in groups)
 
     FakeRanks(SIZE).run(body)
-    revoked = end is kos.Communicator.shrink and version == 22809  # the survivors' own, which may serve again
-    assert len(aborted) >= (3 if revoked else 4) * SIZE and all(alone for _, alone in aborted), aborted
+    assert len(aborted) >= 4 * SIZE and all(alone for _, alone in aborted), aborted
 
 
 @pytest.mark.parametrize("how", ["abort", "killed"])
@@ -200,24 +191,12 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(queued: FakeNCCL, mo
     FakeRanks(SIZE).run(body)
 
 
-@pytest.mark.parametrize("how", ["by NCCL", "too old", "NCCL fails", "one was aborted"])
-def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """By NCCL's own shrink where that is possible on all ranks, else they meet anew by their rendezvous."""
-    whole, shrink = threading.Event(), fake.comm_shrink
-    if how == "too old":
-        monkeypatch.setattr(fake, "get_version", lambda: 22806)
-
-    def shrunk(comm: Any, excluded: list[int], count: int, options: dict[str, Any], flags: int) -> Any:
-        assert excluded == [1] and options == {}
-        if how == "NCCL fails" and comm.rank == 2:
-            raise CollectiveError("no")
-        return shrink(comm, excluded, count, options, flags)
-
-    monkeypatch.setattr(fake, "comm_shrink", shrunk)
+def test_ranks_that_are_left_go_on(fake: FakeNCCL) -> None:
+    """They meet anew by their rendezvous."""
+    whole = threading.Event()
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
-        group = comm.backend._comm.group
         comm.all_reduce(Array.zeros(3, np.int32, 0))
         comm.rendezvous.barrier()
         if comm.rank == 1:
@@ -226,11 +205,8 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
             whole.wait(20)
             comm._closed = True
             return
-        if how == "one was aborted" and comm.rank == 2:
-            comm.backend._shrinkable = False
         rest = comm.shrink()
         assert rest.size == 2 and rest.rank == comm.rank // 2
-        assert (rest.backend._comm.group is group.children.get("shrunk")) == (how == "by NCCL")
         x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)
         assert (rest.all_reduce(x).numpy() == 4).all()
         assert rest.all_gather(Array.zeros(2, np.int8, 0)).shape == (2, 2)
@@ -238,10 +214,7 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         whole.set()
 
     FakeRanks(SIZE).run(body)
-    aborts = sorted(of for what, *of in fake.ended if what == "abort")
-    assert aborts == [[0, 2]] * (how == "NCCL fails") + [[0, 3], [2, 3]], "something was left"
-    revokes = {"too old": [], "one was aborted": [0]}.get(how, [0, 2])
-    assert sorted(rank for what, rank, _ in fake.ended if what == "revoke") == revokes
+    assert sorted(fake.ended) == [("abort", 0, 3), ("abort", 2, 3)], "something was left"
 
 
 def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,12 +255,12 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
     joins = threading.Event()
     monkeypatch.setattr(fake, "comm_init_rank_scalable", lambda *arguments: joins.wait(20) and "late")
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
-    waits = works.on_thread(lambda: backend._comm, "a first message", 0, backend.check_others)
+    begun = backend._begin(lambda: backend._comm, "a first message")
     with pytest.raises(CollectiveTimeout):
-        waits(0.1)
+        backend._finish(begun, "a first message", 0.1)
     backend.abort_device()
     joins.set()
-    assert waits(20) is backend._comm is None
+    assert backend._finish(begun, "a first message", 20) is backend._comm is None
 
 
 def test_a_communicator_that_nothing_needed_is_closed_without_it(
@@ -347,19 +320,6 @@ def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypat
     monkeypatch.setattr(NCCLError, "status", 6)
     with pytest.raises(RankLost, match=r"broadcast #0 .*NCCL 2.28.9: RemoteError"):
         gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
-
-
-def test_revoke_returns_when_nothing_is_in_flight_any_more(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    states = [7, 7, 6]  # in progress, then what it ended with
-    monkeypatch.setattr(fake, "comm_revoke", lambda comm, flags: None, raising=False)
-    monkeypatch.setattr(fake, "comm_get_async_error", lambda comm: states.pop(0))
-    nccl_binding.revoke(object())
-    assert not states
-    monkeypatch.setattr(nccl_binding, "_REVOKE_LOOKS", 3)
-    states.extend([7] * 3)
-    with pytest.raises(CollectiveError, match="still in progress"):
-        nccl_binding.revoke(object())
-    assert not states
 
 
 @on_each_rank(FakeRanks(1).run)

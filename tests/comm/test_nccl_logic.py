@@ -238,8 +238,8 @@ def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> No
     from types import SimpleNamespace
 
     monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
-    with pytest.raises(kos.errors.BackendUnavailable, match=r"window: expected NCCL 2.27 or newer, got 2.26.5"):
-        nccl_binding.require("window")
+    with pytest.raises(kos.errors.BackendUnavailable, match=r"windows: expected NCCL 2.27 or newer, got 2.26.5"):
+        nccl_binding.register(None, 4096, 4096)
 
 
 @on_each_rank(FakeRanks(1).run)

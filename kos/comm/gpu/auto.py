@@ -222,10 +222,6 @@ class AutoBackend(Backend):
             return None
         return AutoBackend(rendezvous, host, [part for part in parts if part is not None])
 
-    def shrink(self, rendezvous: Rendezvous) -> Backend:
-        host = self.host.shrink(rendezvous)
-        return AutoBackend(rendezvous, host, [gpu.shrink(rendezvous, host) for gpu in self.gpus])
-
     def close(self) -> None:
         with ExitStack() as parts:  # closes each even if another fails; the host last, which reports the end
             for part in (self.host, *reversed(self.gpus)):
@@ -235,11 +231,6 @@ class AutoBackend(Backend):
         self.signal_end(reason)
         for part in (self.host, *self.gpus):  # the host first: it reports to the other ranks at once
             part.abort(reason)
-
-    def revoke(self, reason: str) -> None:
-        self.signal_end(reason)
-        for part in (self.host, *self.gpus):
-            part.revoke(reason)
 
     def signal_end(self, reason: str) -> None:
         """Report the end to the other ranks, and let waiting kernels end, before the backends end."""

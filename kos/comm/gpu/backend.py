@@ -22,7 +22,7 @@ from kos.comm.failures import again
 from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import Shared
-from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, on_thread
+from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent
 from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
@@ -38,7 +38,6 @@ from kos.cuda.streams import capture_of
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
-    CollectiveTimeout,
     CudaError,
     InvalidArgument,
     KosError,
@@ -133,11 +132,6 @@ class DeviceBackend(Backend):
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
     ) -> DeviceBackend | None: ...
-
-    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> DeviceBackend:
-        backend = self.split(rendezvous, 0, rendezvous.rank, host)
-        assert backend is not None
-        return backend
 
     def idle(self) -> Idle:
         return mpi_job.Backoff()
@@ -393,36 +387,6 @@ class DeviceBackend(Backend):
         """Whether everything that was queued on the stream has run."""
         with driver.on_device(self.device):
             return self.streams.over(stream, keeper)
-
-    def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
-        """What ``function()`` returns, on a thread of its own: see ``on_thread``."""
-        return self.finish(on_thread(function, what, self.device, self.check_others), timeout)
-
-    def finish(self, waits: Callable[[float | None], Any], timeout: float | None) -> Any:
-        """What ``on_thread`` gave returns; other ranks see that this one waits, or why no longer."""
-        try:
-            return waits(timeout)
-        except KosError as error:
-            self.ledger.board.post_failure(error)
-            raise
-        finally:
-            if self.broken is None:
-                self.report_wait(None)
-
-    def check_others(self, what: str, waited: float, timeout: float | None) -> None:
-        """While a call of a library does not return, which may wait for other ranks."""
-        late, ends = timeout is not None and waited > timeout, self.broken is not None
-        text = f"{what}: not begun by all ranks after {timeout:g} s" if late else ""
-        if late and (ends or self.size == 1):
-            raise CollectiveTimeout(text)
-        if ends:  # this call is how it ends
-            return
-        self.shared.confirm()
-        last = self.shared.last or Call(Operation(what, self.rank))
-        if late:
-            known = self.late(last)
-            raise self.ledger.overdue(known or self._others, text, None)
-        self.report_wait(last)
 
     # Who is late.
 

@@ -13,10 +13,11 @@ timeout, and raises its error.
 from __future__ import annotations
 
 import functools
-import json
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -30,11 +31,12 @@ from kos.comm.gpu.backend import DeviceBackend, Launch, device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of, whole
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
-from kos.comm.gpu.works import on_thread
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.mpi_job import on_thread
 from kos.cuda import driver
+from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
@@ -54,6 +56,7 @@ log = logging.getLogger(__name__)
 _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
 _ABORT_SECONDS = 20.0
+_POLL_SECONDS = 0.02  # between two looks at the other ranks while a call of NCCL has not returned
 
 _OPS = {
     ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
@@ -76,10 +79,7 @@ class NCCLBackend(DeviceBackend):
         self._nccl = binding.library()
         self._handle = comm
         self._joining = self._join(rendezvous) if comm is None else None
-        self._ending: tuple[Any, Callable[[Any], None], Callable[[float | None], Any]] | None = None
-        """The communicator that ends on a thread, the function that ends it, and one that waits for that."""
-        self._revoked: Any = None  # the communicator after a failure
-        self._shrinkable = _can_shrink(rendezvous)
+        self._ending: Future[Any] | None = None  # the abort of the communicator
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
         self._windows = Windows(rendezvous, self.device, self._free_window, lambda: self._handle is None)
@@ -98,18 +98,18 @@ class NCCLBackend(DeviceBackend):
             return Probe(False, "the ranks are threads of one process, which share its GPU")
         return Probe(True, about, claim=f"GPU {device.uuid}")
 
-    def _join(self, rendezvous: Rendezvous) -> Callable[[float | None], Any]:
+    def _join(self, rendezvous: Rendezvous) -> Future[Any]:
         """Start to create the communicator of all ranks on a thread, since that takes seconds."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
         join = partial(binding.join, self.size, identities[0], self.rank, "kos", rendezvous.nccl)
-        return on_thread(join, "nccl: init", self.device, self.check_others)
+        return self._begin(join, "nccl: init")
 
     @property
     def _comm(self) -> Any:
         """NCCL's communicator, once all ranks have joined it; None after its end."""
         joining = self._joining
         if joining is not None:
-            comm = self._named(lambda: self.finish(joining, self.timeout))
+            comm = self._named(lambda: self._finish(joining, "nccl: init", self.timeout), "nccl: init")
             if self._joining is joining:  # else it has ended since
                 self._comm = comm
         return self._handle
@@ -118,10 +118,49 @@ class NCCLBackend(DeviceBackend):
     def _comm(self, comm: Any) -> None:
         self._handle, self._joining = comm, None
 
-    def _bounded(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
+    def _begin(self, function: Callable[[], Any], what: str) -> Future[Any]:
+        """Begin a call of NCCL on a thread: it may wait for other ranks without a limit."""
+
+        def run() -> Any:
+            with driver.on_device(self.device), relaxed_capture():  # another thread may be capturing a graph
+                return function()
+
+        return on_thread(run, what)
+
+    def _finish(self, begun: Future[Any], what: str, timeout: float | None) -> Any:
+        """The result of what was begun; other ranks see that this one waits, or why no longer."""
+        began = time.monotonic()
+        try:
+            while not wait([begun], _POLL_SECONDS).done:
+                self._look_at_others(what, timeout is not None and time.monotonic() - began > timeout, timeout)
+            return begun.result()
+        except KosError as error:
+            self.ledger.board.post_failure(error)
+            raise
+        finally:
+            if self.broken is None:
+                self.report_wait(None)
+
+    def _look_at_others(self, what: str, late: bool, timeout: float | None) -> None:
+        text, ends = f"{what}: not begun by all ranks after {timeout:g} s" if late else "", self.broken is not None
+        if late and (ends or self.size == 1):
+            raise CollectiveTimeout(text)
+        if ends:  # this call is how it ends
+            return
+        self.shared.confirm()
+        last = self.shared.last or Call(Operation(what, self.rank))
+        if late:
+            raise self.ledger.overdue(self.late(last) or self._others, text, None)
+        self.report_wait(last)
+
+    def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
+        """The result of a call of NCCL that may wait for other ranks."""
+        return self._finish(self._begin(function, what), what, timeout)
+
+    def _bounded(self, function: Callable[[], Any], what: str) -> Any:
         return self._named(lambda: self.bounded(function, self.timeout, what), what)
 
-    def _named(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
+    def _named(self, function: Callable[[], Any], what: str) -> Any:
         """The result of ``function()``; NCCL's errors become errors of kos that name ``what``."""
         try:
             return function()
@@ -137,33 +176,10 @@ class NCCLBackend(DeviceBackend):
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
     ) -> NCCLBackend | None:
         if self._comm is None:  # aborted: the remaining ranks make a new one
-            return None if rendezvous is None else NCCLBackend(rendezvous, self.device, None, host)
+            return None if rendezvous is None else type(self)(rendezvous, self.device, None, host)
         options = {} if rendezvous is None else rendezvous.nccl
-        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options))
-        return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
-
-    def revoke(self, reason: str) -> None:
-        super().abort(reason)
-
-    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> NCCLBackend:
-        """Use NCCL's own shrink if every surviving rank holds a revoked communicator; else create a new one."""
-        revoked, self._revoked, comm = self._revoked, None, None
-        mine = json.dumps([self.rank, revoked is not None])
-        survivors = [json.loads(theirs) for theirs in rendezvous.allgather(mine.encode())]
-        excluded = sorted(set(range(self.size)) - {rank for rank, _ in survivors})
-        if excluded and all(able for _, able in survivors):
-            try:
-                comm = self._bounded(lambda: binding.shrink(revoked, excluded, "kos", rendezvous.nccl))
-            except KosError as error:
-                log.warning(
-                    "rank %d: NCCL could not shrink the group; creating a new communicator: %s", self.rank, error
-                )
-        agreed = b"" not in rendezvous.allgather(b"" if comm is None else b"1")
-        if revoked is not None:
-            self._end(binding.abort, revoked)
-        if comm is not None and not agreed:
-            self._end(binding.abort, comm)
-        return type(self)(rendezvous, self.device, comm if agreed else None, host)
+        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos", options), "nccl: init")
+        return None if rendezvous is None else type(self)(rendezvous, self.device, comm, host)
 
     def close(self) -> None:
         self.unwatch()
@@ -182,53 +198,27 @@ class NCCLBackend(DeviceBackend):
             self._windows.free(self._windows.unused())
 
     def signal_abort(self) -> None:
-        """Revoke the communicator if the group can shrink, so that ``shrink`` can use it; else abort it: on a thread.
+        """Begin to abort the communicator, on a thread.
 
         An abort frees memory, for which CUDA waits for the kernels of every communicator of the GPU.
         """
         with self.shared.lock:
             comm, self._comm = self._handle, None
             if comm is not None:
-                end = binding.revoke if self._shrinkable and binding.has("revoke") else binding.abort
-                self._ending = comm, end, self._begin_end(end, comm)
+                self._ending = self._begin(partial(binding.abort, comm), "nccl: abort")
 
     def abort_device(self) -> None:
         """Wait for what ``signal_abort`` has begun."""
         self.signal_abort()
         ending, self._ending = self._ending, None
-        if ending is None:
-            return
-        comm, end, finish = ending
-        if not self._ended(end, finish):
-            if end is not binding.abort:
-                self._end(binding.abort, comm)
-        elif end is not binding.abort:
-            self._revoked = comm
-
-    def abort(self, reason: str) -> None:
-        self.revoke(reason)
-        revoked, self._revoked = self._revoked, None
-        if revoked is not None:
-            self._end(binding.abort, revoked)
-
-    def _end(self, function: Callable[[Any], None], comm: Any) -> bool:
-        """Whether ``function`` has ended the operations in flight on ``comm``."""
-        return self._ended(function, self._begin_end(function, comm))
-
-    def _begin_end(self, function: Callable[[Any], None], comm: Any) -> Callable[[float | None], Any]:
-        return on_thread(partial(function, comm), f"nccl: {function.__name__}", self.device, self.check_others)
-
-    def _ended(self, function: Callable[[Any], None], finish: Callable[[float | None], Any]) -> bool:
         try:
-            self.finish(finish, _ABORT_SECONDS)
+            if ending is not None:
+                self._finish(ending, "nccl: abort", _ABORT_SECONDS)
         except CollectiveTimeout:
             log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
         except Exception as error:
             if not isinstance(self.broken, CudaError):  # else this error follows from that one
-                log.warning("rank %d: %s of NCCL: %s", self.rank, function.__name__, error)
-        else:
-            return True
-        return False
+                log.warning("rank %d: abort of NCCL: %s", self.rank, error)
 
     def inspect(self, o: Call) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None
@@ -442,14 +432,6 @@ def _native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
 def _real_type(dtype: DType) -> DType:
     """The real type of a complex dtype; other dtypes themselves."""
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
-
-
-def _can_shrink(rendezvous: Rendezvous) -> bool:
-    try:
-        rendezvous.check_shrink()
-    except BackendUnavailable:
-        return False
-    return rendezvous.size > 1
 
 
 def _bare(route: Any) -> Any:

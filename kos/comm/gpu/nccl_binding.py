@@ -7,8 +7,7 @@ NCCL to errors of kos.
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,10 +23,7 @@ _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
 _HOST_IMMEDIATE = 1
-_REVOKE_LOOKS = 10_000
-"""Polls, a millisecond apart: less than the timeout of callers."""
-_VERSIONED_NAMES = {"revoke": 22807, "window": 22700}
-"""The version of NCCL that introduced a feature (22809 is 2.28.9)."""
+_FIRST_WITH_WINDOWS = 22700  # 2.27
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 BYTE = 1
@@ -58,19 +54,6 @@ def version() -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def has(feature: str) -> bool:
-    """Whether libnccl is new enough for ``feature``."""
-    return bool(library().get_version() >= _VERSIONED_NAMES[feature])
-
-
-def require(feature: str) -> None:
-    """Raise BackendUnavailable unless libnccl is new enough for ``feature``."""
-    if not has(feature):
-        needed = _VERSIONED_NAMES[feature]
-        wanted = f"{needed // 10000}.{needed // 100 % 100}"
-        raise BackendUnavailable(f"nccl: {feature}: expected NCCL {wanted} or newer, got {version()}")
-
-
 def unique_id() -> bytes:
     """The identity that rank 0 creates and every rank uses to join one communicator."""
     return bytes(library().get_unique_id())
@@ -87,23 +70,6 @@ def split(comm: Any, color: int | None, key: int, name: str, options: Mapping[st
     config = _config(name, options)
     part = library().comm_split(comm, _NO_COLOR if color is None else color, key, config.ptr)
     return None if color is None else part
-
-
-def revoke(comm: Any) -> None:
-    """End all operations in flight on ``comm``; only ``shrink`` and ``abort`` may follow."""
-    require("revoke")
-    library().comm_revoke(comm, 0)
-    for _ in range(_REVOKE_LOOKS):
-        if int(library().comm_get_async_error(comm)) != _IN_PROGRESS:  # as nccl.h allows
-            return
-        time.sleep(0.001)
-    raise CollectiveError("revoke: still in progress")  # ``comm`` may be aborted now
-
-
-def shrink(comm: Any, excluded: Sequence[int], name: str, options: Mapping[str, Any]) -> Any:
-    """The communicator of the ranks of the revoked ``comm`` that are not ``excluded``; only these call it."""
-    config = _config(name, options)
-    return library().comm_shrink(comm, list(excluded), len(excluded), config.ptr, 0)
 
 
 def async_error(comm: Any) -> str | None:
@@ -164,7 +130,8 @@ def is_virtual(address: int) -> bool:
 
 def register(comm: Any, address: int, nbytes: int) -> Any:
     """Make memory a symmetric window of ``comm``; false if NCCL has none here.  Collective, with the same size."""
-    require("window")
+    if library().get_version() < _FIRST_WITH_WINDOWS:
+        raise BackendUnavailable(f"nccl: windows: expected NCCL 2.27 or newer, got {version()}")
     return library().comm_window_register(comm, address, nbytes, _SYMMETRIC)
 
 

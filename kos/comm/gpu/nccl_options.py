@@ -34,8 +34,6 @@ class NCCLOptions(TypedDict, total=False):
     """Scheduling that favours NVLink."""
     split_share: bool
     """Whether groups split from this one share its resources."""
-    shrink_share: bool
-    """Whether the communicator that ``shrink`` returns shares the resources of this one."""
 
 
 _RANGES = {

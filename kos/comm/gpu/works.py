@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Call
@@ -15,24 +13,8 @@ from kos.comm.recorder import completed
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
-from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import Event, is_over
 from kos.errors import KosError
-
-_POLL_SECONDS = 0.02
-"""Between two looks at the other ranks while a call of a library has not returned."""
-
-
-class Waiting(Protocol):
-    """What a Work asks of its backend: a DeviceBackend."""
-
-    device: int
-    broken: KosError | None
-
-    def raise_failure(self, what: object) -> None: ...
-    def check(self, call: Call) -> None: ...
-    def is_idle(self, stream: int, keeper: Any) -> bool: ...
-    def wait_on_host(self, call: Call, over: Callable[[], bool], timeout: float | None) -> None: ...
 
 
 class DeviceWork(Work[Any]):
@@ -44,11 +26,9 @@ class DeviceWork(Work[Any]):
 
     __slots__ = ("event",)
 
-    backend: Any
-
-    def __init__(self, call: Call, backend: Waiting, event: PooledEvent | None = None) -> None:
+    def __init__(self, call: Call, backend: Any, event: PooledEvent | None = None) -> None:
         self.call = call
-        self.backend = backend
+        self.backend = backend  # a DeviceBackend
         self.event = event  # recorded after an operation on the communicator's own stream
 
     def over(self) -> bool:
@@ -162,38 +142,3 @@ class _Mark:
             self.begun = now
         late = self.begun is not None and self._timeout is not None and now - self.begun > self._timeout
         return self._timeout if late else None
-
-
-def on_thread(
-    function: Callable[[], Any], what: str, device: int, check: Callable[[str, float, float | None], None]
-) -> Callable[[float | None], Any]:
-    """Begin ``function()`` on a thread: a call of a library that may wait for other ranks without a limit.
-
-    What this returns waits for it, and gives its result.  Meanwhile it calls ``check``, with ``what``, the seconds that
-    it has waited and its timeout, and raises what that raises.
-    """
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            with driver.on_device(device), relaxed_capture():  # another thread may be capturing a graph
-                outcome[:] = function(), None
-        except BaseException as error:
-            outcome[:] = None, error
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-
-    def finish(timeout: float | None) -> Any:
-        began = time.monotonic()
-        while True:
-            thread.join(_POLL_SECONDS)
-            if not thread.is_alive():
-                break
-            check(what, time.monotonic() - began, timeout)
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
-
-    return finish

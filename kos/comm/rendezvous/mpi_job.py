@@ -18,13 +18,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 RANK_AND_SIZE = (
@@ -142,22 +144,24 @@ def wait_request(request: Any, timeout: float | None) -> bool:
     return True
 
 
-def in_thread(call: Callable[[], Any], timeout: float | None) -> list[Any]:
-    """Run an MPI call without a timeout of its own: a list with its result, empty if ``timeout`` seconds pass."""
-    outcome: list[Any] = []
+def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
+    """Begin a call that may never return, on a daemon thread."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.append(call())
+            future.set_result(call())
         except BaseException as error:
-            outcome.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
-    if outcome and isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def in_thread(call: Callable[[], T], timeout: float | None) -> list[T]:
+    """Run a call without a timeout of its own: a list with its result, empty if ``timeout`` seconds pass."""
+    future = on_thread(call)
+    return [future.result()] if wait([future], timeout).done else []
 
 
 def shrink(comm: Any, timeout: float | None) -> Any:
