@@ -106,12 +106,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-others": collectives.hosts_others,
     "hosts-one-rank": collectives.one_rank,
     "hosts-files": partial(
-        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
-        "collectives-epyc-4", "collectives-others-epyc-2",
+        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
+        "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",
     ),
     "hosts-commands": partial(
-        commands, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-2",
-        "collectives-epyc-4", "collectives-others-epyc-2",
+        commands, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
+        "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",
     ),
     "training-1": partial(training.training, 1),
     "training-4": partial(training.training, 4),

@@ -220,13 +220,10 @@ def one_rank() -> str:
         "Open MPI": ("mpi-native", "function"),
     }
     rows = []
-    for machine, title in (("xeon-1", "Xeon, 8 bytes"), ("epyc-2", "EPYC, 4 bytes")):
-        times = {}
-        for name, (backend, call) in lines.items():
-            found = select(f"collectives-{machine}", ranks=1, mode="eager", in_place=True, backend=backend, call=call,
-                           bytes=8 if machine == "xeon-1" else 4)  # fmt: skip
-            times[name] = us(found[0]["time_us"]) if found else ""
-        rows.append([title, *times.values()])
+    for machine, title in (("xeon-1", "Xeon, 8 bytes"), ("epyc-1", "EPYC, 8 bytes")):
+        row = {"ranks": 1, "mode": "eager", "in_place": True, "bytes": 8}
+        found = (one(f"collectives-{machine}", **row, backend=name, call=call) for name, call in lines.values())
+        rows.append([title, *(us(each["time_us"]) for each in found)])
     return table(["µs a call of one rank", *lines], rows)
 
 

@@ -6,7 +6,7 @@ only marks it, so an array that is used once, such as a view, is not cached.  A 
 call.
 
 The cache holds weak references to arrays on GPUs.  An ndarray may change its shape, and keeps its address only while a
-view of it exists.  So the cache holds ndarrays of at most ``SMALL_BYTES``, and compares their shapes, dtypes and flags.
+view of it exists.  So the cache holds ndarrays, at most ``HELD_BYTES`` in all, and compares shapes, dtypes and flags.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from kos.comm.reduction import ReduceOp
 from kos.cuda.streams import capture_of
 from kos.memory.array import Array
 
-SMALL_BYTES, MOST_HELD = 1 << 20, 64
-"""The largest ndarray whose calls are cached, and the most of them."""
+LARGEST_BYTES, HELD_BYTES, MOST_HELD = 16 << 20, 128 << 20, 64
+"""The largest ndarray whose calls are cached; the bytes of inputs and outputs in the cache, and the calls, at most."""
 ON_GPU = frozenset({
     "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv"
 })  # fmt: skip
@@ -106,10 +106,11 @@ class _HostEntry(_Entry):
 class CallCache:
     """The cached calls of one communicator: one for each live input array."""
 
-    __slots__ = ("_entries", "_seen")
+    __slots__ = ("_entries", "_held", "_seen")
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._held = 0  # bytes of the ndarrays added since the cache was empty
         self._seen: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # arrays that were used
 
     def repeat(self, comm: Any, name: str, x: Any, out: Any = None, op: Any = None, ranks: Any = None) -> bool:
@@ -160,9 +161,11 @@ class CallCache:
                 ends[0].array = ends[-1].array = None
         elif x is None:
             new = _Entry(call)
-        elif max(x.nbytes, out.nbytes) <= SMALL_BYTES:
-            if len(entries) >= MOST_HELD:
-                entries.clear()
+        elif max(x.nbytes, out.nbytes) <= LARGEST_BYTES:
+            nbytes = x.nbytes if out is x else x.nbytes + out.nbytes
+            if len(entries) >= MOST_HELD or self._held + nbytes > HELD_BYTES:
+                self.clear()
+            self._held += nbytes
             new = _HostEntry(call, x, None if out is x else out)
         if new is not None:
             entries[key] = new
@@ -170,3 +173,4 @@ class CallCache:
     def clear(self) -> None:
         """Remove all cached calls."""
         self._entries.clear()
+        self._held = 0

@@ -9,7 +9,7 @@ every operation, with the same semantics.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -210,14 +210,23 @@ class ScheduledBackend(Backend):
     def _message(self, call: Call) -> Steps:
         """send, recv and send_recv; posts the receive first, so that two ranks may exchange."""
         o, message = call.operation, call.operation.message
-        requests: list[Request] = []
-        try:
+
+        def post() -> Iterator[Request]:
             if message.src is not None:
                 assert o.recv is not None
-                requests.append(self.transport.irecv(o.recv.flat, message.src, message.recv_tag))
+                yield self.transport.irecv(o.recv.flat, message.src, message.recv_tag)
             if message.dst is not None:
                 assert o.send is not None
-                requests.append(self.transport.isend(o.send.flat, message.dst, message.tag))
+                yield self.transport.isend(o.send.flat, message.dst, message.tag)
+
+        return self._finish(post())
+
+    def _finish(self, post: Iterable[Request]) -> Steps:
+        """Waits for the messages that ``post`` posts."""
+        requests: list[Request] = []
+        try:
+            for request in post:
+                requests.append(request)
             wrong: CollectiveMismatch | None = None
             for request in requests:
                 try:

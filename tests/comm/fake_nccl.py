@@ -435,14 +435,10 @@ class FakeRanks:
 
 
 class Stream:
-    """A stream of the caller's.  With its last reference it is gone from ``alive``."""
+    """A stream of the caller's."""
 
-    def __init__(self, handle: int, alive: set[int] | None = None) -> None:
-        self.handle, self._alive = handle, set[int]() if alive is None else alive
-        self._alive.add(handle)
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.handle
-
-    def __del__(self) -> None:
-        self._alive.discard(self.handle)

@@ -126,14 +126,16 @@ def test_other_arrays_are_others(alone: kos.Communicator) -> None:
     assert prepared.by(lambda: alone.all_reduce(out))
 
 
-def test_a_group_of_one_makes_the_arrays_that_it_is_asked_for(alone: kos.Communicator) -> None:
-    x = ones()
+@pytest.mark.parametrize("dtype", [np.float32, np.int16])  # that NCCL adds, and that kos adds
+def test_a_group_of_one_makes_the_arrays_that_it_is_asked_for(alone: kos.Communicator, dtype: Any) -> None:
+    x = ones(dtype=dtype)
     for operation in (alone.all_gather, alone.reduce_scatter):
         for _ in range(3):
             assert operation(x, x) is x
         made = operation(x)
-        assert isinstance(made, Array)
-        assert made is not x
+        assert isinstance(made, Array) and made is not x
+    made = alone.reduce_scatter_v(alone.all_reduce(x), [COUNT])
+    assert made.numpy().tolist() == x.numpy().tolist() == [1] * COUNT
 
 
 def test_freed_arrays_are_refused(alone: kos.Communicator) -> None:

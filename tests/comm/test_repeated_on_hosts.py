@@ -14,7 +14,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.cached import CACHED, MOST_HELD, SMALL_BYTES
+from kos.comm.cached import CACHED, HELD_BYTES, LARGEST_BYTES, MOST_HELD
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
 from kos.testing import spawn
 from kos.testing.conformance import model as promised
@@ -137,7 +137,7 @@ def test_what_has_changed_is_another_call(alone: kos.Communicator) -> None:
         alone.all_reduce(x, out=out)
 
 
-def test_only_small_arrays_are_held_and_not_many(alone: kos.Communicator) -> None:
+def test_not_too_many_bytes_are_held(alone: kos.Communicator) -> None:
     def alive(count: int, arrays: int) -> int:
         found = []
         for _ in range(arrays):
@@ -149,8 +149,9 @@ def test_only_small_arrays_are_held_and_not_many(alone: kos.Communicator) -> Non
         gc.collect()
         return sum(each() is not None for each in found)
 
-    assert alive(SMALL_BYTES + 1, 4) == 0
-    assert 0 < alive(SMALL_BYTES, 2 * MOST_HELD) <= MOST_HELD
+    assert alive(LARGEST_BYTES + 1, 4) == 0
+    assert 0 < alive(LARGEST_BYTES, 20) <= HELD_BYTES // LARGEST_BYTES
+    assert 0 < alive(1000, 2 * MOST_HELD) <= MOST_HELD
     used_once = []
     for _ in range(2 * MOST_HELD):  # most have the address and the id of one before
         alone.all_reduce(x := np.ones(3))
@@ -225,7 +226,7 @@ def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
             raise KeyboardInterrupt
 
     def body(comm: kos.Communicator) -> None:
-        x, out = np.full(SMALL_BYTES // 4, comm.rank, np.uint8), np.empty(SMALL_BYTES // 2, np.uint8)
+        x, out = np.full(1 << 18, comm.rank, np.uint8), np.empty(1 << 19, np.uint8)
         for _ in range(3):
             comm.all_gather(x, out)
         if comm.rank == 0:

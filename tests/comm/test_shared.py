@@ -19,6 +19,8 @@ from kos import PremulSum, ReduceOp
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from kos.testing.conformance import results
+from tests.comm import model
+from tests.comm.model import Step
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
@@ -33,7 +35,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
 
     Then the same, with one copy wherever it is possible.
     """
-    for name in ("DIRECT_BYTES", "CROWDED_BYTES"):
+    for name in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
         monkeypatch.setattr(f"kos.comm.host.shared.direct.{name}", 1 << 40 if request.param == "slots" else 0)
     monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
     monkeypatch.setattr("kos.comm.host.shared.plans.ONE_SHOT_BYTES", 512)
@@ -94,25 +96,13 @@ def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any
 def test_movements(seed: int, size: int, dtype: Any) -> None:
     def body(comm: kos.Communicator) -> None:
         for count in SIZES:
+            for name in ("all_gather", "broadcast", "gather", "scatter", "all_to_all", "barrier"):
+                model.run(comm, Step(name, count, dtype, root=count % size), seed)
+            model.run(comm, Step("broadcast", count, dtype, root=count % size, in_place=True), seed)
             everyone = inputs(seed, size, count, dtype)
-            x, root = everyone[comm.rank], count % size
-            assert_bits(comm.all_gather(x, poison((size, count), dtype)), np.stack(everyone), "all_gather")
             whole = poison((size, count), dtype)
-            whole[comm.rank] = x
+            whole[comm.rank] = everyone[comm.rank]
             assert_bits(comm.all_gather(whole[comm.rank], whole), np.stack(everyone), "all_gather in place")
-            y = x.copy() if comm.rank == root else poison(count, dtype)
-            assert_bits(comm.broadcast(y, root), everyone[root], "broadcast")
-            assert_bits(comm.broadcast(x, root, out=poison(count, dtype)), everyone[root], "broadcast")
-            gathered = comm.gather(x, root)
-            assert (gathered is not None) == (comm.rank == root)
-            if gathered is not None:
-                assert_bits(gathered, np.stack(everyone), "gather")
-            pieces = [row.reshape(size, count) for row in inputs(seed, size, size * count, dtype)]
-            source = pieces[root] if comm.rank == root else None
-            assert_bits(comm.scatter(source, poison(count, dtype), root), pieces[root][comm.rank], "scatter")
-            got = comm.all_to_all(pieces[comm.rank], poison((size, count), dtype))
-            assert_bits(got, np.stack([piece[comm.rank] for piece in pieces]), "all_to_all")
-            comm.barrier()
 
     run(body, size)
 

@@ -20,7 +20,13 @@ from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
 
-COUNT = 16384  # elements of float64: enough for one copy, even with more ranks than cores
+COUNT = 16384  # elements of float64
+
+
+@pytest.fixture(autouse=True)
+def one_copy_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
+        monkeypatch.setattr(direct, limit, 0)
 
 
 def contributions(comm: kos.Communicator) -> np.ndarray:
@@ -78,16 +84,14 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Such as that of a device.  The operations before and after it are in flight at the same time."""
-    monkeypatch.setattr(direct, "CROWDED_BYTES", 0)
-
     def body(comm: kos.Communicator) -> None:
         ours = comm.backend._shared.direct
         before = comm.all_gather(contributions(comm), async_op=True)
-        reads, ours._reads = ours._reads, lambda rank, at: comm.rank != 1
+        reads, ours.reads = ours.reads, lambda rank, at: comm.rank != 1
         assert CALLS[name](comm, contributions(comm))
         work = comm.all_reduce(contributions(comm), async_op=True)
         assert CALLS[name](comm, contributions(comm))
-        ours._reads = reads
+        ours.reads = reads
         assert CALLS[name](comm, contributions(comm))
         assert (work.wait() == 6).all() and before.wait()[2, 0] == 3
 
@@ -97,7 +101,6 @@ def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("found", [b"", bytes(16)], ids=["not permitted", "another process has its number"])
 def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.MonkeyPatch, found: bytes) -> None:
     """The second: in containers with PID namespaces of their own, where a number names another process."""
-    monkeypatch.setattr(direct, "CROWDED_BYTES", 0)
     read = direct.Direct._read_token
 
     def read_token(self: Any, rank: int, address: int, nbytes: int) -> bytes:
@@ -110,6 +113,24 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
         return "process_vm_readv is not permitted" in comm.explain()
 
     assert run(body, 3) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("caches", "crowded", "least"), [((b"0", b"0"), True, 2), ((b"0", b"1"), False, 1), ((b"", b""), True, 3)]
+)
+def test_the_least_bytes_depend_on_the_caches_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch, caches: tuple[bytes, bytes], crowded: bool, least: int
+) -> None:
+    for value, limit in enumerate(("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"), 1):
+        monkeypatch.setattr(direct, limit, value)
+    monkeypatch.setattr("os.cpu_count", lambda: 1 if crowded else 2)
+    remaining = iter(caches)
+    monkeypatch.setattr(direct, "_cache", lambda: next(remaining))
+
+    def body(comm: kos.Communicator) -> int:
+        return comm.backend._shared.direct.least  # type: ignore[attr-defined, no-any-return]
+
+    assert run(body, 2) == [least] * 2
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -136,7 +157,7 @@ def test_a_read_that_fails(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None
 
 def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program of that rank may change its array as soon as the call has failed."""
-    given_up, reader = threading.Event(), direct.Direct._reader
+    given_up, reader = threading.Event(), direct.Direct.reader
 
     def slow(self: Any, rank: int, to: int) -> Any:
         read = reader(self, rank, to)
@@ -148,7 +169,7 @@ def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pyte
 
         return later
 
-    monkeypatch.setattr(direct.Direct, "_reader", slow)
+    monkeypatch.setattr(direct.Direct, "reader", slow)
 
     def body(comm: kos.Communicator) -> None:
         x = contributions(comm)

@@ -15,7 +15,7 @@ from time import time_ns
 from typing import Any, Protocol
 
 from kos.comm.backend import ends_group
-from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, open_segment
+from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, SharedMessages, open_segment
 from kos.comm.operation import Call, Message
 from kos.comm.recorder import COMPLETED
 from kos.comm.rendezvous.base import Rendezvous
@@ -94,11 +94,15 @@ class MessagingBackend(ScheduledBackend):
 class HostBackend(MessagingBackend):
     """Adds shared memory to a Backend that has a transport."""
 
+    transport: Any
+    """It names the messages in flight too (``awaited``, ``in_flight``)."""
+
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
         self._segment, self.shared_memory = None, "a group of one"  # and its description, or why none is shared
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
+        self._mail: SharedMessages | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
         self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
@@ -110,10 +114,18 @@ class HostBackend(MessagingBackend):
             self.one_host = self._segment.size == self.size
             if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded, rendezvous, self._by_messages)
+                self.transport = self._mail = SharedMessages(self._calls, self._shared.direct, self.crowded)
                 if not self._shared.direct.usable:
                     self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
         if self.one_host:
             self.arrays = SharedArrays(rendezvous)
+
+    def carry(self, transport: Any) -> None:
+        """Send messages over ``transport``; in shared memory, those that it cannot carry."""
+        if self._mail is None:
+            self.transport = transport
+        else:
+            self._mail.other = transport
 
     @property
     def calls(self) -> Calls | None:
@@ -141,9 +153,13 @@ class HostBackend(MessagingBackend):
         shared = self._shared
         if call.plan is None or shared is None or self.broken is not None or self.ledger.board.last is not None:
             return super().start(call)
-        # Needs no lock: one thread at a time uses a communicator, and a progress thread only what is in flight.
+        # Collectives need no lock: one thread at a time uses a communicator, and a progress thread what is in flight.
         try:
-            steps = shared.start(call)
+            if call.collective:
+                steps = shared.start(call)
+            else:
+                with self.engine.lock:
+                    steps = self._steps(call)
         except BaseException as error:
             steps = _raise(error)
         if steps is not None:
@@ -154,12 +170,21 @@ class HostBackend(MessagingBackend):
         return None
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        return [self.start(call) or Work(call, self, None) for call in calls]
+        if self._mail is not None:
+            self._mail.batch = True
+        try:
+            return [self.start(call) or Work(call, self, None) for call in calls]
+        finally:
+            if self._mail is not None:
+                self._mail.batch = False
 
     def _steps(self, call: Call) -> Steps | None:
         shared = self._shared
         if not call.collective:
-            return self._message(call)
+            if self._mail is None:
+                return self._message(call)
+            messages = self._mail.start(call)
+            return self._finish(messages) if messages else None
         if shared is not None and (call.plan is not None or shared.prepare(call)):
             return shared.start(call)
         return self._by_messages(call)
@@ -172,6 +197,12 @@ class HostBackend(MessagingBackend):
 
     def behind(self) -> list[int]:
         return self._shared.behind() if self._shared is not None else []
+
+    def awaited(self, call: Call) -> list[int]:
+        return list(self.transport.awaited(self._tag(call)))
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        return bool(self.transport.in_flight(rank, tag, receives))
 
     def failed(self, call: Call, error: Exception) -> KosError:
         if not ends_group(call, error):
@@ -229,7 +260,9 @@ class HostBackend(MessagingBackend):
 
     def _free(self) -> None:
         closed(self)
-        calls, self._calls, self._shared = self._calls, None, None
+        calls, mail, self._calls, self._shared, self._mail = self._calls, self._mail, None, None, None
+        if mail is not None:
+            mail.close()
         if calls is not None:
             calls.close()
 

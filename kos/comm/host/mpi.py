@@ -56,7 +56,8 @@ class MPIBackend(HostBackend):
             self._comms.append(self._dup(rendezvous))  # for the comparison of calls
             notices = rendezvous.open_notices([r for r in range(self.size) if r != self.rank], any_thread=False)
         rendezvous.barrier()  # Open MPI 5.0.11 crashes if a communicator is revoked while a rank still creates it
-        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, self.ledger)
+        self._messages = Messages(self._MPI, self._comm, self._calls, notices, self.ledger)
+        self.carry(self._messages)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
         at_exit(self)
@@ -179,12 +180,6 @@ class MPIBackend(HostBackend):
         while not request.Test():
             yield
         del self._requests[call.sequence]
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        return self._messages.in_flight(rank, tag, receives)
-
-    def awaited(self, call: Call) -> list[int]:
-        return self._messages.awaited(self._tag(call))
 
     def gone(self) -> Iterator[tuple[int, str]]:
         """The ranks known to be lost, and why: by shared memory, ULFM, and notices that may follow the error."""

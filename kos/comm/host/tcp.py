@@ -32,7 +32,8 @@ class TCPBackend(HostBackend):
         self._poller = poller or Poller()
         mesh = Mesh(rendezvous, self._poller)
         super().__init__(rendezvous, engine)
-        self._mesh = self.transport = mesh
+        self._mesh = mesh
+        self.carry(mesh)
         self._fingerprints = self._calls or Fingerprints()
         at_exit(self)
 
@@ -86,14 +87,6 @@ class TCPBackend(HostBackend):
             return local_poll is None or local_poll()
 
         return all_arrived
-
-    def awaited(self, call: Call) -> list[int]:
-        tag = self._tag(call)
-        return sorted(rank for rank, peer in self._mesh.peers.items() if peer.receives(tag) or peer.announced(tag))
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        peer = self._mesh.peers[rank]
-        return peer.receives(tag) if receives else peer.sends(tag)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)

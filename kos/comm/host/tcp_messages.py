@@ -106,6 +106,14 @@ class Mesh:
         for peer in self.peers.values():
             peer.cancel(cancelled)
 
+    def awaited(self, tag: int) -> list[int]:
+        """Peers of the messages in flight with that tag."""
+        return sorted(rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message with that tag from or to that rank is in flight or posted."""
+        return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)
+
     def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
         """Compare ``o`` with the other ranks' collectives of the same tag."""
         mark, self._group = fingerprints.mark(o), o.group

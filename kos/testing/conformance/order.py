@@ -48,7 +48,7 @@ def split_of_a_split(comm: Communicator) -> None:
     """Tests of random programs split the world."""
     part = comm.split(comm.rank % 2, key=-comm.rank)
     members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
-    assert part is not None
+    assert part is not None and part.rank == members.index(comm.rank)
     half = part.split(part.rank // 2, key=-part.rank)
     assert half is not None
     same = members[part.rank // 2 * 2 :][:2][::-1]

@@ -5,8 +5,10 @@ from kos.comm.host.shared.board import SharedBoard
 from kos.comm.host.shared.calls import ABORTED, Calls
 from kos.comm.host.shared.collectives import SharedCollectives
 from kos.comm.host.shared.hosts import between_hosts
+from kos.comm.host.shared.messages import SharedMessages
 from kos.comm.host.shared.segment import Segment, open_segment
 
 __all__ = [
-    "ABORTED", "Calls", "Segment", "SharedArrays", "SharedBoard", "SharedCollectives", "between_hosts", "open_segment",
+    "ABORTED", "Calls", "Segment", "SharedArrays", "SharedBoard", "SharedCollectives", "SharedMessages",
+    "between_hosts", "open_segment",
 ]  # fmt: skip

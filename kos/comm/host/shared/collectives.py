@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.host.shared.calls import Calls, Wait
-from kos.comm.host.shared.direct import Direct, Unreadable
+from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, Unreadable
 from kos.comm.host.shared.plans import Plan, Plans, Sum
 from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING
 from kos.comm.operation import Call
@@ -27,14 +27,6 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Steps
 
 Array = np.ndarray[Any, Any]
-
-SPINS, CROWDED_SPINS = 300, 30
-"""Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
-There each poll also yields the core, since a spinning rank may keep the awaited rank from running."""
-READ_SPINS = 4000
-"""Polls that wait for other ranks to read this rank's memory, unless there are more ranks than cores."""
-ENDING_SECONDS = 1.0
-"""Time to detect that a process has ended, once its memory cannot be read."""
 
 
 class SharedCollectives:

@@ -17,6 +17,7 @@ from kos.comm.reduction import Quiet, ReduceOp, Reduction
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[int, int, int], None]  # slot, first element, end
+Pairs = list[tuple[Array, Array]]
 
 ONE_SHOT_BYTES = 64 * 1024
 """The largest all_reduce in which every rank reads and reduces all contributions, which saves one wait.
@@ -160,52 +161,57 @@ class Plans:
         if x.size * reduction.dtype.itemsize > self.one_shot_bytes:
             return Sum(x, out, reduction)
         plain, slots = reduction.is_plain, self.parts(reduction, x.size)
-        quietly, ufunc = self._quietly, reduction.ufunc
         mine, every = [parts.put[0][0] for parts in slots], [parts.contributions.copy() for parts in slots]
         for contributions in every if plain else ():
             contributions[self.rank] = x
 
-        def copy(slot: int, a: int, b: int) -> None:
-            mine[slot][...] = x
-
         def stage(slot: int, a: int, b: int) -> None:
             reduction.stage(x, mine[slot])
 
+        put = self._moves(x.size, x.size, lambda slot, a, b: [(mine[slot], x)]) if plain else stage
+        get = None if out is None else self._adds(reduction, every, out)
+        return Plan(x.size, x.size or 1, self.peers if get else (), put=put, get=get)
+
+    def _adds(self, reduction: Reduction, every: list[list[Array]], out: Array) -> Step:
+        """Reduces the contributions of an only stage, given by slot."""
+        quietly, ufunc = self._quietly, reduction.ufunc
+        if self.size > 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
+            ufunc = None
+
         def add(slot: int, a: int, b: int) -> None:
-            assert out is not None
-            self.sum(reduction, every[slot], out)
+            if ufunc is None:
+                self.sum(reduction, every[slot], out)
+            else:
+                first, second = every[slot]
+                quietly(ufunc, first, second, out=out)
 
-        def add_two(slot: int, a: int, b: int) -> None:
-            first, second = every[slot]
-            quietly(ufunc, first, second, out=out)
-
-        direct = self.size == 2 and reduction.carrier is reduction.dtype.numpy and reduction.op is not ReduceOp.AVG
-        get = None if out is None else add_two if direct and ufunc is not None else add
-        return Plan(x.size, x.size or 1, self.peers if get else (), put=copy if plain else stage, get=get)
+        return add
 
     def _reduce_scatter(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None and o.reduction is not None
-        x, out, reduction, rank = o.send.flat, o.recv.flat, o.reduction, self.rank
-        count, slots = out.size, self.typed(reduction.carrier)
-        per_stage = self._per_part(reduction.carrier.itemsize)
-        plain = reduction.is_plain
+        out, reduction, rank = o.recv.flat, o.reduction, self.rank
+        x, count, slots = o.send.flat.reshape(self.size, -1), out.size, self.typed(reduction.carrier)
+        per_stage, plain = self._per_part(reduction.carrier.itemsize), reduction.is_plain
 
-        def put(slot: int, a: int, b: int) -> None:
-            for r in self.peers if plain else range(self.size):
-                at, part = r * per_stage, x[r * count + a : r * count + b]
-                if plain:
-                    slots[rank][slot][at : at + b - a] = part
-                else:
-                    reduction.stage(part, slots[rank][slot][at : at + b - a])
+        def parts(slot: int, a: int, b: int) -> Pairs:
+            mine = slots[rank][slot]
+            return [(mine[r * per_stage :][: b - a], x[r, a:b]) for r in (self.peers if plain else range(self.size))]
+
+        def stage(slot: int, a: int, b: int) -> None:
+            for staged, part in parts(slot, a, b):
+                reduction.stage(part, staged)
+
+        def contributions(slot: int, a: int, b: int) -> list[Array]:
+            each = [slots[r][slot][rank * per_stage :][: b - a] for r in range(self.size)]
+            return [*each[:rank], x[rank, a:b], *each[rank + 1 :]] if plain else each
 
         def get(slot: int, a: int, b: int) -> None:
-            at = rank * per_stage
-            contributions = [slots[r][slot][at : at + b - a] for r in range(self.size)]
-            if plain:
-                contributions[rank] = x[rank * count + a : rank * count + b]
-            self.sum(reduction, contributions, out[a:b])
+            self.sum(reduction, contributions(slot, a, b), out[a:b])
 
-        return Plan(count, per_stage, self.peers, put=put, get=get)
+        put, add = self._moves(count, per_stage, parts) if plain else stage, None
+        if count <= per_stage:
+            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(DEPTH)], out)
+        return Plan(count, per_stage, self.peers, put=put, get=add or get)
 
     def _scan(self, o: Operation) -> Plan:
         """scan, and exscan, in which rank 0 has no ``recv``."""
@@ -227,40 +233,30 @@ class Plans:
     def _broadcast(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None
         x, out, root = o.send.flat, o.recv.flat, self._root(o)
-        slots = self.typed(x.dtype)[root]
-
-        def put(slot: int, a: int, b: int) -> None:
-            slots[slot][: b - a] = x[a:b]
-            if x is not out:
-                out[a:b] = x[a:b]
-
-        def get(slot: int, a: int, b: int) -> None:
-            out[a:b] = slots[slot][: b - a]
-
-        per_stage = min(self.block, WHOLE_BYTES) // x.itemsize
-        if self.rank == root:
-            return Plan(x.size, per_stage, (), put=put)
-        return Plan(x.size, per_stage, (root,), get=get)
+        slots, per_stage = self.typed(x.dtype)[root], min(self.block, WHOLE_BYTES) // x.itemsize
+        if self.rank != root:
+            get = self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], slots[slot][: b - a])])
+            return Plan(x.size, per_stage, (root,), get=get)
+        put = self._moves(x.size, per_stage, lambda slot, a, b: [(slots[slot][: b - a], x[a:b])])
+        own = None if x is out else self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], x[a:b])])
+        return Plan(x.size, per_stage, (), put=put, get=own)
 
     def _all_gather(self, o: Operation) -> Plan:
         """all_gather, and gather, where only the root has ``recv``."""
         assert o.send is not None
         x, rank, slots = o.send.flat, self.rank, self.typed(o.send.flat.dtype)
-        out = o.recv.flat.reshape(self.size, -1) if o.recv is not None else None
-
-        def put(slot: int, a: int, b: int) -> None:
-            slots[rank][slot][: b - a] = x[a:b]
-
-        def get(slot: int, a: int, b: int) -> None:
-            assert out is not None
-            out[rank, a:b] = x[a:b]
-            for r in self.peers:
-                out[r, a:b] = slots[r][slot][: b - a]
-
         per_stage = min(self.block, WHOLE_BYTES) // x.itemsize
-        if out is None:
+        put = self._moves(x.size, per_stage, lambda slot, a, b: [(slots[rank][slot][: b - a], x[a:b])])
+        if o.recv is None:
             return Plan(x.size, per_stage, (), put=put)
-        return Plan(x.size, per_stage, self.peers, put=put, get=get)
+        out = o.recv.flat.reshape(self.size, -1)
+        in_place = np.may_share_memory(x, out[rank])
+
+        def get(slot: int, a: int, b: int) -> Pairs:
+            theirs = [(out[r, a:b], slots[r][slot][: b - a]) for r in self.peers]
+            return theirs if in_place else [(out[rank, a:b], x[a:b]), *theirs]
+
+        return Plan(x.size, per_stage, self.peers, put=put, get=self._moves(x.size, per_stage, get))
 
     def _all_to_all(self, o: Operation) -> Plan:
         """all_to_all, and scatter, where only the root has ``send``."""
@@ -271,19 +267,42 @@ class Plans:
         x = o.send.flat.reshape(self.size, -1) if o.send is not None else None
         per_stage = self._per_part(out.itemsize)
 
-        def put(slot: int, a: int, b: int) -> None:
+        def put(slot: int, a: int, b: int) -> Pairs:
             assert x is not None
-            for r in self.peers:
-                slots[rank][slot][r * per_stage : r * per_stage + b - a] = x[r, a:b]
+            mine = slots[rank][slot]
+            return [(mine[(at := r * per_stage) : at + b - a], x[r, a:b]) for r in self.peers]
 
-        def get(slot: int, a: int, b: int) -> None:
+        def get(slot: int, a: int, b: int) -> Pairs:
             at = rank * per_stage
-            for i, r in enumerate(sources):
-                theirs = slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b]
-                out[i * count + a : i * count + b] = theirs
+            parts = [slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b] for r in sources]
+            return [(out[i * count + a : i * count + b], part) for i, part in enumerate(parts)]
 
-        peers = [r for r in sources if r != rank]
-        return Plan(count, per_stage, peers, put=put if x is not None else None, get=get)
+        return Plan(
+            count, per_stage, [r for r in sources if r != rank],
+            put=None if x is None else self._moves(count, per_stage, put), get=self._moves(count, per_stage, get),
+        )  # fmt: skip
+
+    def _moves(self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs]) -> Step:
+        """Copies the second array of each of the ``pairs`` of a stage to the first.
+
+        Each slot's pairs of an only stage are made once, as bytes, which a memoryview copies in half of NumPy's time.
+        """
+        if count > per_stage:
+
+            def move(slot: int, a: int, b: int) -> None:
+                for to, source in pairs(slot, a, b):
+                    to[...] = source
+
+            return move
+        views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(DEPTH)]
+
+        def move_all(slot: int, a: int, b: int) -> None:
+            if not views[slot]:
+                views[slot] = [(to.view(np.uint8).data, x.view(np.uint8).data) for to, x in pairs(slot, a, b)]
+            for to, source in views[slot]:
+                to[:] = source
+
+        return move_all
 
     def _barrier(self, o: Operation) -> Plan:
         return Plan(0, 1, ())

@@ -47,6 +47,12 @@ BLOCK_BYTES = 512 * 1024
 SLOTS_BYTES = 16 << 20
 """Bytes of all slots of a segment: with many ranks, slots are smaller."""
 MAX_RANKS = 256
+HEADERS, ANSWERS = 128, 1024
+"""The messages of a mailbox that the receiver has not taken, and those that it has not read in place, at most."""
+MAIL_HEAD = 8 * (32 + ANSWERS + 8 * HEADERS)
+"""Bytes of a mailbox before its room for data: flags, answers, and headers of a cache line each."""
+ROOM_BYTES, ROOMS_BYTES = 1 << 20, 256 << 20
+"""Bytes of data in a mailbox, and in all of a segment.  The system gives memory only to pages that are used."""
 LOCK_SECONDS = 1.0
 
 
@@ -61,7 +67,7 @@ class Segment:
         self.bytes = memoryview(memory)
         self.words = self.bytes[: layout.texts].cast("Q")
         self.layout = layout
-        self.data: Array = np.frombuffer(memory, np.uint8, offset=layout.data)
+        self.data: Array = np.frombuffer(memory, np.uint8, layout.mail - layout.data, layout.data)
 
     def close(self) -> None:
         """Unmap the memory, which is freed when the last rank has unmapped it."""
@@ -107,7 +113,9 @@ class _Layout:
         self.failures = self.failure_text + FAILURE_BYTES  # the last failure of each rank, in any group
         self.data = -(-(self.failures + FAILURE_BYTES * size) // 4096) * 4096
         self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
-        self.total = self.data + DEPTH * self.block * size
+        self.mail, self._size = self.data + DEPTH * self.block * size, size
+        self.room = max(4096, min(ROOM_BYTES, ROOMS_BYTES // size**2 // 4096 * 4096))
+        self.total = self.mail + (MAIL_HEAD + self.room) * size**2
 
     def line(self, rank: int) -> int:
         return self.lines + _LINE * rank
@@ -117,6 +125,10 @@ class _Layout:
 
     def text(self, rank: int, index: int) -> int:
         return self.texts + TEXT_BYTES * (TEXTS * rank + index)
+
+    def mailbox(self, sender: int, receiver: int) -> int:
+        """In bytes from ``mail`` on."""
+        return (MAIL_HEAD + self.room) * (self._size * sender + receiver)
 
     def failure_of(self, rank: int) -> int:
         return self.failures + FAILURE_BYTES * rank
@@ -143,7 +155,7 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     segment, refusal = share_file(rendezvous, ranks, _Layout(len(ranks)).total, refusal, use)
     if segment is None:
         return None, refusal
-    shared = f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
+    shared = f"{len(ranks)} ranks of this host share up to {segment.layout.total >> 10} KiB"
     return segment, shared if len(ranks) > 1 else "no other rank runs on this host"
 
 

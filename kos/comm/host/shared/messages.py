@@ -1,0 +1,326 @@
+"""Messages between the ranks of one host, through their segment.
+
+Every rank has a mailbox for each other rank: a ring of headers, and room for data.  A short message is eager: the
+sender copies it into the room and is done.  A long one, or one beyond the room or the credits, uses the rendezvous
+protocol: its header (RTS) holds the address, the receiver reads the data in one copy (``direct.py``) and answers.  If
+memory cannot be read so, the header announces a message of the transport between hosts.
+
+A rank that waits for a message takes all that have arrived.  It keeps those without a receive: their bytes, at most
+``CREDIT_BYTES`` of each sender, or their address.  So messages of one tag arrive in order, and no order of tags blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from os import sched_yield
+from typing import Any
+
+import numpy as np
+
+from kos.comm.failures import again
+from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
+from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
+from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, address_of
+from kos.comm.host.shared.segment import ANSWERS, HEADERS, MAIL_HEAD
+from kos.comm.operation import COLLECTIVE_TAGS, Call
+from kos.comm.scheduled import wrong_message
+from kos.comm.schedules.execute import Request
+from kos.errors import KosError
+
+Array = np.ndarray[Any, Any]
+
+CREDIT_BYTES, OVERHEAD_BYTES = 4 << 20, 256
+"""Bytes of eager messages of a rank that another may keep, and those that each takes beside its own."""
+
+_SENT, _TAKEN, _RECEIVED, _ANSWERS, _HEADERS = 0, 16, 17, 32, 32 + ANSWERS
+"""Words of a mailbox: messages sent; messages taken and eager bytes received; answers to RTS; headers."""
+_WHAT, _BYTES, _WHERE, _ANSWER = range(4)
+"""Words of a header: tag, dtype and kind; bytes; their place in the room, or their address; the word of the answer."""
+_DTYPE, _KIND = 48, 56
+_TAG, _RTS, _OTHER = (1 << _DTYPE) - 1, 1 << _KIND, 2 << _KIND
+_READ, _CANCELLED, _REFUSED = 1, 2, 1 << 63
+"""Answers.  The sender writes the second itself.  The third is a bit, beside the bytes and the dtype expected."""
+
+
+class SharedMessages:
+    """The transport of one rank; ``other`` carries memory that other ranks cannot read."""
+
+    def __init__(self, calls: Calls, direct: Direct, crowded: bool) -> None:
+        segment = calls.segment
+        self.calls, self.direct, self.rank = calls, direct, segment.rank
+        self.other: Any = None
+        self.batch = False  # whether other messages begin at once, which this one may need
+        self._control, self._failure, self._next_check = segment.words, segment.layout.failure, 0.0
+        self._boxes = {rank: _Box(self, rank) for rank in range(segment.size) if rank != segment.rank}
+        self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        return _Message(self._boxes[peer], array, tag, receives=False).post()
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        return _Message(self._boxes[peer], array, tag, receives=True).post()
+
+    def start(self, call: Call) -> list[_Message]:
+        """Begin a send, recv or send_recv, and wait briefly; returns its messages that are not complete."""
+        if call.plan is None:
+            o, (dst, src, tag, recv_tag) = call.operation, call.operation.message
+            ends = (o.recv, src, recv_tag, True), (o.send, dst, tag, False)
+            call.plan = [
+                _Message(self._boxes[peer], end.flat, tag, receives)
+                for end, peer, tag, receives in ends if end is not None and peer is not None
+            ]  # fmt: skip
+        plan, crowded = call.plan, self._crowded
+        spins = 0 if self.batch or call.operation.options.overlap else self._spins
+        for message in plan:
+            message.post()
+        for message in plan:
+            box, words = message.box, message.box.words
+            while not message.complete:
+                at, value = (message.answer, 0) if message.answer else (box.into, box.taken)
+                if message.answer and message is not plan[0] and not crowded:
+                    spins = READ_SPINS  # this rank has received: the other one reads now
+                while words[at] == value and spins:
+                    spins -= 1
+                    if crowded:
+                        sched_yield()
+                box.take()
+                if message.answer:
+                    message.answered()
+                if not spins or message.request is not None or message.error is not None:
+                    return [each for each in plan if not each.complete]
+        return []
+
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        others = []
+        for box in self._boxes.values():
+            for queue in (box.posted, box.waiting, box.active):
+                for message in [each for each in queue if cancelled(each)]:
+                    queue.remove(message)
+                    others.append(message.request)
+                    if message.answer and box.words:  # else this rank aborts, which all find
+                        box.words[message.answer] = _CANCELLED
+        if self.other is not None:
+            self.other.cancel(lambda each: each in others)
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message with that tag from or to that rank is in flight or posted."""
+        return any((each.tag, each.receives) == (tag, receives) for each in self._boxes[rank].messages())
+
+    def awaited(self, tag: int) -> list[int]:
+        """Peers of the messages in flight with that tag."""
+        return [rank for rank, box in self._boxes.items() if any(each.tag == tag for each in box.messages())]
+
+    def close(self) -> None:
+        """Release all views of the segment, which hold its memory."""
+        del self.direct
+        for box in self._boxes.values():
+            box.words = box.bytes = self._control = memoryview(b"")
+
+    def progress(self) -> None:
+        """Take what has arrived, send what had no header, and find the ranks that have ended."""
+        now = time.monotonic()
+        for box in self._boxes.values():
+            box.take()
+            while box.waiting and box.put(box.waiting[0]):
+                box.waiting.popleft()
+            if now >= self._next_check and any(box.messages()):
+                # The last messages of a rank may arrive after its end was seen: two checks must see it.
+                box.suspected, box.end = box.end, self.calls.end_of(box.rank)
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+
+    def failed(self, tag: int) -> KosError | None:
+        """The failure of the group that ends the messages with that tag."""
+        if not self._control[self._failure] or (known := self.calls.failure()) is None:
+            return None
+        sequence = tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else sys.maxsize
+        return known[0] if known[1] <= sequence else None
+
+
+class _Box:
+    """The mailboxes between this rank and another one."""
+
+    def __init__(self, mail: SharedMessages, rank: int) -> None:
+        segment, self.mail, self.rank = mail.calls.segment, mail, rank
+        layout = segment.layout
+        out, into = layout.mailbox(segment.rank, rank), layout.mailbox(rank, segment.rank)
+        self.bytes = segment.bytes[layout.mail : layout.total]
+        self.words = self.bytes.cast("Q")
+        self._out, self.into = out // 8, into // 8
+        self._out_room, self._in_room, self._room = out + MAIL_HEAD, into + MAIL_HEAD, layout.room
+        self._eager = min(self._room // 4, mail.direct.least)
+        self._sent = self._at = self._eager_bytes = 0  # messages, the first free byte of the room, bytes ever sent
+        self.free = [self._out + _ANSWERS + index for index in range(ANSWERS)]  # words for answers
+        self.taken = 0  # messages
+        self.waiting: deque[_Message] = deque()  # sends without a header
+        self.posted: list[_Message] = []  # receives without a message
+        self.active: list[_Message] = []  # other messages that are not complete
+        self.arrived: list[tuple[int, int, Any, int]] = []  # messages without a receive: their headers, with the data
+        self.suspected: KosError | None = None  # ``end`` at the check before
+        self.end: KosError | None = None  # the error if the rank had ended at the last check
+
+    def messages(self) -> Iterator[_Message]:
+        """Those that are not complete."""
+        yield from self.posted
+        yield from self.waiting
+        yield from self.active
+
+    def put(self, message: _Message) -> bool:
+        """Write a message, or its RTS, to the mailbox; False if all headers or answers are in use."""
+        words, out, sent, nbytes, what = self.words, self._out, self._sent, message.nbytes, message.what
+        unread = sent - words[out + _TAKEN]
+        if unread == HEADERS or not self.free:
+            return False
+        header, at = out + _HEADERS + 8 * (sent % HEADERS), self._at if unread else 0
+        eager_bytes = self._eager_bytes + nbytes + OVERHEAD_BYTES
+        if nbytes <= self._eager and at + nbytes <= self._room and eager_bytes - words[out + _RECEIVED] <= CREDIT_BYTES:
+            start = self._out_room + at
+            self.bytes[start : start + nbytes] = message.view
+            words[header + _WHERE] = at
+            self._eager_bytes, message.complete, at = eager_bytes, True, at + (nbytes + 63 & -64)
+        else:
+            self.active.append(message)
+            if address := message.readable():
+                what |= _RTS
+                words[header + _WHERE] = address
+                words[header + _ANSWER] = message.answer = self.free.pop()
+            else:
+                what |= _OTHER
+                message.request = self.mail.other.isend(message.array, self.rank, message.tag)
+        words[header + _WHAT], words[header + _BYTES] = what, nbytes
+        self._at, self._sent = at, sent + 1
+        words[out + _SENT] = sent + 1
+        return True
+
+    def take(self) -> None:
+        """Take all messages that have arrived."""
+        words, into = self.words, self.into
+        while words[into] != self.taken:
+            header = into + _HEADERS + 8 * (self.taken % HEADERS)
+            what, nbytes, where = words[header], words[header + _BYTES], words[header + _WHERE]
+            data: Any = self.bytes[(at := self._in_room + where) : at + nbytes] if what < _RTS else where
+            for index, message in enumerate(self.posted):
+                if message.tag == what & _TAG:
+                    if self.deliver(message, what, nbytes, data, words[header + _ANSWER]):
+                        del self.posted[index]
+                    break
+            else:
+                self.arrived.append((what, nbytes, bytes(data) if what < _RTS else where, words[header + _ANSWER]))
+            self.taken += 1
+            words[into + _TAKEN] = self.taken
+
+    def deliver(self, message: _Message, what: int, nbytes: int, data: Any, answer: int) -> bool:
+        """Receive a message: its bytes, or those at an address; False if the sender has cancelled it."""
+        words = self.words
+        if what < _RTS:
+            words[self.into + _RECEIVED] += nbytes + OVERHEAD_BYTES
+            if what == message.what and nbytes == message.nbytes:
+                message.view[:] = data
+                message.complete = True
+                return True
+        if what >= _OTHER:
+            self.active.append(message)
+            message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
+        elif what & ~_RTS != message.what or nbytes != message.nbytes:
+            got = nbytes, dtype_of_code(what >> _DTYPE & 255)
+            message.error = wrong_message(self.mail.rank, (message.nbytes, message.array.dtype), self.rank, got)
+            if what >= _RTS:
+                words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
+        elif words[answer]:
+            return False
+        else:
+            try:
+                message.read(data)
+            except OSError as error:  # the rank has failed and freed its memory, or has ended: the checks find it
+                message.error, message.until = error, time.monotonic() + ENDING_SECONDS
+                self.active.append(message)
+                return True
+            if words[answer]:
+                return False
+            words[answer] = _READ
+            message.complete = self.mail.failed(message.tag) is None  # else it may have changed the data
+        return True
+
+
+class _Message:
+    """One end of a message, which may be posted again once it is complete."""
+
+    __slots__ = (
+        "_address", "_read", "answer", "array", "box", "complete", "error", "nbytes", "receives", "request", "tag",
+        "until", "view", "what",
+    )  # fmt: skip
+
+    def __init__(self, box: _Box, array: Array, tag: int, receives: bool) -> None:
+        self.box, self.array, self.tag, self.receives = box, array, tag, receives
+        self.what, self.nbytes = tag | DTYPE_CODES[array.dtype] << _DTYPE, array.nbytes
+        self.view = array.view(np.uint8).data
+        self._address: int | None = None
+        self._read: Any = None
+        self.complete, self.answer = False, 0  # the word of the receiver's answer, while an RTS waits for it
+        self.request: Request | None = None  # of the transport between hosts
+        self.error: Exception | None = None
+        self.until = 0.0  # when an OSError is raised
+
+    def post(self) -> _Message:
+        """Begin to send or receive."""
+        box, self.complete, self.error, self.request, self.answer = self.box, False, None, None, 0
+        if not self.receives:
+            if (failure := box.mail.failed(self.tag)) is not None:
+                raise failure
+            if box.waiting or not box.put(self):
+                box.waiting.append(self)
+            return self
+        for index, arrival in enumerate(box.arrived) if box.arrived else ():
+            if arrival[0] & _TAG == self.tag:
+                del box.arrived[index]
+                return self if box.deliver(self, *arrival) else self.post()
+        box.posted.append(self)
+        return self
+
+    def readable(self) -> int:
+        """The address of the array; 0 if other ranks cannot read it."""
+        if self._address is None:
+            direct, address = self.box.mail.direct, address_of(self.array)
+            self._address = address if direct.usable and direct.reads(self.box.mail.rank, address) else 0
+        return self._address
+
+    def read(self, address: int) -> None:
+        """Copy the data from that address of the other rank."""
+        if self._read is None:
+            self._read = self.box.mail.direct.reader(self.box.rank, address_of(self.array))
+        self._read(address, self.nbytes)
+
+    def answered(self) -> bool:
+        """Whether the receiver has answered this RTS."""
+        box = self.box
+        if not self.answer or not (answer := box.words[self.answer]):
+            return False
+        box.words[self.answer] = 0
+        box.free.append(self.answer)
+        box.active.remove(self)
+        self.answer, self.complete = 0, answer == _READ
+        if not self.complete:
+            expected = (answer & ~_REFUSED) >> 8, dtype_of_code(answer & 255)
+            self.error = wrong_message(box.rank, expected, box.mail.rank, (self.nbytes, self.array.dtype))
+        return True
+
+    def done(self) -> bool:
+        box = self.box
+        if not self.complete:
+            box.mail.progress()
+            self.answered()
+            if self.request is not None and self.request.done():
+                self.complete = True
+                box.active.remove(self)
+        if self.complete:
+            return True
+        if self.error is not None and time.monotonic() >= self.until:
+            raise self.error
+        if (failure := box.mail.failed(self.tag)) is not None:
+            raise failure
+        if box.suspected is not None and box.end is not None:
+            raise again(box.end)
+        return False
