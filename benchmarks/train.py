@@ -114,7 +114,7 @@ class KosTraining:
         return [result.seconds for result in results], [result.loss for result in results]
 
     def peak_memory(self) -> int | None:
-        """Bytes of device memory that arrays took at once; None on CPUs."""
+        """Most bytes of device memory in use at once, with memory that other ranks can access; None on CPUs."""
         from kos.memory.pool import pool_of
 
         engine: Any = self.engine

@@ -200,7 +200,7 @@ class Run:
             self._space.check(slot, first + slot)
         return times, cpu, self._space.wrong()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the captured graphs."""
         self._replay, self._replay_lead = None, self._lead
 
@@ -223,5 +223,5 @@ def measure(job: Job, timer: Timer, runs: Sequence[Run], mode: str, iterations: 
                 sample.cpu.append(float(ranks[:, 0].mean()))
                 sample.times += ranks[:, 2:].max(axis=0).tolist()
     for run in runs:
-        run.forget()
+        run.free()
     return samples

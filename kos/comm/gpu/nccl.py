@@ -163,6 +163,7 @@ class NCCLBackend(DeviceBackend):
         return self._finish(self._begin(function, what), what, timeout)
 
     def _bounded(self, function: Callable[[], Any], what: str) -> Any:
+        """As ``bounded``, for at most this backend's timeout; NCCL's errors become errors of kos."""
         return self._named(lambda: self.bounded(function, self.timeout, what), what)
 
     def _named(self, function: Callable[[], Any], what: str) -> Any:
