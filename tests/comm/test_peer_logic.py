@@ -170,13 +170,16 @@ def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: s
     assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
 
-@pytest.mark.parametrize("count", [8001, 40_003], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("count", "beside"), [(8001, True), (40_003, True), (1001, False)], ids=["small", "large", "one channel"]
+)
 @pytest.mark.parametrize("first", ["recv", "send"])
 def test_a_send_recv_meets_the_two_one_after_the_other(
-    ranks: ThreadRanks, first: str, count: int, monkeypatch: pytest.MonkeyPatch
+    ranks: ThreadRanks, first: str, count: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where one block carries all channels: neither direction waits for the other."""
+    """Neither direction waits for the other: where one block carries all channels, or has fewer threads than packets."""
     monkeypatch.setattr(peer_engine, "BESIDE_BLOCKS", 1)
+    monkeypatch.setattr(peer_engine, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous: Rendezvous) -> None:
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13), rendezvous.rank, (0, 0)
@@ -187,7 +190,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
             send[1 - rank], recv[1 - rank] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
         apart = [([none] * SIZE, recv), (send, [none] * SIZE)]
         for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
-            engine.bind_exchange(*each, beside=True)(0)
+            engine.bind_exchange(*each, messages=True, beside=beside)(0)
         engine.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
