@@ -120,14 +120,19 @@ struct Boxes {
 };
 
 // A wait for rank r has lasted: a piece that was not expected may have come from it, of either size.  ``comes`` is the
-// expected one, ``got`` counts the batches that were taken.
+// expected one, ``got`` counts the batches that were taken.  What was expected is looked for last: others may follow it.
 __device__ __noinline__ bool is_other_piece(Boxes b, unsigned r, unsigned comes, unsigned got) {
+    const auto batch_or = [&](unsigned known) {
+        const unsigned arrived = load_acquire(b.own + b.line + ARRIVED_BATCHES + 4 * r);
+        return int(arrived - got - 1) < 0 ? known : load_relaxed(b.own + b.line + LENGTH + 64 * (got % 2) + 4 * r);
+    };
     const u64 number = b.count(READ, r);
+    unsigned known = batch_or(comes);
+    stall(b.rank, unsigned(number), 2);
     u64 low, tag;
     load_whole(b.own + b.box(r, number), low, tag);
-    unsigned known = tag == tag_of(known_from(tag), number + 1) ? known_from(tag) : comes;
-    const unsigned arrived = load_acquire(b.own + b.line + ARRIVED_BATCHES + 4 * r);
-    if (int(arrived - got - 1) >= 0) known = load_relaxed(b.own + b.line + LENGTH + 64 * (got % 2) + 4 * r);
+    if (tag == tag_of(known_from(tag), number + 1)) known = known_from(tag);
+    if (known != comes) known = batch_or(known);
     return known != comes && give_up(b.context, b.rank, UNEQUAL, r, comes, known, 1);
 }
 
