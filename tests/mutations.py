@@ -78,6 +78,8 @@ MUTATIONS = [
     Mutation(PEER_KERNELS + "exchange.cu", "|| has_room(q, room);", "|| true;", PEER + " -k back_to_back"),
     Mutation(PEER_KERNELS + "pieces.cuh", "return known != comes &&", "return false &&",
              "tests/comm/test_peer_failures.py -k belong"),
+    Mutation("kos/comm/gpu/peer/engine.py", "(packets <= most or not messages)", "True",
+             PEER + " -k one_after_the_other"),
     Mutation(PEER_KERNELS + "packets.cuh", "store_relaxed(mine + at, 0);", ";", PEER + " -k epochs"),
     Mutation(PEER_KERNELS + "reduce_ordered.cu", "x[0] = Op::combine(x[0], x[r]);", "x[0] = Op::combine(x[r], x[r]);",
              "tests/comm/test_nccl_kernels.py"),

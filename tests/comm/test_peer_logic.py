@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -170,13 +171,16 @@ def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: s
     assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
 
-@pytest.mark.parametrize("count", [8001, 40_003], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("count", "beside"), [(8001, True), (40_003, True), (1001, False)], ids=["small", "large", "one channel"]
+)
 @pytest.mark.parametrize("first", ["recv", "send"])
 def test_a_send_recv_meets_the_two_one_after_the_other(
-    ranks: ThreadRanks, first: str, count: int, monkeypatch: pytest.MonkeyPatch
+    ranks: ThreadRanks, first: str, count: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where one block carries all channels: neither direction waits for the other."""
+    """Neither direction waits for the other, be it in one block for all channels or of fewer threads than packets."""
     monkeypatch.setattr(peer_engine, "BESIDE_BLOCKS", 1)
+    monkeypatch.setattr(peer_engine, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous: Rendezvous) -> None:
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13), rendezvous.rank, (0, 0)
@@ -187,7 +191,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
             send[1 - rank], recv[1 - rank] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
         apart = [([none] * SIZE, recv), (send, [none] * SIZE)]
         for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
-            engine.bind_exchange(*each, beside=True)(0)
+            engine.bind_exchange(*each, messages=True, beside=beside)(0)
         engine.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
@@ -217,6 +221,30 @@ def test_a_sender_runs_ahead_by_two_small_messages_and_no_more(ranks: ThreadRank
                 np.testing.assert_array_equal(out.numpy(), data)
 
     ranks.run(body)
+
+
+def test_a_piece_after_the_expected_one_is_not_taken_for_another(ranks: ThreadRanks) -> None:
+    """Where both come while the receiver, which is slow, looks for what else came."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        rank, nothing = rendezvous.rank, [(0, 0)] * SIZE
+        engine = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13)
+        engine.small = 64
+        x, out = Array.from_numpy(np.arange(200, dtype=np.uint8), 0), Array.zeros(200, np.uint8, 0)
+        for _ in range(3):
+            rendezvous.barrier()
+            time.sleep(0.3 * (rank == 0))
+            for nbytes, stall in ((8, 200_000_000), (200, 1)):  # by a packet, and in a batch
+                if rank == 0:
+                    engine.bind_exchange([(0, 0), (x.pointer, nbytes), (0, 0)], nothing, messages=True)(0)
+                elif rank == 1:
+                    engine._macros["STALL"] = stall
+                    engine.bind_exchange(nothing, [(out.pointer, nbytes), (0, 0), (0, 0)], messages=True)(0)
+                engine.check(f"{nbytes} bytes")
+        assert rank != 1 or (out.numpy() == x.numpy()).all()
+        engine.close()
+
+    ranks.run_bare(body)
 
 
 def test_a_message_beside_others_takes_few_blocks_and_no_turn(

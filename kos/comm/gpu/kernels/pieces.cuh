@@ -121,14 +121,20 @@ struct Boxes {
 };
 
 // Called in a long wait for rank r: whether it has sent an unexpected piece, small or large, which ends the wait.
-// ``comes`` is the expected piece; ``got`` counts the batches received from rank r.
+// ``comes`` is the expected piece; ``got`` counts the batches received from rank r.  The expected piece
+// is looked for last, since others may follow it.
 __device__ __noinline__ bool is_other_piece(Boxes b, unsigned r, unsigned comes, unsigned got) {
+    const auto batch_or = [&](unsigned known) {
+        const unsigned arrived = load_acquire(b.own + b.line + ARRIVED_BATCHES + 4 * r);
+        return int(arrived - got - 1) < 0 ? known : load_relaxed(b.own + b.line + LENGTH + 64 * (got % 2) + 4 * r);
+    };
     const u64 number = b.count(READ, r);
+    unsigned known = batch_or(comes);
+    stall(b.rank, unsigned(number), 2);
     u64 low, tag;
     load_whole(b.own + b.box(r, number), low, tag);
-    unsigned known = tag == tag_of(known_from(tag), number + 1) ? known_from(tag) : comes;
-    const unsigned arrived = load_acquire(b.own + b.line + ARRIVED_BATCHES + 4 * r);
-    if (int(arrived - got - 1) >= 0) known = load_relaxed(b.own + b.line + LENGTH + 64 * (got % 2) + 4 * r);
+    if (tag == tag_of(known_from(tag), number + 1)) known = known_from(tag);
+    if (known != comes) known = batch_or(known);
     return known != comes && give_up(b.context, b.rank, UNEQUAL, r, comes, known, 1);
 }
 

@@ -58,6 +58,8 @@ _DIRECT_FROM = 512 << 10
 """The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
 _SHARE, _SMALL_SHARE = 8192, 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
+_PACKET_THREADS = 512
+"""The most threads of a block that exchanges small pieces; half as many for more than 4 ranks."""
 
 # As in kernels/channel.cuh, packets.cuh and pieces.cuh.
 _LINE_BYTES = 256
@@ -421,9 +423,11 @@ class PeerEngine:
         pieces = [word for r in range(self.size) for piece in (sends[r], recvs[r]) for word in self._with_share(*piece)]
         channels = max(-(-nbytes // self._share(nbytes)) for nbytes in lengths if nbytes)
         by_packets = all(nbytes <= self.small for nbytes in lengths)
-        if by_packets and not beside:  # each thread sends and receives a packet
-            blocks, most = channels, 256 if self.size > 4 else 512
-            threads = min(-(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32, most)
+        packets = -(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32
+        most = _PACKET_THREADS // 2 if self.size > 4 else _PACKET_THREADS
+        # Each thread sends and receives a packet.  Its second one waits for the first, which messages must not.
+        if by_packets and not beside and (packets <= most or not messages):
+            blocks, threads = channels, min(packets, most)
             macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces))}
         else:  # half of the threads send and half receive, each a packet or a vector of a large piece
             most, unit = (_BOX_PACKETS, _PACKET_BYTES) if by_packets else (512, 16)
