@@ -45,7 +45,7 @@ from kos.train.parallel.stopping import Stop
 from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import check_folder, run_folder
-from kos.train.tools.metrics import MetricsLog, read_metrics
+from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import StepResult, train
 
@@ -158,7 +158,7 @@ class Trainer:
     def _check_free(self, start: int, saved_step: int) -> None:
         """ConfigError where ``out`` holds another run than the one that goes on from ``start``."""
         left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
-        left += ["metrics"] * bool(start and read_metrics(self.out / "metrics.jsonl"))
+        left += ["metrics"] * bool(start and read_metrics(self.out / METRICS))
         if left and saved_step < 0:
             expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
             raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
@@ -244,7 +244,7 @@ class Trainer:
                 write_json(self.out / "config.json", self.description)
             if config.profile:
                 return None
-            metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
+            metrics = MetricsLog(self.out / METRICS, self.start)
             self._held.callback(metrics.close)
             self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
             self._held.push(self._close_trackers)
@@ -368,7 +368,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write(row)
             for tracker in self._trackers:
-                tracker.log(row)
+                tracker.check()
 
     def save(self) -> None:
         """Save this step, after the checkpoint before is there. With ``--save-async`` files are written meanwhile."""
@@ -471,7 +471,7 @@ class Trainer:
         elif text:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
-        say(f"metrics:    {out / 'metrics.jsonl'}")
+        say(f"metrics:    {out / METRICS}")
         say(f"plot:       {commands.plot(out)}")
         if not early:
             say(f"more text:  {commands.sample(out, self.config)}")
