@@ -35,7 +35,7 @@ from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
-from kos.train.engine.choose import choose_device, choose_layout, make_engine
+from kos.train.engine.choose import choose_device, layout_of, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
@@ -58,6 +58,9 @@ EXACT = (
 """Settings that a resumed run must keep to go on bit for bit."""
 
 
+PATHS = {"out", "resume", "init_from", "data", "tokenizer"}
+"""Settings that may differ between ranks."""
+
 LOCK = ".lock"
 SEEN_SECONDS = 5.0
 """How long a rank looks for a file that rank 0 has made: a network's file system shows it late."""
@@ -71,9 +74,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
         self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
+        same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         self.profiler = Profiler()
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
-        self.mesh = Mesh(world, choose_layout(config, comm))
+        self.mesh = Mesh(world, layout_of(config, comm.size))
         self.config = config = config.for_world(self.mesh.dp.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
@@ -92,7 +96,7 @@ class Trainer:
             self._held.callback(self._cancel_save)
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.data = self._load_data()
-            same_on_all(comm, self._facts())
+            same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             if self.source is not None:
                 alone(comm, self._check_source)
@@ -125,12 +129,6 @@ class Trainer:
         finally:
             self.console.close()
         return together(self.comm, lambda: data or load())
-
-    def _facts(self) -> dict[str, object]:
-        """What must be the same on all ranks; paths may differ."""
-        local = {"out", "resume", "init_from", "data", "tokenizer"}
-        facts = {name: value for name, value in self.config.to_json().items() if name not in local}
-        return {**facts, "data": f"{self.data.name} ({self.data.fingerprint[:12]})"}
 
     def _find_source(self) -> tuple[str | None, int, int, bool]:
         """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, and which.

@@ -41,18 +41,15 @@ from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
-from kos.train.engine.stage import split_of
-from kos.train.model.gpt2 import make_model
+from kos.train.engine.stage import make_stage, split_of
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.adamw import STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Axis, Mesh
-from kos.train.parallel.tensor import TensorParallel
 from kos.train.train import StepResult
 
 DRAWN = 250_000  # elements of the weights drawn for the search; no power of two, or rows were each other's copies
@@ -161,10 +158,7 @@ class CudaEngine(Engine):
             if about.hexdigest() in found:
                 return found
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
-            trial = make_model(
-                model, trying, head_rows=HEAD_ROWS, recompute=config.recompute, local=local,
-                tensor=TensorParallel(trying, tp, local.vocabulary.start), context=ContextParallel(trying, cp),
-            )  # fmt: skip
+            trial = make_stage(config, model, trying, local, silent, head_rows=HEAD_ROWS, recompute=config.recompute)
             trial.arena.reserve(self.plan.arena)
             weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), trying.zeros)
             gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
