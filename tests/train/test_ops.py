@@ -18,7 +18,6 @@ from kos.memory.arena import Arena
 from kos.train.ops import numpy as ops
 from kos.train.ops.cuda.dialect import CudaOps
 
-
 REFERENCE_ONLY = {"product", "attention_after", "attention_after_backward"}  # of --deterministic on CPUs
 
 
