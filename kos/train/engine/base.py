@@ -182,7 +182,8 @@ class Engine(Step):
         self._in_flight = {}
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
-            for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank]):
+            rows = [self.tensor.rows(len(windows) * self.data.seq_len // self.context.size) for _, windows in pieces]
+            for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
                 index, windows = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
                 if index not in counts:
