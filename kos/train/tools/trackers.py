@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from kos.errors import ConfigError, install
 from kos.files import replace_file
@@ -38,14 +38,6 @@ ORPHAN_SECONDS = 60.0
 """How long a tracker goes on after its input ended: nobody waits for that of a run that failed."""
 
 _log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """What shows the metrics of one run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -197,7 +189,7 @@ def main(name: str, folder: str, settings: str) -> None:
     threading.excepthook = _exit
     threading.Thread(target=_end_in_time, daemon=True).start()
     out, about = Path(folder), json.loads(settings)
-    tracker: Tracker = TensorBoard(out, about) if name == "tensorboard" else Service(name, out, about)
+    tracker = TensorBoard(out, about) if name == "tensorboard" else Service(name, out, about)
     for row in _rows(out / METRICS, about["bytes"]):
         values = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
         tracker.log(row["step"], values)
