@@ -17,7 +17,6 @@ from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, plan_buckets
-from kos.train.engine.stage import split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
@@ -92,8 +91,7 @@ class CpuEngine(Engine):
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
-        parts, schedule, self.comm = self.parts, self.pipeline.schedule, mesh.world
-        split_of(config, model, mesh)  # raises where it does not fit the ranks
+        parts, schedule = self.parts, self.pipeline.schedule
         silent = Mesh.silent(mesh.layout, mesh.world.rank)
         self.plan = together(self.comm, plan_memory(config, model, silent, schedule, self.comm.local_size).check)
         buckets = plan_buckets(config, model, parts, mesh, reaches=False)

@@ -41,7 +41,7 @@ from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
-from kos.train.engine.stage import make_stage, split_of
+from kos.train.engine.stage import make_stage
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
@@ -63,7 +63,7 @@ class CudaEngine(Engine):
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
-        self.comm, self.group = comm, group = mesh.world, mesh.gradients
+        comm, self.group = self.comm, mesh.gradients
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
@@ -71,7 +71,7 @@ class CudaEngine(Engine):
         ops = CudaOps(device, multiple=math.gcd(*sizes.values()) if config.deterministic else None)
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, self.accumulation_steps
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self._reaches = _reaches(group)
+        self._reaches = _reaches(self.group)
         silent = Mesh.silent(mesh.layout, comm.rank)
         buckets = plan_buckets(config, model, parts, silent, self._reaches)
         shards = Shards(model, mesh.layout, schedule.stages_of_ranks)
@@ -82,7 +82,6 @@ class CudaEngine(Engine):
             sharing = uuids.count(uuids[comm.rank])
             return plan_memory(config, model, ops, silent, schedule, self._reaches, sharing).check()
 
-        split_of(config, model, mesh)  # raises where it does not fit the ranks
         self.plan = together(comm, plan)
         self.ops = ops
         if not config.deterministic:
