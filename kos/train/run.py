@@ -35,7 +35,7 @@ from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
-from kos.train.engine.choose import choose_device, choose_layout, make_engine
+from kos.train.engine.choose import choose_device, layout_of, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
@@ -43,9 +43,9 @@ from kos.train.parallel.failures import alone, same_on_all, stop_together, toget
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
 from kos.train.tools import commands, trackers
-from kos.train.tools.console import Console, duration
+from kos.train.tools.console import Console
 from kos.train.tools.folders import check_folder, run_folder
-from kos.train.tools.metrics import MetricsLog, read_metrics
+from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import StepResult, train
 
@@ -57,6 +57,9 @@ EXACT = (
 )
 """Settings that a resumed run must keep to go on bit for bit."""
 
+
+PATHS = {"out", "resume", "init_from", "data", "tokenizer"}
+"""Settings that may differ between ranks."""
 
 LOCK = ".lock"
 SEEN_SECONDS = 5.0
@@ -71,9 +74,10 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
         self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
+        same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         self.profiler = Profiler()
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
-        self.mesh = Mesh(world, choose_layout(config, comm))
+        self.mesh = Mesh(world, layout_of(config, comm.size))
         self.config = config = config.for_world(self.mesh.dp.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
@@ -92,7 +96,7 @@ class Trainer:
             self._held.callback(self._cancel_save)
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.data = self._load_data()
-            same_on_all(comm, self._facts())
+            same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             if self.source is not None:
                 alone(comm, self._check_source)
@@ -126,12 +130,6 @@ class Trainer:
             self.console.close()
         return together(self.comm, lambda: data or load())
 
-    def _facts(self) -> dict[str, object]:
-        """What must be the same on all ranks; paths may differ."""
-        local = {"out", "resume", "init_from", "data", "tokenizer"}
-        facts = {name: value for name, value in self.config.to_json().items() if name not in local}
-        return {**facts, "data": f"{self.data.name} ({self.data.fingerprint[:12]})"}
-
     def _find_source(self) -> tuple[str | None, int, int, bool]:
         """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, and which.
 
@@ -158,7 +156,7 @@ class Trainer:
     def _check_free(self, start: int, saved_step: int) -> None:
         """ConfigError where ``out`` holds another run than the one that goes on from ``start``."""
         left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
-        left += ["metrics"] * bool(start and read_metrics(self.out / "metrics.jsonl"))
+        left += ["metrics"] * bool(start and read_metrics(self.out / METRICS))
         if left and saved_step < 0:
             expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
             raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
@@ -244,7 +242,7 @@ class Trainer:
                 write_json(self.out / "config.json", self.description)
             if config.profile:
                 return None
-            metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
+            metrics = MetricsLog(self.out / METRICS, self.start)
             self._held.callback(metrics.close)
             self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
             self._held.push(self._close_trackers)
@@ -368,7 +366,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write(row)
             for tracker in self._trackers:
-                tracker.log(row)
+                tracker.check()
 
     def save(self) -> None:
         """Save this step, after the checkpoint before is there. With ``--save-async`` files are written meanwhile."""
@@ -437,15 +435,6 @@ class Trainer:
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         self.console.say(self.engine.describe())
-        if (trial := self.engine.trial()) is not None and self.start < config.steps:
-            step, validation = trial
-            every, steps = config.eval_every or config.steps, config.steps - self.start
-            validations = (self.start == 0) + -(-config.steps // every) - self.start // every
-            about = f"{plural(steps, 'step')} of {duration(step)}"
-            if config.eval_batches:
-                about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
-            whole = steps * step + validations * validation
-            self.console.say(f"about {duration(whole)} in all: {about}")
 
     def _conclude(self, stopped: bool) -> None:
         text, config, step = "", self.config, self.step
@@ -471,7 +460,7 @@ class Trainer:
         elif text:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
-        say(f"metrics:    {out / 'metrics.jsonl'}")
+        say(f"metrics:    {out / METRICS}")
         say(f"plot:       {commands.plot(out)}")
         if not early:
             say(f"more text:  {commands.sample(out, self.config)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from kos.errors import InvalidArgument
 from kos.train.ops.cuda import attention
 from tests.host_compiler import COMPILER
 from tests.train import test_attention_cuda as on_device
@@ -27,6 +28,12 @@ def host(monkeypatch):
     monkeypatch.setattr(attention, "_tensor_map", emulator.HostMap.of)
     monkeypatch.setattr(on_device, "launcher", lambda stream: ops)
     monkeypatch.setattr(on_device, "device_arena", ops.make_arena)
+
+
+def test_heads_that_no_kernel_takes_are_refused(rng):
+    case = on_device.make_case(rng, (1, 8, 1, 1, 258), "bfloat16")
+    with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
+        attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, emulator.HostOps())
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,14 @@ def check(layout: Layout, engine: type[CpuEngine], layers: int, tied: bool, step
     assert held == set(expected["weights"]) and ranks[0]["text"] == expected["text"]
 
 
+def test_validation_batches_that_micro_batches_do_not_divide() -> None:
+    """The last message of a batch between two stages is shorter than the others."""
+    how: dict[str, Any] = {"micro_batch_size": 4, "seq_len": 160}
+    (alone,) = train(Layout(), Precise, 2, True, 1, **how)
+    both = train(Layout(pp=2), Precise, 2, True, 1, **how)
+    assert [rank["loss"] for rank in both] == pytest.approx([alone["loss"]] * 2, rel=1e-10)
+
+
 def layouts(ranks: int) -> list[Layout]:
     axes = itertools.product(range(1, ranks + 1), repeat=4)
     return [Layout(*sizes) for sizes in axes if math.prod(sizes) == ranks and 8 % sizes[3] == 0 and 8 % sizes[1] == 0

@@ -147,6 +147,13 @@ def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
     assert held == set(expected["weights"]) and ranks[0]["text"] == expected["text"]
 
 
+def test_validation_batches_that_micro_batches_do_not_divide(emulated) -> None:
+    """The last message of a batch between two stages is shorter than the others."""
+    how: dict[str, Any] = {"seq_len": 160, "micro_batch_size": 4, "recompute": "norms"}
+    (alone,), both = train(Layout(), 2, **how), train(Layout(pp=2), 2, **how)
+    assert [rank["loss"] for rank in both] == pytest.approx([alone["loss"]] * 2, rel=2e-5)
+
+
 FIXED = [
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms", "tied": False, "graph": False}),

@@ -346,7 +346,7 @@ def test_ranks_with_other_data_or_settings_are_refused(text: Path, tmp_path: Pat
     other.write_text(text.read_text()[1:])
 
     ours = _config(text, tmp_path / "run")
-    for name, value in (("data", str(other)), ("seed", 3), ("lr", 0.1)):
+    for name, value in (("data", str(other)), ("seed", 3), ("lr", 0.1), ("tp", 2), ("device", "cpu")):
         configs = [ours, ours.model_copy(update={name: value})]
         with pytest.raises(ConfigError, match=f"{name}: expected the same on all ranks, got .* on rank 1"):
             spawn(lambda comm, configs=configs: Trainer(configs[comm.rank], comm), 2, timeout=60)

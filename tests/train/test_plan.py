@@ -140,7 +140,7 @@ def test_what_is_asynchronous_hides_behind_operations():
 
 
 def planned(ranks, *flags, speed=SLOW):
-    config, given, ranks, _, _ = parse_plan(["--plan", "--ranks", str(ranks), *SHAPE, *flags])
+    config, given, _, ranks, _ = parse_plan(["--plan", "--ranks", str(ranks), *SHAPE, *flags])
     return planning.plan(config, given, ranks, speed, config.model_config_for(V))
 
 
@@ -200,7 +200,7 @@ def test_what_is_given_stays():
 
 
 def test_of_what_does_not_fit_the_least_is_shown():
-    config, given, ranks, _, _ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
+    config, given, _, ranks, _ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
     config = config.model_copy(update={"device": "cuda"})
     legal, _ = planning.plan(config, given, ranks, gpu_rates("A100", 128), config.model_config_for(256))
     assert legal and not any(each.fits for each in legal)

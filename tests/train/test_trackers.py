@@ -18,6 +18,7 @@ import pytest
 
 from kos.errors import ConfigError, install
 from kos.train.tools import trackers
+from kos.train.tools.metrics import METRICS, MetricsLog
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.refusal import refused
 from tests.train.test_cli import ENVIRONMENT, SHAPE
@@ -211,22 +212,6 @@ def test_a_tracker_that_fails_is_one_warning(
     assert what in warning and f"see {tmp_path / 'run' / 'wandb.log'}" in warning
 
 
-def test_a_tracker_that_falls_behind_keeps_no_more_than_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And no row waits for it, though the pipe is full."""
-    (tmp_path / "wandb.py").write_text("import threading\nthreading.Event().wait()")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(trackers, "WAITING_BYTES", 1 << 17)
-    (tracker,) = trackers.start(["wandb"], tmp_path, 0, {"config": {}})
-    row = {"step": 1, "loss": 1.0, "more": "x" * 1000}
-    for _ in range(400):
-        tracker.log(row)
-        assert len(tracker._unsent) <= (1 << 17) + 1100
-    trackers.close([tracker])
-    assert [record.getMessage().split(";")[0] for record in caplog.records] == ["--tracker wandb: takes no more rows"]
-
-
 HANGS = """
 import __main__, os, pathlib, threading
 __main__.ORPHAN_SECONDS = 2.0  # of the process of the tracker, which this module is imported by
@@ -266,6 +251,7 @@ def test_a_tracker_that_hangs_does_not_delay_an_error(text: Path, tmp_path: Path
 
 def test_a_tracker_that_nobody_waits_for_ends(tmp_path: Path, hanging: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
+    MetricsLog(tmp_path / METRICS).close()
     started = trackers.start(["wandb"], tmp_path, 0, {"config": {}})
     tracker = _tracker(hanging)
     trackers.close(started, wait=False)
@@ -290,7 +276,7 @@ def _runs(pid: int) -> bool:
 def test_trackers_are_waited_for_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that hangs, with rows before it, takes no time from another."""
+    """One that hangs takes no time from another."""
     (tmp_path / "wandb.py").write_text("import threading\nthreading.Event().wait()")
     (tmp_path / "trackio.py").write_text(
         "class init:\n"
@@ -301,10 +287,8 @@ def test_trackers_are_waited_for_together(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trackers, "CLOSE_SECONDS", 5.0)
-    both = trackers.start(["wandb", "trackio"], tmp_path, 0, {"config": {}})
-    for _ in range(100):
-        both[0].log({"step": 1, "more": "x" * 1000})  # more than the pipe takes
-    trackers.close(both)
+    MetricsLog(tmp_path / METRICS).close()
+    trackers.close(trackers.start(["wandb", "trackio"], tmp_path, 0, {"config": {}}))
     assert (tmp_path / "done").exists()
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
         "--tracker wandb: not done 5 s after the last step"
@@ -312,7 +296,7 @@ def test_trackers_are_waited_for_together(
 
 
 def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A norm that is not finite is null in metrics.jsonl; a signal to the whole job does not end the tracker."""
+    """Of rows that follow: a norm that is not finite is null; a signal to the whole job does not end the tracker."""
     (tmp_path / "trackio.py").write_text(
         "import json, os, signal\n"
         "class init:\n"
@@ -322,10 +306,35 @@ def test_only_numbers_that_are_there_go_to_a_tracker(tmp_path: Path, monkeypatch
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    (tracker,) = trackers.start(["trackio"], tmp_path, 0, {"config": {}})
-    tracker.log({"step": 7, "loss": 1.5, "grad_norm": float("inf"), "skipped": True})
-    trackers.close([tracker])
+    metrics = MetricsLog(tmp_path / METRICS)
+    metrics.write({"step": 6, "loss": 2.0})
+    started = trackers.start(["trackio"], tmp_path, 0, {"config": {}})
+    metrics.write({"step": 7, "loss": 1.5, "grad_norm": float("inf"), "skipped": True})
+    metrics.close()
+    trackers.close(started)
     assert (tmp_path / "said").read_text() == "7 {'loss': 1.5, 'skipped': 1.0}\n"
+
+
+def test_a_row_reaches_a_tracker_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole rows only: one whose end is not on the disk yet waits for it."""
+    (tmp_path / "trackio.py").write_text(
+        "class init:\n"
+        "    def __init__(self, **options): self.file = open('pipe', 'w')\n"
+        "    def log(self, values, step): print(step, values, file=self.file, flush=True)\n"
+        "    def finish(self): self.file.close()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    (tmp_path / METRICS).touch()
+    started = trackers.start(["trackio"], tmp_path, 0, {"config": {}})
+    with open("pipe") as seen, open(tmp_path / METRICS, "a", buffering=1) as rows:
+        rows.write('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+        rows.flush()
+        assert seen.readline() == "1 {'loss': 2.0}\n"
+        rows.write('ss": 1.0}\n')
+        assert seen.readline() == "2 {'loss': 1.0}\n"
+        trackers.close(started)
 
 
 def test_without_a_tracker_there_is_no_process(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,10 @@ class Saving:
         self._comm, self._contents = comm, contents
         self._rank, self._others = comm.rank, set(range(comm.size)) - {comm.rank}
         self._tensors: queue.Queue[np.ndarray | None] = queue.Queue(ahead)
-        self._cancelled, self._written, self._done = threading.Event(), threading.Event(), threading.Event()
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="kos-checkpoint", daemon=True).start()
+        self._cancelled, pool = threading.Event(), ThreadPoolExecutor(1, "kos-checkpoint")
+        self._written = pool.submit(self._write_all)
+        self._done = pool.submit(self._complete)
+        pool.shutdown(wait=False)
 
     def put(self, tensor: np.ndarray | None) -> None:
         """Hand over the next tensor, which nobody changes from now on. Waits while too many wait to be written."""
@@ -76,34 +78,32 @@ class Saving:
             while True:
                 self._tensors.get_nowait()
         self._tensors.put(None)
-        self._done.wait()
+        wait([self._done])
         if self._rank == 0:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _wait(self, event: threading.Event) -> None:
-        event.wait()
-        error = self._error
-        if isinstance(error, OSError):
+    def _wait(self, future: Future[Any]) -> None:
+        try:
+            future.result()
+        except OSError as error:
             where = f" on rank {self._rank}" * bool(self._others)
             raise CheckpointError(f"{self._folder}: expected to write a checkpoint{where}, got {error}") from error
-        if error is not None:
-            raise error
 
-    def _run(self) -> None:
+    def _write_all(self) -> Files:
         try:
             files = {name: self._write(self._temporary / name, tensors) for name, tensors in self._contents.items()}
             if self._others:
                 write_json(self._temporary / f"rank-{self._rank}.json", files)
-            self._written.set()
-            if self._rank == 0 and self._collect(files):
-                self._publish(files)
-        except BaseException as error:
-            self._error = error
-            while not self._written.is_set() and not self._cancelled.is_set() and self._tensors.get() is not None:
-                pass
-        finally:
-            self._written.set()
-            self._done.set()
+            return files
+        except BaseException:
+            while not self._cancelled.is_set() and self._tensors.get() is not None:
+                pass  # so that ``put`` does not wait for ever
+            raise
+
+    def _complete(self) -> None:
+        files = self._written.result()
+        if self._rank == 0 and self._collect(files):
+            self._publish(files)
 
     def _collect(self, files: Files) -> bool:
         """Add what the other ranks have written to ``files``; False if it was cancelled first."""

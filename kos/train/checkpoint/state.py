@@ -33,15 +33,6 @@ class Tensors(Protocol):
         """A tensor, or a slice of it."""
 
 
-class Optimizer(Protocol):
-    """What holds the state: each of the three as ``Parameters`` or as this rank's ``Shard``."""
-
-    weights: Any
-    exp_avg: Any
-    exp_avg_sq: Any
-    step_count: int
-
-
 class ShardedState:
     """The state of ``optimizer``, in the layout of ``parallel.gradients``: that of this rank's ``stages``.
 
@@ -49,7 +40,7 @@ class ShardedState:
     """
 
     def __init__(
-        self, mesh: Mesh, model: LlamaConfig, stages: Stages, optimizer: Optimizer, parallel: DataParallel,
+        self, mesh: Mesh, model: LlamaConfig, stages: Stages, optimizer: Any, parallel: DataParallel,
         ops: Any, arena: Arena,
     ) -> None:  # fmt: skip
         self.mesh, self.model, self.optimizer, self.parallel = mesh, model, optimizer, parallel

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
@@ -127,18 +127,8 @@ def parse(argv: Sequence[str] | None = None) -> TrainConfig:
     return build([(f"preset {preset}", preset_values(preset)), *layers])
 
 
-class PlanRequest(NamedTuple):
-    """A command line with ``--plan``. ``given``: the settings that it names; ``words``: the words that name them."""
-
-    config: TrainConfig
-    given: set[str]
-    ranks: int
-    gpu: str | None
-    words: list[str]
-
-
-def parse_plan(argv: Sequence[str]) -> PlanRequest:
-    """As ``parse``, of a command line with ``--plan``."""
+def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], int, str | None]:
+    """As ``parse``, of a command line with ``--plan``; the settings that it names, in which words; ranks and GPU."""
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     _add_plan(parser)
     arguments, words = parser.parse_known_args(argv)
@@ -146,7 +136,7 @@ def parse_plan(argv: Sequence[str]) -> PlanRequest:
     config, ranks = parse(words), getattr(arguments, "ranks", 0)
     if ranks < 1:
         raise ConfigError(f"--plan: expected --ranks N of at least 1, got {ranks or 'none'}")
-    return PlanRequest(config, given, ranks, getattr(arguments, "gpu", None), words)
+    return config, given, words, ranks, getattr(arguments, "gpu", None)
 
 
 def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:

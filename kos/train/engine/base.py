@@ -14,7 +14,7 @@ import numpy as np
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset
-from kos.train.engine.stage import make_stage
+from kos.train.engine.stage import make_stage, split_of
 from kos.train.model.gpt2 import make_model
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LOOKUPS, Slot, Weights
@@ -61,7 +61,8 @@ class Engine(Step):
     """Whether this rank was asked to stop: looked at again at the end of a step that takes long."""
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
-        self.config, self.data, self.mesh, self.show = config, data, mesh, show
+        self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
+        split_of(config, model, mesh)  # raises where it does not fit the ranks
         assert config.micro_batch_size is not None  # for_world has chosen it
         self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
         self.accumulation_steps = len(self.micro_batches)
@@ -76,10 +77,6 @@ class Engine(Step):
 
     def describe(self) -> str:
         """Lines for the log: where it computes, and with how much memory."""
-        raise NotImplementedError
-
-    def trial(self) -> tuple[float, float] | None:
-        """Seconds of a step and of a validation, tried before there are weights. None: not tried."""
         raise NotImplementedError
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
@@ -186,7 +183,8 @@ class Engine(Step):
         self._in_flight = {}
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
-            for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank]):
+            rows = [self.tensor.rows(len(windows) * self.data.seq_len // self.context.size) for _, windows in pieces]
+            for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
                 index, windows = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
                 if index not in counts:

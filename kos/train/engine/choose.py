@@ -15,8 +15,7 @@ from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import DRIVER
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.parallel.failures import same_on_all
-from kos.train.parallel.mesh import AXES, Layout, Mesh
+from kos.train.parallel.mesh import Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
 
@@ -40,14 +39,8 @@ def make_engine(
     return CpuEngine(config, model, data, mesh, show)
 
 
-def choose_layout(config: TrainConfig, comm: Communicator) -> Layout:
-    """The layout that was asked for.  ConfigError where it does not fit the ranks or the length of sequences."""
-    same_on_all(comm, {f"--{axis}": getattr(config, axis) for axis in AXES})
-    return layout_of(config, comm.size)
-
-
 def layout_of(config: TrainConfig, ranks: int) -> Layout:
-    """As ``choose_layout``, of a job that need not be there."""
+    """The layout that was asked for.  ConfigError where it does not fit the ranks or the length of sequences."""
     layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
     if layout.cp > 1 and config.model.model_type == "gpt2":
         raise ConfigError(f"--cp {layout.cp}: expected 1 with a GPT-2, which is data parallel only, got {layout.cp}")
@@ -60,7 +53,6 @@ def layout_of(config: TrainConfig, ranks: int) -> Layout:
 
 def choose_device(asked: str, comm: Communicator) -> str:
     """``cpu`` or ``cuda``, for all ranks.  ConfigError where GPUs are asked for and a rank cannot have one."""
-    same_on_all(comm, {"device": asked})
     if asked == "cpu":
         return asked
     answers = [answer.decode().partition("\n") for answer in comm.all_gather_bytes(_usable_gpu(comm).encode())]

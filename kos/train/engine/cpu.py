@@ -13,11 +13,10 @@ from kos.comm.reduction import ReduceOp
 from kos.memory.arena import Arena
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Dataset, eval_shape
+from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, plan_buckets
-from kos.train.engine.stage import split_of
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
@@ -92,8 +91,7 @@ class CpuEngine(Engine):
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
-        parts, schedule, self.comm = self.parts, self.pipeline.schedule, mesh.world
-        split_of(config, model, mesh)  # raises where it does not fit the ranks
+        parts, schedule = self.parts, self.pipeline.schedule
         silent = Mesh.silent(mesh.layout, mesh.world.rank)
         self.plan = together(self.comm, plan_memory(config, model, silent, schedule, self.comm.local_size).check)
         buckets = plan_buckets(config, model, parts, mesh, reaches=False)
@@ -111,17 +109,6 @@ class CpuEngine(Engine):
 
     def describe(self) -> str:
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
-
-    def trial(self) -> tuple[float, float]:
-        state = self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat
-        for _ in range(2):  # the first takes longer
-            for array in state:
-                array[:] = 0
-            self.start_step(0, False)
-        self.optimizer.step_count = 0
-        tokens = math.prod(eval_shape(self.config)) * len(self.data.val_starts())
-        seconds, trained = self._result.seconds, self.config.batch_size * self.config.seq_len
-        return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}

@@ -41,18 +41,15 @@ from kos.train.engine.base import Engine, Show
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
-from kos.train.engine.stage import split_of
-from kos.train.model.gpt2 import make_model
+from kos.train.engine.stage import make_stage
 from kos.train.model.llama import Gradients, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.adamw import STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Axis, Mesh
-from kos.train.parallel.tensor import TensorParallel
 from kos.train.train import StepResult
 
 DRAWN = 250_000  # elements of the weights drawn for the search; no power of two, or rows were each other's copies
@@ -66,7 +63,7 @@ class CudaEngine(Engine):
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         super().__init__(config, model, data, mesh, show)
-        self.comm, self.group = comm, group = mesh.world, mesh.gradients
+        comm, self.group = self.comm, mesh.gradients
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
@@ -74,7 +71,7 @@ class CudaEngine(Engine):
         ops = CudaOps(device, multiple=math.gcd(*sizes.values()) if config.deterministic else None)
         parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, self.accumulation_steps
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self._reaches = _reaches(group)
+        self._reaches = _reaches(self.group)
         silent = Mesh.silent(mesh.layout, comm.rank)
         buckets = plan_buckets(config, model, parts, silent, self._reaches)
         shards = Shards(model, mesh.layout, schedule.stages_of_ranks)
@@ -85,7 +82,6 @@ class CudaEngine(Engine):
             sharing = uuids.count(uuids[comm.rank])
             return plan_memory(config, model, ops, silent, schedule, self._reaches, sharing).check()
 
-        split_of(config, model, mesh)  # raises where it does not fit the ranks
         self.plan = together(comm, plan)
         self.ops, self.reachable_bytes = ops, 0  # of memory that other ranks reach into
         if not config.deterministic:
@@ -167,10 +163,7 @@ class CudaEngine(Engine):
             if about.hexdigest() in found:
                 return found
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
-            trial = make_model(
-                model, trying, head_rows=HEAD_ROWS, recompute=config.recompute, local=local,
-                tensor=TensorParallel(trying, tp, local.vocabulary.start), context=ContextParallel(trying, cp),
-            )  # fmt: skip
+            trial = make_stage(config, model, trying, local, silent, head_rows=HEAD_ROWS, recompute=config.recompute)
             trial.arena.reserve(self.plan.arena)
             weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), trying.zeros)
             gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
@@ -200,9 +193,6 @@ class CudaEngine(Engine):
         about = device_info(self.ops.device)
         how = "one CUDA graph a step" if self.config.graph else "no graph"
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
-
-    def trial(self) -> None:
-        return None
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         free, total = call(cu.cuMemGetInfo)

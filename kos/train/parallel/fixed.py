@@ -3,7 +3,7 @@
 A sum's bits depend on its order, and a matrix product's also on its shape. So one rank computes what many would:
 
 - *features*: heads, intermediate features and the vocabulary are split in ``Split.features`` equal parts. A product is
-  computed part by part. A sum over features is ``Ops.add_tree``, a binary tree over the parts.
+  computed part by part. A sum over features is ``ops.add_tree``, a binary tree over the parts.
 - *tokens*: a sequence is split in chunks, and chunks i and last - i are a piece (the zigzag of ``parallel.context``).
   A micro-batch of N tokens is held piece by piece: (pieces, samples, 2, chunk), so that a rank's tokens are a run of
   rows. Products are computed piece by piece, and a sum over tokens is a tree over the pieces.
@@ -17,7 +17,7 @@ Numerical reproducibility by a fixed reduction tree: Villa et al. 2009 (Cray Use
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,7 +114,7 @@ class FixedOrder:
     def weight_gradient(
         self, d_out: Array, x: Array, d_weight: Array, arena: Arena, stacked: Sequence[slice] | None
     ) -> None:
-        """``Ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: split by columns."""
+        """``ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: split by columns."""
         for rows in stacked or ():
             f = (rows.stop - rows.start) // self.parts
             for start in range(rows.start, rows.stop, f):
@@ -130,7 +130,7 @@ class FixedOrder:
     def rms_norm_backward(
         self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, arena: Arena
     ) -> None:
-        """``Ops.rms_norm_backward``, with the whole ``d_weight`` on every rank."""
+        """``ops.rms_norm_backward``, with the whole ``d_weight`` on every rank."""
         rows = len(x) * self.tp.size // self.pieces
         parts = self.pieces * math.gcd(self.split.features, rows) // self.tp.size
         self.ops.rms_norm_backward(d_out, x, weight, rstd, dx, d_weight, False, arena, parts)
@@ -294,11 +294,14 @@ class FixedContext(ContextParallel):
             found.append((index, [(here, queries, before) for queries, before in chunks]))
         return found
 
-    def _halves(self, whole: Array, samples: int) -> tuple[Array, Array]:
-        """(2 K d, samples T) in the order of the sequence, as (2 K d, pieces, samples, chunk): first, second chunks."""
-        chunks = whole.reshape(len(whole), samples, self.chunks, -1).swapaxes(1, 2)
-        half = self.chunks // 2
-        return chunks[:, :half], chunks[:, half:][:, ::-1]
+    def _chunks(self, whole: Array, of_ranks: Array, samples: int) -> Iterator[tuple[Array, Array]]:
+        """Each chunk twice: in ``whole`` (2 K d, samples T), in the order of the sequence, and as a rank holds it."""
+        whole = whole.reshape(len(whole), samples, self.chunks, -1)
+        of_ranks = of_ranks.reshape(self.size, len(whole), self.pieces, samples, 2, -1)
+        for piece in range(self.size * self.pieces):
+            held = of_ranks[piece // self.pieces, :, piece % self.pieces]
+            yield whole[:, :, piece], held[:, :, 0]
+            yield whole[:, :, self.chunks - 1 - piece], held[:, :, 1]
 
     def _whole(self, qkv: Array, heads: int, kv_heads: int, samples: int, arena: Arena) -> Array:
         """Keys and values of all ranks in the order of the sequence."""
@@ -308,11 +311,8 @@ class FixedContext(ContextParallel):
             of_all = kv[None] if self.size == 1 else arena.take((self.size, *kv.shape), kv.dtype)
             if self.size > 1:
                 self.axis.comm.all_gather(kv, of_all)
-            of_all = of_all.reshape(self.size, len(kv), self.pieces, samples, 2, -1)
-            for half, out in enumerate(self._halves(whole, samples)):
-                for rank in range(self.size):
-                    here = slice(rank * self.pieces, (rank + 1) * self.pieces)
-                    self.ops.copy(of_all[rank, :, :, :, half], out[:, here])
+            for chunk, held in self._chunks(whole, of_all, samples):
+                self.ops.copy(held, chunk)
         return whole
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
@@ -348,11 +348,8 @@ class FixedContext(ContextParallel):
             self.order.tree(of_piece, d_kv, arena)
             d_mine = ops.keys_and_values(d_qkv, heads, kv_heads, arena)
             terms = arena.take((self.size, *d_mine.shape), d_mine.dtype)
-            by_piece = terms.reshape(self.size, len(kv), self.pieces, samples, 2, -1)
-            for half, of_all in enumerate(self._halves(d_kv, samples)):
-                for rank in range(self.size):
-                    here = slice(rank * self.pieces, (rank + 1) * self.pieces)
-                    ops.copy(of_all[:, here], by_piece[rank, :, :, :, half])
+            for chunk, held in self._chunks(d_kv, terms, samples):
+                ops.copy(chunk, held)
             if self.size == 1:
                 ops.copy(terms[0], d_mine)
             else:

@@ -82,14 +82,20 @@ class Pipeline:
             else:
                 link.recv(x, 0)
 
-    def inputs(self, actions: Sequence[Action] | None = None) -> Iterator[tuple[Action, Buffer | None]]:
-        """Each action (default: of the schedule) and its input from another rank. The next input arrives meanwhile."""
+    def inputs(
+        self, actions: Sequence[Action] | None = None, rows: Sequence[int] = ()
+    ) -> Iterator[tuple[Action, Buffer | None]]:
+        """Each action (default: of the schedule) and its input from another rank. The next input arrives meanwhile.
+
+        ``rows`` of each micro-batch's messages: if not given, those of the buffers.
+        """
 
         def begin(action: Action) -> tuple[Buffer, Work[Array]] | None:
             if (link := self._incoming(action)) is None:
                 return None
             buffer = self.buffer(action.kind == "F")
-            return buffer, link.recv(buffer.array, 0, async_op=True)
+            array = buffer.array[: rows[action.micro_batch]] if rows else buffer.array
+            return buffer, link.recv(array, 0, async_op=True)
 
         actions = self.actions if actions is None else actions
         coming = begin(actions[0])

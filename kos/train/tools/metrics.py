@@ -16,6 +16,8 @@ from typing import Any
 from kos.errors import TrainingError
 from kos.files import replace_file
 
+METRICS = "metrics.jsonl"  # in the folder of a run
+
 _log = logging.getLogger(__name__)
 
 

@@ -164,7 +164,7 @@ def table(predictions: Sequence[Prediction]) -> str:
 
 def report(argv: Sequence[str]) -> str:
     """What ``--plan`` prints. ConfigError where no layout is legal."""
-    config, given, ranks, gpu, words = parse_plan(argv)
+    config, given, words, ranks, gpu = parse_plan(argv)
     if config.model.vocab_size is None and config.tokenizer not in ("auto", "bytes"):
         raise ConfigError(f"--plan: expected --vocab-size, got a tokenizer to be read, {config.tokenizer}")
     if config.deterministic:

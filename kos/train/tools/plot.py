@@ -17,7 +17,7 @@ import numpy as np
 from kos.commands import program
 from kos.errors import DataError, KosError
 from kos.files import check_picture
-from kos.train.tools.metrics import read_metrics
+from kos.train.tools.metrics import METRICS, read_metrics
 
 COLORS = ("#1f5fa8", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#5f3dc4", "#0b7285", "#5c4813")
 PANELS = {
@@ -36,7 +36,7 @@ def read_runs(folders: Sequence[Path]) -> Runs:
     """The rows of each run by its name.  DataError where there are none."""
     rows: dict[str, Sequence[Mapping[str, Any]]] = {}
     for folder in folders:
-        path = folder / "metrics.jsonl" if folder.is_dir() else folder
+        path = folder / METRICS if folder.is_dir() else folder
         found = read_metrics(path)
         if not found:
             raise DataError(f"{folder}: expected the folder of a run with metrics.jsonl, got no steps in {path}")

@@ -1,7 +1,7 @@
 """``--tracker``: TensorBoard, Weights & Biases and Trackio, beside ``metrics.jsonl``.
 
-Each tracker runs in a process of its own, which reads rows of metrics from a pipe. So its imports, threads, signal
-handlers and network neither delay nor end the run. Rows that the pipe does not take yet wait in memory.
+Each tracker runs in a process of its own, which reads the rows that the run adds to ``metrics.jsonl``. So its imports,
+threads, signal handlers and network neither delay nor end the run. The end of its standard input is the end of the run.
 """
 
 from __future__ import annotations
@@ -18,34 +18,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from kos.errors import ConfigError, install
 from kos.files import replace_file
-from kos.train.tools.metrics import as_line
+from kos.train.tools.metrics import METRICS
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 """Trackers and what they import. tensorboardX writes the files; unlike tensorboard it needs no web server to do so."""
 
 ID = ".tracker-id"
-WAITING_BYTES = 4 << 20
-"""Most bytes of rows that wait for a tracker; one that is further behind is ended."""
+LOOK_SECONDS = 0.5
+"""How often a tracker looks for new rows."""
 CLOSE_SECONDS = 20.0
 """How long the end of a run waits for its trackers."""
 ORPHAN_SECONDS = 60.0
 """How long a tracker goes on after its input ended: nobody waits for that of a run that failed."""
 
 _log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """What shows the metrics of one run."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -103,15 +95,15 @@ def start(names: Sequence[str], out: Path, start: int, description: Mapping[str,
     if start == 0 or not path.exists():
         replace_file(path, secrets.token_hex(4).encode())
     config = {**description["config"], **{key: value for key, value in description.items() if key != "config"}}
-    return [TrackerProcess(name, out, {"id": path.read_text(), "start": start, "config": config}) for name in names]
+    about = {"id": path.read_text(), "start": start, "config": config, "bytes": (out / METRICS).stat().st_size}
+    return [TrackerProcess(name, out, about) for name in names]
 
 
 def close(processes: Sequence[TrackerProcess], wait: bool = True) -> None:
-    """End the input of all trackers. ``wait``: for ``CLOSE_SECONDS`` at most, until they have every row and ended."""
-    limit = time.monotonic() + CLOSE_SECONDS * wait
-    behind = [process for process in processes if not process.end_rows()]
-    while behind and select.select([], behind, [], max(0, limit - time.monotonic()))[1]:
-        behind = [process for process in behind if not process.end_rows()]
+    """Tell all trackers that there are no more rows. ``wait``: for ``CLOSE_SECONDS`` at most, until they have ended."""
+    limit = time.monotonic() + CLOSE_SECONDS
+    for process in processes:
+        process.end_rows()
     for process in processes if wait else ():
         process.wait(limit)
 
@@ -120,64 +112,39 @@ class TrackerProcess:
     """The trainer's end of a tracker. What fails there is a warning, once."""
 
     def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
-        self._name, self._messages, self._unsent = name, out / f"{name}.log", b""
+        self._name, self._messages = name, out / f"{name}.log"
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", "-m", __name__, name, str(out)]
+        command = [sys.executable, "-P", "-m", __name__, name, str(out), json.dumps(about)]
         self._process: subprocess.Popen[bytes] | None = None
         try:
             with open(self._messages, "wb") as messages:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=messages, stderr=messages, env=env, start_new_session=True
                 )
-            os.set_blocking(self.fileno(), False)
         except OSError as error:
-            return self._fail(f"cannot start: {error}")
-        self._send(json.dumps(about) + "\n")
+            self._fail(f"cannot start: {error}")
 
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Pass on a row of metrics. Waits for nothing."""
-        self._send(as_line(row))
+    def check(self) -> None:
+        """Warn if the tracker has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            self._fail("has ended")
 
-    def end_rows(self) -> bool:
-        """Whether the tracker's input has ended, which it does where the pipe has taken every row."""
-        self._send("")
-        if self._process is not None and not self._unsent:
-            self._pipe().close()
-        return not self._unsent
+    def end_rows(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
     def wait(self, limit: float) -> None:
         """Until the tracker has ended. ``limit`` is the time of ``time.monotonic`` at which it is killed."""
         if self._process is None:
             return
-        self._pipe().close()
         try:
             if self._process.wait(max(0, limit - time.monotonic())):
                 self._fail(f"ended with status {self._process.returncode}")
         except subprocess.TimeoutExpired:
             self._fail(f"not done {CLOSE_SECONDS:g} s after the last step")
 
-    def fileno(self) -> int:
-        """The pipe, for ``select``."""
-        return self._pipe().fileno()
-
-    def _pipe(self) -> IO[bytes]:
-        assert self._process is not None and self._process.stdin is not None
-        return self._process.stdin
-
-    def _send(self, text: str) -> None:
-        if self._process is None:
-            return
-        self._unsent += text.encode()
-        try:
-            self._unsent = self._unsent[os.write(self.fileno(), self._unsent) :]
-        except BlockingIOError:
-            if len(self._unsent) > WAITING_BYTES:
-                self._fail("takes no more rows")
-        except OSError:  # nobody reads the pipe any more
-            self._fail("has ended")
-
     def _fail(self, what: str) -> None:
-        process, self._process, self._unsent = self._process, None, b""
+        process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the processes that it started
@@ -204,16 +171,26 @@ def _end_in_time() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def main(name: str, out: str) -> None:
+def _rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
+    """The rows behind byte ``start`` of a file that grows, until this process's input has ended."""
+    ended, rest = False, b""
+    with path.open("rb") as file:
+        file.seek(start)
+        while not ended:
+            ended = bool(select.select([sys.stdin], [], [], LOOK_SECONDS)[0])
+            *lines, rest = (rest + file.read()).split(b"\n")
+            yield from map(json.loads, lines)
+
+
+def main(name: str, folder: str, settings: str) -> None:
     """The process of a tracker, until its input ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # which tell the run to stop; it has more rows then
         signal.signal(number, signal.SIG_IGN)
     threading.excepthook = _exit
     threading.Thread(target=_end_in_time, daemon=True).start()
-    about = json.loads(sys.stdin.readline())
-    tracker: Tracker = TensorBoard(Path(out), about) if name == "tensorboard" else Service(name, Path(out), about)
-    for line in sys.stdin:
-        row = json.loads(line)
+    out, about = Path(folder), json.loads(settings)
+    tracker = TensorBoard(out, about) if name == "tensorboard" else Service(name, out, about)
+    for row in _rows(out / METRICS, about["bytes"]):
         values = {key: float(value) for key, value in row.items() if key != "step" and value is not None}
         tracker.log(row["step"], values)
     tracker.close()

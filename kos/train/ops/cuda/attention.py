@@ -28,6 +28,7 @@ from kos.memory.array import Array
 KERNELS = Path(__file__).parent / "kernels"
 FAMILIES = ("hopper", "mma", "simple")
 _TENSOR_CORE_HEAD_DIMS = (64, 128)
+MOST_HEAD_DIM = 256  # of attention_simple.cu
 _PAD = 128  # tokens: PAD of attention.cuh
 _BLOCK = 128  # rows that a block of threads owns
 _ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
@@ -56,7 +57,7 @@ def attention(
     fp32, of the scaled scores, is kept for the backward.  Attention ``to`` others is merged with what both hold;
     ``out`` is fp32 then.  ``ops`` is a CudaOps; ``family`` is for measurements.
     """
-    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp, to)
+    samples, length, head_dim = sizes(qkv, heads, kv_heads, log_sum_exp)
     queries, keys = (slice(0, length), slice(0, length)) if to is None else (to.queries, to.keys)
     family = family or ops.family(qkv.dtype.name, head_dim)
     T, seen = queries.stop - queries.start, keys.stop - keys.start
@@ -100,9 +101,7 @@ def attention_backward(
     Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none in the simple
     family) and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
     """
-    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp, to, backward=True)
-    expect("d_out", d_out, out.shape, out.dtype)
-    expect("d_qkv", d_qkv, qkv.shape, qkv.dtype if to is None else "float32")
+    samples, length, head_dim = sizes(qkv, heads, kv_heads, log_sum_exp)
     more: tuple[int, ...] = ()
     if to is None:
         queries = keys = slice(0, length)
@@ -111,7 +110,6 @@ def attention_backward(
     else:
         queries, keys, first_key, kv_width = to.queries, to.keys, _row(to.kv, to.keys), 2 * kv_heads
         assert d_kv is not None, "attention to others: the gradient of their keys and values"
-        expect("d_kv", d_kv, to.kv.shape, "float32")
         d_keys, more = _row(d_kv, keys), (first_key, keys.stop - keys.start, length)
     family = family or ops.family(qkv.dtype.name, head_dim)
     T, seen = queries.stop - queries.start, keys.stop - keys.start
@@ -201,37 +199,12 @@ def family_for(device: int, dtype: str, head_dim: int) -> str:
     return "hopper" if info.arch == "sm_90a" else "mma"
 
 
-def expect(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
-    if (array.shape, str(array.dtype)) != (shape, str(dtype)):
-        raise InvalidArgument(f"attention: expected {name} {dtype}{shape}, got {array.dtype}{array.shape}")
-
-
-def check(
-    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, to: Others | None = None,
-    backward: bool = False,
-) -> tuple[int, int, int]:  # fmt: skip
-    """B, T and d, of operands that fit together."""
-    if kv_heads < 1 or heads % kv_heads:
-        raise InvalidArgument(f"attention: expected heads to be a multiple of kv_heads, got {heads} and {kv_heads}")
-    if qkv.dtype.name not in ("bfloat16", "float16", "float32"):
-        raise InvalidArgument(f"attention: expected bfloat16, float16 or float32, got {qkv.dtype}")
-    if len(log_sum_exp.shape) != 3 or log_sum_exp.shape[1] != heads:
-        raise InvalidArgument(f"attention: expected log_sum_exp (B, {heads}, T), got {log_sum_exp.shape}")
+def sizes(qkv: Array, heads: int, kv_heads: int, log_sum_exp: Array) -> tuple[int, int, int]:
+    """B, T and d of a call. InvalidArgument where no kernel takes heads of this size."""
     samples, _, length = log_sum_exp.shape
-    head_dim, rest = divmod(qkv.shape[-1], heads + 2 * kv_heads)
-    if rest or not 1 <= head_dim <= 256:
-        raise InvalidArgument(
-            f"attention: expected {heads + 2 * kv_heads} heads of 1 to 256 elements in qkv, got {qkv.shape[-1]}"
-        )
-    tokens = samples * length
-    expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * head_dim), qkv.dtype)
-    expect("out", out, (tokens, heads * head_dim), qkv.dtype if to is None or backward else "float32")
-    expect("log_sum_exp", log_sum_exp, log_sum_exp.shape, "float32")
-    if to is not None:
-        expect("kv", to.kv, (tokens, 2 * kv_heads * head_dim), qkv.dtype)
-        for name, part in (("queries", to.queries), ("keys", to.keys)):
-            if not 0 <= part.start < part.stop <= length:
-                raise InvalidArgument(f"attention: expected {name} in 0 to {length}, got {part.start} to {part.stop}")
+    head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
+    if head_dim > MOST_HEAD_DIM:
+        raise InvalidArgument(f"attention: expected heads of at most {MOST_HEAD_DIM} elements, got {head_dim}")
     return samples, length, head_dim
 
 
