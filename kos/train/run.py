@@ -43,7 +43,7 @@ from kos.train.parallel.failures import alone, same_on_all, stop_together, toget
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
 from kos.train.tools import commands, trackers
-from kos.train.tools.console import Console
+from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import check_folder, run_folder
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
@@ -435,6 +435,15 @@ class Trainer:
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         self.console.say(self.engine.describe())
+        if (trial := self.engine.trial()) is not None and self.start < config.steps:
+            step, validation = trial
+            every, steps = config.eval_every or config.steps, config.steps - self.start
+            validations = (self.start == 0) + -(-config.steps // every) - self.start // every
+            about = f"{plural(steps, 'step')} of {duration(step)}"
+            if config.eval_batches:
+                about += f", {plural(validations, 'validation')} of {duration(validation)} (--eval-batches 0: none)"
+            whole = steps * step + validations * validation
+            self.console.say(f"about {duration(whole)} in all: {about}")
 
     def _conclude(self, stopped: bool) -> None:
         text, config, step = "", self.config, self.step

@@ -16,9 +16,9 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, DataError
 from kos.testing import spawn
-from kos.train import run
 from kos.train.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
+from kos.train.engine.cpu import CpuEngine
 from kos.train.run import Trainer
 from kos.train.tools import commands
 from kos.train.tools.metrics import read_metrics
@@ -122,9 +122,9 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
         _train(missing, tmp_path / "c", 2, resume=source)
 
 
-def test_another_vocabulary_is_refused_before_there_is_an_engine(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_another_vocabulary_is_refused_before_a_trial(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     _train(text, tmp_path / "a", steps=1)
-    monkeypatch.setattr(run, "make_engine", None)
+    monkeypatch.setattr(CpuEngine, "trial", None)
     with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size 260, got 256"):
         _train(text, tmp_path / "b", 2, resume=str(tmp_path / "a"), model=SMALL["model"] | {"vocab_size": 260})
 
@@ -135,9 +135,11 @@ def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> N
     said = capsys.readouterr().out
     assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting anew\n")
     assert "(1 layer x 32)" in said and ", 4 ranks (tp 2, cp 2), 8 x 32 tokens a step\n" in said
+    assert "in all: 1 step of " in said
     _train(text, tmp_path, 2, steps=2, **how)
     said = capsys.readouterr().out
     assert "no checkpoint" not in said and ", 2 ranks, 8 x 32 tokens a step\n" in said
+    assert "in all: 1 step of " in said and ", 1 validation of " in said
 
 
 def test_what_a_killed_run_left_of_a_checkpoint_is_removed(text: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.engine import cpu
 from kos.train.engine.memory_plan import MemoryPlan
 from kos.train.model.gpt2 import make_model
-from kos.train.model.llama import Gradients, Slot
+from kos.train.model.llama import Gradients, Llama, Slot
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.parallel import failures, schedules
@@ -36,6 +37,7 @@ from kos.train.tools import console, trackers
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
+from tests.train.sharded import tensors_of_run
 from tests.train.test_cli import ENVIRONMENT, SHAPE
 from tests.train.test_loop import _config, _train, text
 
@@ -351,11 +353,37 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path:
             _plan(config, config.model_config_for(256), ranks).check()
 
 
+def test_the_time_of_a_run_follows_from_a_trial_step(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Whatever takes it: here every part of a pass waits, which no speed of products predicts."""
+    passes, pause = [0], 0.02
+
+    def slow(self: Llama, *arguments: Any, **options: Any) -> Any:
+        time.sleep(pause)
+        passes[0] += 1
+        return block(self, *arguments, **options)
+
+    block = Llama.block
+    monkeypatch.setattr(Llama, "block", slow)
+    began = time.monotonic()
+    _train(text, tmp_path, steps=6, eval_every=3, eval_batches=2, micro_batch_size=2, sample_tokens=0)
+    lasted, said = time.monotonic() - began, capsys.readouterr().out
+    found = re.search(r"about ([\d.]+) s in all: 6 steps of ([\d.]+) s, 3 validations of ([\d.]+) s", said)
+    assert found, said
+    whole, step, validation = map(float, found.groups())
+    layers, micro_batches = 2, 4
+    assert step >= layers * micro_batches * pause and validation > 0
+    assert 6 * layers * micro_batches * pause <= whole <= 2 * lasted
+    digits = [0.5 * 10.0 ** -len(figure.partition(".")[2]) for figure in found.groups()]  # what printing rounds away
+    assert abs(whole - 6 * step - 3 * validation) <= digits[0] + 6 * digits[1] + 3 * digits[2] + 1e-9
+
+
 def test_no_validation_where_none_is_wanted(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(cpu.CpuEngine, "evaluate", None)
     rows = _train(text, tmp_path, 2, steps=4, eval_every=2, eval_batches=0)
     assert len(rows) == 4 and not any("val" in key for row in rows for key in row)
-    assert "validation loss" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "validation loss" not in said and "validations" not in said
+    assert re.search(r"about [\d.]+ s in all: 4 steps of [\d.]+ s\n", said)
 
 
 def test_the_time_left_of_a_long_run_is_printed(monkeypatch: Any, capsys: Any) -> None:
@@ -366,3 +394,18 @@ def test_the_time_left_of_a_long_run_is_printed(monkeypatch: Any, capsys: Any) -
         lines.step({"step": step, "loss": 1.0, "tokens_per_second": 1.0}, log=step % 2 == 0)
     left = re.findall(r"^step +(\d+)/12 .* tokens/s(?:  (.*) left)?$", capsys.readouterr().out, re.MULTILINE)
     assert left == [("6", "3 min"), ("8", "2 min"), ("10", "60 s"), ("12", "")]
+
+
+@pytest.mark.parametrize(
+    "options", [{"zero": 1}, *(pytest.param(x, marks=pytest.mark.slow) for x in ({}, {"deterministic": True}))]
+)
+def test_a_trial_step_leaves_nothing(text: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: Any) -> None:
+    """Neither in weights that are drawn or read, nor in the optimizer's state."""
+    _train(text, tmp_path / "first", steps=1)
+    source = str(checkpoint.find(tmp_path / "first").path)
+    for name in ("tried", "plain"):
+        _train(text, tmp_path / name, 2, steps=2, init_from=source, micro_batch_size=2, **options)
+        _train(text, tmp_path / f"{name} anew", 2, steps=2, micro_batch_size=2, **options)
+        monkeypatch.setattr(cpu.CpuEngine, "trial", lambda self: None)
+    for run in ("", " anew"):
+        assert tensors_of_run(tmp_path / f"tried{run}") == tensors_of_run(tmp_path / f"plain{run}")

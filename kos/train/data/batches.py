@@ -109,11 +109,11 @@ class Dataset:
     def val_starts(self) -> NDArray[np.int64]:
         """The starts of the windows of each validation batch in ``val``, (batches, sequences); the same on all ranks.
 
-        The windows are evenly spread over the validation tokens and do not overlap.  A batch has up to
-        ``EVAL_BATCH_TOKENS`` and ``batch_size`` sequences, but one at least.
+        The windows are evenly spread over the validation tokens and do not overlap.  Every batch has ``eval_shape``, or
+        as many sequences as there are windows.
         """
         windows = (len(self.val) - 1) // self.seq_len
-        rows = min(max(1, min(self.batch_size, EVAL_BATCH_TOKENS // self.seq_len)), windows)
+        rows = min(eval_shape(self)[0], windows)
         batches = min(self.eval_batches, windows // rows)
         count = rows * batches
         return (np.arange(count) * windows // count * self.seq_len).reshape(batches, rows)
@@ -130,6 +130,11 @@ class Dataset:
             raise DataError(f"--data {self.name}: expected {expected}, got {largest}")
         windows = windows.astype(np.int32)
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+
+def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
+    """Sequences of a validation batch, where there are as many, and tokens of each: at most ``EVAL_BATCH_TOKENS``."""
+    return max(1, min(settings.batch_size, EVAL_BATCH_TOKENS // settings.seq_len)), settings.seq_len
 
 
 def load_data(config: TrainConfig, show: Show = lambda what, share: None) -> Dataset:

@@ -79,6 +79,10 @@ class Engine(Step):
         """Lines for the log: where it computes, and with how much memory."""
         raise NotImplementedError
 
+    def trial(self) -> tuple[float, float] | None:
+        """Seconds of a step and of a validation, tried before there are weights. None: not tried."""
+        raise NotImplementedError
+
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         """More metrics: per GPU, model flops utilisation by both conventions, memory in bytes."""
         raise NotImplementedError

@@ -13,7 +13,7 @@ from kos.comm.reduction import ReduceOp
 from kos.memory.arena import Arena
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Dataset
+from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, plan_buckets
@@ -109,6 +109,17 @@ class CpuEngine(Engine):
 
     def describe(self) -> str:
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
+
+    def trial(self) -> tuple[float, float]:
+        state = self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat
+        for _ in range(2):  # the first takes longer
+            for array in state:
+                array[:] = 0
+            self.start_step(0, False)
+        self.optimizer.step_count = 0
+        tokens = math.prod(eval_shape(self.config)) * len(self.data.val_starts())
+        seconds, trained = self._result.seconds, self.config.batch_size * self.config.seq_len
+        return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}

@@ -194,6 +194,9 @@ class CudaEngine(Engine):
         how = "one CUDA graph a step" if self.config.graph else "no graph"
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
 
+    def trial(self) -> None:
+        return None
+
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         free, total = call(cu.cuMemGetInfo)
         each = tokens_per_second / self.comm.size
