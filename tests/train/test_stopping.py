@@ -360,10 +360,10 @@ def test_the_time_of_a_run_follows_from_a_trial_step(text: Path, tmp_path: Path,
     def slow(self: Llama, *arguments: Any, **options: Any) -> Any:
         time.sleep(pause)
         passes[0] += 1
-        return block(self, *arguments, **options)
+        return attention(self, *arguments, **options)
 
-    block = Llama.block
-    monkeypatch.setattr(Llama, "block", slow)
+    attention = Llama._attention
+    monkeypatch.setattr(Llama, "_attention", slow)
     began = time.monotonic()
     _train(text, tmp_path, steps=6, eval_every=3, eval_batches=2, micro_batch_size=2, sample_tokens=0)
     lasted, said = time.monotonic() - began, capsys.readouterr().out

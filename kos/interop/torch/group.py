@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -55,7 +56,7 @@ def _overloaded(kind: Any, *names: str, tensors: int = 1, before: int | None = N
         @functools.wraps(method)
         def call(self: Any, *args: Any, **keywords: Any) -> Any:
             given, values = args[:before], args[before:]
-            if any(isinstance(x, Tensor) for x in args[:tensors]):
+            if any(map(torch.is_tensor, args[:tensors])):
                 given = (*([x] for x in args[:tensors]), *args[tensors:before])
             if (values and hasattr(values[0], "timeout")) or "opts" in keywords or len(given) < before:
                 return method(self, *given, *values, **keywords)
@@ -155,7 +156,12 @@ class ProcessGroupKos(_ProcessGroup):
     def wait_on_host(self, event: Any, seconds: float) -> None:
         """Wait until the GPU has reached the event."""
         if self._gpu is None:  # there were only messages to this rank itself, which are copies
-            self.side.synchronize()
+            deadline = time.monotonic() + seconds
+            while not event.query():
+                if time.monotonic() > deadline:
+                    where = f"process group {self._name or 'default'}"
+                    raise dist.DistBackendError(f"kos: Timed out in {where}: not complete after {seconds} s")
+                time.sleep(1e-4)
             return
         try:
             self._gpu.synchronize(seconds, until=event.query)
@@ -250,6 +256,7 @@ class ProcessGroupKos(_ProcessGroup):
         """Wait for the operations in flight, and free all resources; other ranks may do it later."""
         self.send_all()
         self._cache.clear()
+        self._scalars.clear()
         self._any.close()
         for comm in filter(None, (self._gpu, self._host)):
             try:
@@ -279,7 +286,7 @@ class ProcessGroupKos(_ProcessGroup):
             work = launch(call, tensors, overlap, timeout, what, arguments, batch)
         except KosError as error:
             raise self.translated(error) from error
-        if overlap and tensors[0].numel() == 1:
+        if overlap and tensors[0].numel() == 1 == len(tensors):
             self._scalars.append(work)
         if self._coalesced is not None:
             self._coalesced.append(work)

@@ -1,7 +1,6 @@
 """The vocabulary that the model is written in.
 
-It is the public functions of ``kos.train.ops.numpy``, whose docstrings say what each computes. A *dialect* is that
-module, or an object with methods of these names and parameters (``kos.train.ops.cuda.dialect.CudaOps``).  Every
+A *dialect* is a module (or object) with these functions: ``kos.train.ops.numpy`` is the first.  Every
 operation writes into arrays that it is given.  It takes scratch memory from the given arena, and frees it
 before it returns.  Its backward is written by hand beside it.
 
@@ -13,7 +12,183 @@ Arrays are C-contiguous, except those of ``empty_columns``: their memory order i
 written, so outputs may start as NaN.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+
+from kos.memory.arena import Arena
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor
-Ops = Any  # a dialect
+
+
+class Ops(Protocol):
+    """What a dialect offers."""
+
+    overlap_rows: int | None
+    """The fewest rows of a product for which it pays to split one in two, so that collectives overlap. None: never."""
+
+    def make_arena(self) -> Arena:
+        """An empty arena over the dialect's memory."""
+
+    def step(self, arena: Arena) -> AbstractContextManager[None]:
+        """Brackets one pass: gives back all of ``arena``, keeps inf and nan from warning."""
+
+    def statistics_dtype(self, dtype: Any) -> Any:
+        """The dtype of ``rstd``, ``log_sum_exp``, losses and counts where activations are of ``dtype``."""
+
+    def indices(self, source: Array, arena: Arena) -> Array:
+        """int32 tokens or targets, of the host or the dialect's own, as the operations take them."""
+
+    def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
+        """Uninitialised, in the memory order that ``rope``, ``attention`` and ``swiglu`` want."""
+
+    def copy(self, source: Array, out: Array) -> None:
+        """out = source, either of which may be the host's."""
+
+    def to_host(self, array: Array) -> np.ndarray:
+        """A copy in host memory of its own."""
+
+    def zero(self, out: Array) -> None:
+        """out = 0."""
+
+    def add(self, a: Array, b: Array, out: Array) -> None:
+        """out = a + b; ``out`` may be one of them."""
+
+    def embedding(self, tokens: Array, table: Array, out: Array, first: int | None = None) -> None:
+        """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D).
+
+        A token outside is refused by InvalidArgument, or, where the host cannot look, gives a row of NaN.  ``first``
+        says that the table is a part of a vocabulary, from that row on: a token outside of it gives zeros.
+        """
+
+    def embedding_backward(
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
+    ) -> None:
+        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token; ``first`` as above."""
+
+    def linear(
+        self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """out (N, F) = x (N, D) weight^T + residual (N, F) + bias (F,), weight (F, D)."""
+
+    def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
+        """dx (N, D) = d_out (N, F) weight, which the backward goes on with."""
+
+    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
+
+    def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
+        """out (F,) = sum of the rows of x (N, F): a bias's gradient."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
+        """out (N, D) = x rstd weight, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward."""
+
+    def rms_norm_backward(
+        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
+
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
+        """out (N, D) = (x - mean) rstd weight + bias; ``statistics`` (2, N): rstd, mean, kept for the backward."""
+
+    def layer_norm_backward(
+        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
+        accumulate: bool, arena: Arena,
+    ) -> None:  # fmt: skip
+        """ADDS to dx (N, D), the gradient of the residual stream; d_weight, d_bias (D,).  Overwrites ``d_out``."""
+
+    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+        """cos and sin (T, d / 2) of position x frequency, in radians a token; ``rope`` takes the first T rows."""
+
+    def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, by halves (Hugging Face's order)."""
+
+    def rope_backward(self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        """Rotate back, in place."""
+
+    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+        """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
+
+        ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_columns``.
+        ``log_sum_exp`` (B, H, T), of the scaled scores, is kept for the backward.
+        """
+
+    def attention_backward(
+        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """d_qkv (N, W) from d_out (N, H d); the probabilities are computed again, not kept."""
+
+    def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
+        """k and v of ``qkv`` (N, W), contiguous, N x 2 K d in the dialect's own order: what a rank sends to another.
+
+        A view of ``qkv``, or a copy in ``arena``.
+        """
+
+    def attention_to(
+        self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,
+        log_sum_exp: Array, arena: Arena,
+    ) -> None:  # fmt: skip
+        """Attention without a mask, of tokens ``queries`` of each sample to tokens ``keys`` of another rank's ``kv``.
+
+        Merged with the attention to other keys that ``out`` (N, H d) and ``log_sum_exp`` (B, H, T) hold, both of the
+        statistics' dtype: l = log(exp(l0) + exp(l1)), out = exp(l0 - l) out0 + exp(l1 - l) out1.  Other tokens stay.
+        ``kv`` is of ``keys_and_values`` and has B samples of T tokens as ``qkv`` has; slices have a start and a stop.
+        """
+
+    def attention_to_backward(
+        self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
+        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
+    ) -> None:  # fmt: skip
+        """ADDS to the heads of q in ``d_qkv`` (N, W); writes ``d_kv``, of the shape of ``kv``, 0 outside of ``keys``.
+
+        ``out`` and ``log_sum_exp`` are merged over all keys; ``d_qkv`` and ``d_kv`` are of the statistics' dtype.
+        """
+
+    def add_keys_and_values(self, d_kv: Array, d_qkv: Array) -> None:
+        """ADDS ``d_kv`` to the heads of k and v in ``d_qkv`` (N, W), of the same dtype."""
+
+    def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
+        """out (N, F) = silu(gate) up; ``gate_up`` (N, 2F) holds gate, then up."""
+
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+        """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote."""
+
+    def gelu(self, x: Array, out: Array, arena: Arena) -> None:
+        """out (N, F) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GPT-2's approximation by tanh."""
+
+    def gelu_backward(self, d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
+        """dx (N, F) from d_out (N, F), which is overwritten."""
+
+    def count_targets(self, targets: Array, out: Array) -> None:
+        """out (1,) = how many of ``targets`` (N,) are not ignored (-1), at least 1."""
+
+    def cross_entropy(self, logits: Array, targets: Array, count: Array | None, losses: Array, arena: Arena) -> None:
+        """losses (N,) = -log softmax(logits (N, V))[target], 0 where ignored.  Overwrites ``logits``.
+
+        With ``count`` (1,) they become the gradient of sum(losses) / count.
+        """
+
+    def logit_statistics(self, logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
+        """Of ``logits`` (N, v), a part of a vocabulary from row ``first`` on: what a loss needs of it.
+
+        out (3, N), of the statistics' dtype: the maximum, the sum of exp(logit - maximum), and the target's logit, 0
+        where it is not in this part.
+        """
+
+    def cross_entropy_of_parts(
+        self, logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """``cross_entropy`` of a vocabulary in parts; ``logits`` (N, v) is the part that begins at ``first``.
+
+        ``statistics`` (parts, 3, N) are those of all parts.
+        """
+
+    def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
+        """out (1,), float64, = sum(losses) / count."""

@@ -1,4 +1,4 @@
-"""The numpy dialect of ``kos.train.ops``: the reference of every operation, and what CPUs train with.
+"""The numpy dialect of ``kos.train.ops``: the reference, and what CPUs train with.
 
 Three habits make it fast.  Arrays that are split by columns (heads, gate and up) have contiguous tokens
 (``empty_columns``).  So the halves of a rotation, the statistics of a softmax and every operand of a matrix
@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import isfunction
 from typing import Any
 
 import numpy as np
@@ -25,19 +24,15 @@ IGNORE = -1  # the target that is left out of the loss
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
 SCORES = 262_144  # elements: scores of attention that are in memory at once
 QUERY_BLOCK = 64  # queries whose scores are computed at once
-overlap_rows: int | None = None
-"""The fewest rows of a product for which it pays to split one in two, so that collectives overlap. None: never, here
-because collectives of CPUs take the cores that compute."""
+overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
 
 
 def make_arena() -> Arena:
-    """An empty arena over the dialect's memory."""
     return Arena()
 
 
 @contextmanager
 def step(arena: Arena) -> Iterator[None]:
-    """Brackets one pass: gives back all of ``arena``, keeps inf and nan from warning."""
     with np.errstate(all="ignore"):
         try:
             yield
@@ -46,27 +41,22 @@ def step(arena: Arena) -> Iterator[None]:
 
 
 def statistics_dtype(dtype: Any) -> Any:
-    """The dtype of ``rstd``, ``log_sum_exp``, losses and counts where activations are of ``dtype``."""
     return dtype
 
 
 def indices(source: Array, arena: Arena) -> Array:
-    """int32 tokens or targets, of the host or the dialect's own, as the operations take them."""
     return source
 
 
 def empty_columns(arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
-    """Uninitialised, in the memory order that ``rope``, ``attention`` and ``swiglu`` want."""
     return arena.take((columns, rows), dtype).T
 
 
 def copy(source: Array, out: Array) -> None:
-    """out = source, either of which may be the host's."""
     np.copyto(out, source)
 
 
 def to_host(array: Array) -> np.ndarray:
-    """A copy in host memory of its own."""
     return array.copy()
 
 
@@ -75,7 +65,6 @@ def zero(out: Array) -> None:
 
 
 def add(a: Array, b: Array, out: Array) -> None:
-    """out = a + b; ``out`` may be one of them."""
     np.add(a, b, out=out)
 
 
@@ -123,11 +112,6 @@ def _product(a: Array, b: Array, out: Array, accumulate: bool, arena: Arena) -> 
 
 
 def embedding(tokens: Array, table: Array, out: Array, first: int | None = None) -> None:
-    """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D).
-
-    A token outside is refused by InvalidArgument, or, where the host cannot look, gives a row of NaN.  ``first``
-    says that the table is a part of a vocabulary, from that row on: a token outside of it gives zeros.
-    """
     if first is not None:
         here = (first <= tokens) & (tokens < first + len(table))
         np.take(table, np.where(here, tokens - first, 0), axis=0, out=out, mode="clip")
@@ -143,10 +127,7 @@ def embedding(tokens: Array, table: Array, out: Array, first: int | None = None)
 def embedding_backward(
     d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena, first: int | None = None
 ) -> None:
-    """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token; ``first`` as above.
-
-    Sorts the rows by token and sums each run: 5 times faster than ``np.add.at``.
-    """
+    """Sorts the rows by token and sums each run: 5 times faster than ``np.add.at``."""
     if not accumulate:
         d_table.fill(0)
     if first is not None:
@@ -169,7 +150,6 @@ def embedding_backward(
 
 
 def linear(x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None) -> None:
-    """out (N, F) = x (N, D) weight^T + residual (N, F) + bias (F,), weight (F, D)."""
     np.matmul(x, weight.T, out=out)
     for more in (bias, residual):
         if more is not None:
@@ -177,17 +157,14 @@ def linear(x: Array, weight: Array, out: Array, residual: Array | None = None, b
 
 
 def linear_input_gradient(d_out: Array, weight: Array, dx: Array) -> None:
-    """dx (N, D) = d_out (N, F) weight, which the backward goes on with."""
     np.matmul(d_out, weight, out=dx)
 
 
 def linear_weight_gradient(d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
-    """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
     _product(d_out.T, x, d_weight, accumulate, arena)
 
 
 def sum_rows(x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
-    """out (F,) = sum of the rows of x (N, F): a bias's gradient."""
     _product(_ones(len(x), x.dtype), x, out[None], accumulate, arena)  # a sum, at BLAS's speed
 
 
@@ -203,7 +180,6 @@ def _reciprocal_rms(x: Array, eps: float, out: Array) -> None:
 
 
 def rms_norm(x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
-    """out (N, D) = x rstd weight, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward."""
     _reciprocal_rms(x, eps, rstd)
     for rows in _blocks(*x.shape):
         np.multiply(x[rows], weight, out=out[rows])
@@ -214,9 +190,7 @@ def rms_norm_backward(
     d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena,
     parts: int = 1,
 ) -> None:  # fmt: skip
-    """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``.
-
-    With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D.
+    """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D.
 
     The rows are summed in so many equal ``parts``, of which d_weight is ``add_tree``.
     """
@@ -246,7 +220,6 @@ def rms_norm_backward(
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
-    """out (N, D) = (x - mean) rstd weight + bias; ``statistics`` (2, N): rstd, mean, kept for the backward."""
     rstd, mean = statistics
     np.mean(x, axis=1, out=mean)
     np.subtract(x, mean[:, None], out=out)
@@ -261,7 +234,6 @@ def layer_norm_backward(
     d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
     accumulate: bool, arena: Arena,
 ) -> None:  # fmt: skip
-    """ADDS to dx (N, D), the gradient of the residual stream; d_weight, d_bias (D,).  Overwrites ``d_out``."""
     rstd, mean = statistics
     width = x.shape[-1]
     with arena.scope():
@@ -290,19 +262,13 @@ def layer_norm_backward(
 
 
 def rope_tables(frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-    """cos and sin (T, d / 2) of position x frequency, in radians a token; ``rope`` takes the first T rows.
-
-    In memory (d / 2, T), as ``_by_head`` has the heads.
-    """
+    """In memory (d / 2, T), as ``_by_head`` has the heads."""
     angles = np.multiply.outer(np.asarray(frequencies, np.float64), np.asarray(positions, np.float64))
     return np.cos(angles).astype(dtype).T, np.sin(angles).astype(dtype).T
 
 
 def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
-    """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, by halves (Hugging Face's order).
-
-    (a, b) -> (a cos - b sin, b cos + a sin), head by head; cos and sin become (d / 2, 1, T).
-    """
+    """(a, b) -> (a cos - b sin, b cos + a sin), head by head; cos and sin become (d / 2, 1, T)."""
     cos, sin = (table.T[:, None] for table in tables)
     half, length = head_dim // 2, cos.shape[-1]
     by_half = _by_head(qkv, half, length)
@@ -320,7 +286,6 @@ def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, are
 
 
 def rope_backward(d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
-    """Rotate back, in place."""
     cos, sin = tables
     rope(d_qkv, (cos, -sin), head_dim, heads, arena)
 
@@ -338,11 +303,6 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 
 
 def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-    """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
-
-    ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_columns``.
-    ``log_sum_exp`` (B, H, T), of the scaled scores, is kept for the backward.
-    """
     kv, every = keys_and_values(qkv, heads, kv_heads, arena), slice(0, len(log_sum_exp))
     queries = slice(0, log_sum_exp.shape[-1])
     attention_after(qkv, kv, heads, kv_heads, every, queries, 0, out, log_sum_exp, arena)
@@ -351,7 +311,6 @@ def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Ar
 def attention_backward(
     d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena
 ) -> None:
-    """d_qkv (N, W) from d_out (N, H d); the probabilities are computed again, not kept."""
     kv, d_kv = (keys_and_values(x, heads, kv_heads, arena) for x in (qkv, d_qkv))
     every, queries = slice(0, len(log_sum_exp)), slice(0, log_sum_exp.shape[-1])
     attention_after_backward(
@@ -360,16 +319,12 @@ def attention_backward(
 
 
 def keys_and_values(qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
-    """k and v of ``qkv`` (N, W), contiguous, N x 2 K d in the dialect's own order: what a rank sends to another.
-
-    A view of ``qkv``, here (2 K d, N), or a copy in ``arena``.
-    """
+    """A view: (2 K d, N)."""
     columns = qkv.T
     return columns[len(columns) // (heads + 2 * kv_heads) * heads :]
 
 
 def add_keys_and_values(d_kv: Array, d_qkv: Array) -> None:
-    """ADDS ``d_kv`` to the heads of k and v in ``d_qkv`` (N, W), of the same dtype."""
     _columns(d_qkv)[-len(d_kv) :] += d_kv
 
 
@@ -377,12 +332,6 @@ def attention_to(
     qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
     arena: Arena,
 ) -> None:  # fmt: skip
-    """Attention without a mask, of tokens ``queries`` of each sample to tokens ``keys`` of another rank's ``kv``.
-
-    Merged with the attention to other keys that ``out`` (N, H d) and ``log_sum_exp`` (B, H, T) hold, both of the
-    statistics' dtype: l = log(exp(l0) + exp(l1)), out = exp(l0 - l) out0 + exp(l1 - l) out1.  Other tokens stay.
-    ``kv`` is of ``keys_and_values`` and has B samples of T tokens as ``qkv`` has; slices have a start and a stop.
-    """
     samples, _, length = log_sum_exp.shape
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, slice(0, samples), queries)
     k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, length))
@@ -393,10 +342,6 @@ def attention_to_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
     keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
 ) -> None:  # fmt: skip
-    """ADDS to the heads of q in ``d_qkv`` (N, W); writes ``d_kv``, of the shape of ``kv``, 0 outside of ``keys``.
-
-    ``out`` and ``log_sum_exp`` are merged over all keys; ``d_qkv`` and ``d_kv`` are of the statistics' dtype.
-    """
     samples, _, length = log_sum_exp.shape
     every = slice(0, samples)
     d_kv.fill(0)
@@ -582,7 +527,6 @@ def _ones(size: int, dtype: np.dtype) -> Array:
 
 
 def swiglu(gate_up: Array, out: Array, arena: Arena) -> None:
-    """out (N, F) = silu(gate) up; ``gate_up`` (N, 2F) holds gate, then up."""
     gates, ups = _columns(gate_up).reshape(2, -1)
     hiddens = _columns(out).reshape(-1)
     with arena.scope():
@@ -598,10 +542,7 @@ def swiglu(gate_up: Array, out: Array, arena: Arena) -> None:
 
 
 def swiglu_backward(d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
-    """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote.
-
-    With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out (out + s (up - out)).
-    """
+    """With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out (out + s (up - out))."""
     gates, ups = _columns(gate_up).reshape(2, -1)
     d_gates, d_ups = _columns(d_gate_up).reshape(2, -1)
     hiddens, d_hiddens = _columns(out).reshape(-1), _columns(d_out).reshape(-1)
@@ -640,7 +581,6 @@ def _gelu_sigmoid(x: Array, out: Array) -> None:
 
 
 def gelu(x: Array, out: Array, arena: Arena) -> None:
-    """out (N, F) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GPT-2's approximation by tanh."""
     inputs, outputs = _columns(x).reshape(-1), _columns(out).reshape(-1)
     for block in _blocks(inputs.size):
         _gelu_sigmoid(inputs[block], outputs[block])
@@ -648,7 +588,7 @@ def gelu(x: Array, out: Array, arena: Arena) -> None:
 
 
 def gelu_backward(d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
-    """dx (N, F) = d_out s (1 + x (1 - s) 2 u'); overwrites ``d_out``."""
+    """dx = d_out s (1 + x (1 - s) 2 u')."""
     inputs, d_outs, outputs = (_columns(y).reshape(-1) for y in (x, d_out, dx))
     with arena.scope():
         s_block = arena.take((BLOCK,), x.dtype)
@@ -671,15 +611,10 @@ def gelu_backward(d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
 
 
 def count_targets(targets: Array, out: Array) -> None:
-    """out (1,) = how many of ``targets`` (N,) are not ignored (-1), at least 1."""
     out[0] = max(1, np.count_nonzero(targets != IGNORE))
 
 
 def cross_entropy(logits: Array, targets: Array, count: Array | None, losses: Array, arena: Arena) -> None:
-    """losses (N,) = -log softmax(logits (N, V))[target], 0 where ignored.  Overwrites ``logits``.
-
-    With ``count`` (1,) they become the gradient of sum(losses) / count.
-    """
     for rows in _blocks(*logits.shape):
         z, loss, kept = logits[rows], losses[rows], targets[rows] != IGNORE
         at_target = np.arange(len(z)), np.where(kept, targets[rows], 0)
@@ -700,11 +635,6 @@ def cross_entropy(logits: Array, targets: Array, count: Array | None, losses: Ar
 
 
 def logit_statistics(logits: Array, targets: Array, first: int, out: Array, arena: Arena) -> None:
-    """Of ``logits`` (N, v), a part of a vocabulary from row ``first`` on: what a loss needs of it.
-
-    out (3, N), of the statistics' dtype: the maximum, the sum of exp(logit - maximum), and the target's logit, 0
-    where it is not in this part.
-    """
     top, total, at_target = out
     here = (first <= targets) & (targets < first + logits.shape[1])
     at_target[...] = np.where(here, logits[np.arange(len(targets)), np.where(here, targets - first, 0)], 0)
@@ -720,10 +650,6 @@ def logit_statistics(logits: Array, targets: Array, first: int, out: Array, aren
 def cross_entropy_of_parts(
     logits: Array, targets: Array, first: int, statistics: Array, count: Array | None, losses: Array, arena: Arena
 ) -> None:
-    """``cross_entropy`` of a vocabulary in parts; ``logits`` (N, v) is the part that begins at ``first``.
-
-    ``statistics`` (parts, 3, N) are those of all parts.
-    """
     tops, totals, at_target = statistics.swapaxes(0, 1)
     kept, top = targets != IGNORE, tops.max(axis=0)
     total = (totals * np.exp(tops - top)).sum(axis=0)
@@ -739,12 +665,4 @@ def cross_entropy_of_parts(
 
 
 def mean_loss(losses: Array, count: Array, out: Array) -> None:
-    """out (1,), float64, = sum(losses) / count."""
     out[0] = losses.sum(dtype=np.float64) / count[0]
-
-
-OPERATIONS = {
-    name for name, each in vars().items()
-    if isfunction(each) and each.__module__ == __name__ and not name.startswith("_")
-}  # fmt: skip
-"""The names of the vocabulary."""

@@ -56,7 +56,7 @@ class ContextParallel:
         self.ops.mean_loss(losses, count, out)
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-        """As ``ops.attention``, over the keys and values of all ranks."""
+        """As ``Ops.attention``, over the keys and values of all ranks."""
         ops, merged = self.ops, out
         if self.size == 1:
             ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
@@ -77,7 +77,7 @@ class ContextParallel:
         self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
         arena: Arena,
     ) -> None:  # fmt: skip
-        """As ``ops.attention_backward``."""
+        """As ``Ops.attention_backward``."""
         ops, total = self.ops, d_qkv
         if self.size == 1:
             ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)

@@ -3,7 +3,7 @@
 A sum's bits depend on its order, and a matrix product's also on its shape. So one rank computes what many would:
 
 - *features*: heads, intermediate features and the vocabulary are split in ``Split.features`` equal parts. A product is
-  computed part by part. A sum over features is ``ops.add_tree``, a binary tree over the parts.
+  computed part by part. A sum over features is ``Ops.add_tree``, a binary tree over the parts.
 - *tokens*: a sequence is split in chunks, and chunks i and last - i are a piece (the zigzag of ``parallel.context``).
   A micro-batch of N tokens is held piece by piece: (pieces, samples, 2, chunk), so that a rank's tokens are a run of
   rows. Products are computed piece by piece, and a sum over tokens is a tree over the pieces.
@@ -114,7 +114,7 @@ class FixedOrder:
     def weight_gradient(
         self, d_out: Array, x: Array, d_weight: Array, arena: Arena, stacked: Sequence[slice] | None
     ) -> None:
-        """``ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: split by columns."""
+        """``Ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: split by columns."""
         for rows in stacked or ():
             f = (rows.stop - rows.start) // self.parts
             for start in range(rows.start, rows.stop, f):
@@ -130,7 +130,7 @@ class FixedOrder:
     def rms_norm_backward(
         self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, arena: Arena
     ) -> None:
-        """``ops.rms_norm_backward``, with the whole ``d_weight`` on every rank."""
+        """``Ops.rms_norm_backward``, with the whole ``d_weight`` on every rank."""
         rows = len(x) * self.tp.size // self.pieces
         parts = self.pieces * math.gcd(self.split.features, rows) // self.tp.size
         self.ops.rms_norm_backward(d_out, x, weight, rstd, dx, d_weight, False, arena, parts)

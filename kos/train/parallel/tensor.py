@@ -11,7 +11,7 @@ one half overlaps the products of the other (``Llama._forward``). In the backwar
 weights (``Llama.block_backward``). A rank's n rows are its rows of the first half, then its rows of the second half.
 
 The embedding and the head are split by vocabulary. No rank has all logits of a token: three numbers of each rank's
-part, the statistics of ``ops.logit_statistics``, give the loss and its gradient.
+part, the statistics of ``Ops.logit_statistics``, give the loss and its gradient.
 
 With one rank every function is the plain operation.
 """

@@ -22,15 +22,14 @@ from kos.comm.gpu.backend import is_captured
 from kos.cuda import device_info, streams
 from kos.cuda.driver import call, cu
 from kos.train.engine.machine import peak_flops
-from kos.train.ops import numpy as numpy_ops
+from kos.train.ops import Ops
 
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 COPIED = 128 << 20  # bytes, more than a cache holds
 ROWS_ON_HOST, ROWS = 1024, 4096  # of the square matrices of a large product
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
 UNTIMED = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
-UNTIMED |= {"product", "add_tree", "attention_after", "attention_after_backward"}  # of ``--deterministic`` alone
-TIMED = numpy_ops.OPERATIONS - UNTIMED | {"launch"}
+TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
 IN_PLACE = {"cross_entropy": 0, "rms_norm_backward": 4, "layer_norm_backward": 4}
 """Which argument an operation reads and writes."""
 COLLECTIVES = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv"}

@@ -22,6 +22,7 @@ from kos.memory.array import Array
 from kos.train.engine import cuda as engine_module
 from kos.train.engine import feed, memory_plan
 from kos.train.model.parameters import Parameters
+from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import SHAPES, STATE
@@ -108,7 +109,7 @@ COLUMN_MAJOR = {
     for backward in ("", "_backward")
 }  # fmt: skip
 MEMORY_OF = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
-OPERATIONS = reference.OPERATIONS - MEMORY_OF - {"rope_tables", "add_tree"}
+OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
 KEYS_AND_VALUES = {"attention_to": (1,), "attention_to_backward": (2, 10)}  # which arguments those arrays are
 
