@@ -149,10 +149,12 @@ class Short(Member):
 
 
 GIVEN = {
-    "nothing known": (object(), "expected a communicator of mpi4py, a dict of rank, size and address, or an object"),
+    "nothing known": (object(), "expected a communicator of mpi4py, a ProcessGroup of torch, a dict of rank, size and "),
     "a class": (Member, "expected a communicator of mpi4py"),
     "unknown key": ({"rank": 0, "size": 1, "address": "h:1", "port": 1}, r"got \['port'\]"),
     "no address": ({"rank": 0, "size": 1}, "expected the keys rank, size, address, got none of address"),
+    "no store": ({"rank": 0, "size": 1, "store": {}}, "store: expected the methods set, get, add and wait, got {}"),
+    "keys of a store": ({"rank": 0, "store": 0, "secret": ""}, r"keys of rank, size, store, got \['secret'\]"),
     "rank": ({"rank": 2, "size": 2, "address": "h:1"}, "rendezvous: rank: expected a number from 0 to 1, got 2"),
     "size": ({"rank": 0, "size": 0, "address": "h:1"}, "rendezvous: size: expected a number from 1"),
     "local rank": ({"rank": 0, "size": 1, "address": "h:1", "local_rank": 3}, "rendezvous: local_rank: expected"),
@@ -233,6 +235,17 @@ def ranks_of(size, body, store=None, timeout=TIMEOUT, **keywords):
             return body(comm)
 
     return run_threads(*[lambda number=number: rank(number) for number in range(size)])
+
+
+def test_a_store_that_init_is_given():
+    store = DictStore()
+
+    def rank(number):
+        place = {"rank": number, "size": 2, "store": store}
+        with kos.init(rendezvous=place, timeout=TIMEOUT) as comm:
+            return comm.all_reduce(np.array([comm.rank])).item()
+
+    assert run_threads(lambda: rank(0), lambda: rank(1)) == [1, 1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kos.comm.arguments import number_in
 from kos.comm.failures import Ledger
@@ -26,8 +26,8 @@ from kos.comm.rendezvous.wire import Network, is_loopback
 from kos.errors import InvalidArgument, RendezvousError
 from kos.memory.symmetric import Exchange
 
-_KEYS = ("rank", "size", "address")
-_OPTIONAL = ("local_rank", "secret")
+_OPTIONAL: dict[str, tuple[str, ...]] = {"address": ("local_rank", "secret"), "store": ()}
+"""The keys allowed beside ``rank``, ``size`` and this one."""
 
 
 def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
@@ -38,7 +38,11 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
     if isinstance(given, Rendezvous):
         return given
     if isinstance(given, Mapping):
-        return _by_address(given, timeout)
+        return _by_place(given, timeout)
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available():
+        if isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER:
+            return of_process_group(dist, given, timeout)
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and isinstance(given, MPI.Comm):
         if not given or given.is_inter:  # COMM_NULL is false
@@ -48,18 +52,25 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
     numbers = getattr(given, "rank", None), getattr(given, "size", None)
     if all(isinstance(each, int) for each in numbers) and callable(getattr(given, "allgather", None)):
         return _by_exchange(given, timeout)
-    kinds = "a communicator of mpi4py, a dict of rank, size and address, or an object with rank, size and allgather"
+    kinds = "a communicator of mpi4py, a ProcessGroup of torch, a dict of rank, size and address or store"
+    kinds += ", or an object with rank, size and allgather"
     raise InvalidArgument(f"rendezvous: expected {kinds}, got {given!r:.80}")
 
 
-def _by_address(given: Mapping[str, Any], timeout: float) -> Rendezvous:
-    """By ``rank``, ``size`` and the ``address`` of rank 0 as "host:port"."""
-    if unknown := given.keys() - {*_KEYS, *_OPTIONAL}:
-        raise InvalidArgument(f"rendezvous: expected keys of {', '.join(_KEYS + _OPTIONAL)}, got {sorted(unknown)}")
-    if missing := [key for key in _KEYS if key not in given]:
-        raise InvalidArgument(f"rendezvous: expected the keys {', '.join(_KEYS)}, got none of {', '.join(missing)}")
+def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
+    """By ``rank``, ``size``, and a ``store`` or the ``address`` of rank 0 as "host:port"."""
+    place = "store" if "store" in given else "address"
+    keys = ("rank", "size", place)
+    if unknown := given.keys() - {*keys, *_OPTIONAL[place]}:
+        raise InvalidArgument(f"rendezvous: expected keys of {', '.join(keys + _OPTIONAL[place])}, got {sorted(unknown)}")
+    if missing := [key for key in keys if key not in given]:
+        raise InvalidArgument(f"rendezvous: expected the keys {', '.join(keys)}, got none of {', '.join(missing)}")
     size = number_in("rendezvous: size", given["size"], 1, 1 << 20)
     rank = number_in("rendezvous: rank", given["rank"], 0, size - 1)
+    if place == "store":
+        if not isinstance(store := given["store"], Store):
+            raise InvalidArgument(f"rendezvous: store: expected the methods set, get, add and wait, got {store!r:.80}")
+        return StoreRendezvous(store, rank, size, timeout)
     local_rank = given.get("local_rank")
     if local_rank is not None:
         local_rank = number_in("rendezvous: local_rank", local_rank, 0, size - 1)
@@ -98,6 +109,7 @@ def _allgather(given: Exchange, data: bytes) -> list[bytes]:
     return parts
 
 
+@runtime_checkable
 class Store(Protocol):
     """The methods of a store that kos uses, with the meaning of torch.distributed's.  Values are bytes."""
 
@@ -138,6 +150,18 @@ class StoreRendezvous(JobRendezvous):
                 raise ledger.overdue(missing, "rendezvous", None, text, RendezvousError)
             place = _place(rank, size, "the store", offer)
         super().__init__(place, timeout, listener, ledger)
+
+
+def of_process_group(dist: Any, group: Any, timeout: float) -> StoreRendezvous:
+    """The ranks of a process group of ``dist``, the module torch.distributed.  Collective in the group.
+
+    Raises InvalidArgument on a rank outside the group.
+    """
+    if (rank := dist.get_rank(group)) < 0:
+        raise InvalidArgument("group: this rank is not in it")
+    store = dist.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
+    ranks = dist.get_process_group_ranks(group)
+    return StoreRendezvous(store, rank, len(ranks), timeout, ranks)
 
 
 def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socket.socket | None, dict[str, Any]]:

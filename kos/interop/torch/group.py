@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import kos
-from kos.comm.rendezvous.foreign import StoreRendezvous
+from kos.comm.rendezvous.foreign import StoreRendezvous, of_process_group
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
 from kos.interop.torch.launch import Cache, Launch, add, cache_key, run, start
@@ -653,9 +653,7 @@ def rendezvous(group: Any = None, timeout: float = 120.0) -> StoreRendezvous:
 
         comm = kos.init(rendezvous=kos.interop.torch.rendezvous())
 
-    ``group`` None is the default group.  ``timeout`` in seconds bounds every wait of the rendezvous.
+    ``group`` None is the default group.  ``timeout`` in seconds bounds every wait of the rendezvous.  Raises
+    InvalidArgument on a rank outside the group.
     """
-    group = group or dist.group.WORLD
-    store = torch._C._distributed_c10d.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
-    ranks = dist.get_process_group_ranks(group)
-    return StoreRendezvous(store, dist.get_rank(group), len(ranks), timeout, ranks)
+    return of_process_group(dist, dist.group.WORLD if group is None else group, timeout)
