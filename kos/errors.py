@@ -122,8 +122,10 @@ def _in_kos(frame: traceback.FrameSummary) -> bool:
 
 
 def install(extras: str) -> str:
-    """The command that installs these extras of kos, which is on no package index."""
+    """The command that installs these extras of kos, which is on no package index; no extras: a clone of kos."""
     clone, wanted = _PACKAGE.parent, f"[{extras}]" if extras else ""
     if (clone / "pyproject.toml").exists():
         return pip_install("-e", f"{near(clone)}{wanted}")
+    if extras and any(clone.glob("kos-*.dist-info")):  # pip takes the extras of the installed wheel, from no index
+        return pip_install(f"kos{wanted}")
     return f"in a clone of kos: {pip_install('-e', f'.{wanted}', here=False)}"

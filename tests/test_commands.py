@@ -44,6 +44,9 @@ def test_packages_are_installed_for_this_python(environment: Path, monkeypatch: 
 def test_an_installed_kos_names_this_python_from_any_clone(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(errors, "_PACKAGE", environment / "site-packages" / "kos")
     assert install("train") == f"in a clone of kos: {environment}/python -m pip install -e '.[train]'"
+    (environment / "site-packages" / "kos-0.1.0.dist-info").mkdir(parents=True)
+    assert install("train") == ".venv/bin/python -m pip install 'kos[train]'"
+    assert install("") == f"in a clone of kos: {environment}/python -m pip install -e ."
 
 
 def test_a_program_of_this_folder_is_not_one_of_the_path(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def init(
     - ``{"rank": 0, "size": 4, "address": "host:port"}``: rank 0 listens there; optional keys are ``local_rank`` and
       ``secret`` (default: as for ranks of the environment)
     - a ProcessGroup of torch.distributed, such as ``dist.group.WORLD``, over any backend
-    - ``{"rank": 0, "size": 4, "store": store}``: ``store`` is a ``Store`` of torch, or has its methods ``set``, ``get``,
+    - ``{"rank": 0, "size": 4, "store": store}``: a ``Store`` of torch, or an object with its methods ``set``, ``get``,
       ``add`` and ``wait``; this group alone uses it
     - an object with ``rank``, ``size`` and ``allgather(data: bytes) -> list[bytes]``: kos calls it twice and then
       connects the ranks by TCP

@@ -74,7 +74,7 @@ class Communicator(Operations):
         self._batch: Batch | None = None
         self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # split from this one
-        self._closed = False
+        self._closed, self._why_closed = False, " is closed"
         self._progress: ProgressThread | None = None
         ranks = list(range(self.size))
         self._group = group or Group(
@@ -560,7 +560,7 @@ class Communicator(Operations):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CollectiveError(f"{self!r} is closed")
+            raise CollectiveError(f"{self!r}{self._why_closed}")
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -574,7 +574,9 @@ _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 def _forked() -> None:
     """A forked process is no rank: it reports nothing on behalf of the rank."""
     for comm in _communicators:
-        comm._closed = True
+        if not comm._closed:
+            why = f": this process was forked from rank {comm.rank}; a forked process is no rank"
+            comm._closed, comm._why_closed = True, why
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -342,6 +342,7 @@ def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
         port = other.getsockname()[1]
         [error] = errors_of(20, environment(0, 2, port))
     assert error.startswith(f"MASTER_PORT: expected port {port} to be free for rank 0, got one in use")
+    assert error.endswith("Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))")
 
 
 def test_a_port_that_is_busy_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ class Short(Member):
 
 
 GIVEN = {
-    "nothing known": (object(), "expected a communicator of mpi4py, a ProcessGroup of torch, a dict of rank, size and "),
+    "nothing known": (object(), "expected a communicator of mpi4py, a ProcessGroup of torch, a dict of rank, size "),
     "a class": (Member, "expected a communicator of mpi4py"),
     "unknown key": ({"rank": 0, "size": 1, "address": "h:1", "port": 1}, r"got \['port'\]"),
     "no address": ({"rank": 0, "size": 1}, "expected the keys rank, size, address, got none of address"),

@@ -186,7 +186,8 @@ def raises(comm):
     try:
         comm.barrier()
     except kos.errors.CollectiveError as error:
-        sys.exit(0 if "is closed" in str(error) else 3)
+        forked = f": this process was forked from rank {comm.rank}; a forked process is no rank"
+        sys.exit(0 if str(error).endswith(forked) else 3)
 
 def code(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -221,6 +222,31 @@ def test_a_process_that_a_rank_forked_is_no_rank(tmp_path: Path) -> None:
     done = mpirun(2, program(tmp_path, FORK))
     assert (done.returncode, done.stdout) == (0, "done\n" * 2), done.stderr
     assert "ends the job" not in done.stderr
+
+
+FINALIZED = """
+from mpi4py import MPI
+{before}
+rank = MPI.COMM_WORLD.rank
+MPI.Finalize()
+if rank:
+    sys.exit()
+for given in (None, MPI.COMM_WORLD):
+    try:
+        kos.init(rendezvous=given, timeout=60)
+    except kos.errors.RendezvousError as error:
+        print(error, flush=True)
+raise SystemError("of the program")
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize("before", ["", "kos.init(timeout=60).close()"])
+def test_after_mpi_finalize(tmp_path: Path, before: str) -> None:
+    """An error, where MPI would abort the job; then the exception of the program."""
+    done = mpirun(2, program(tmp_path, FINALIZED.format(before=before)), fresh=True)
+    assert done.stdout == "mpi: expected MPI to run, got kos.init after MPI.Finalize\n" * 2, done.stderr
+    assert done.returncode == 1 and "SystemError: of the program" in done.stderr
 
 
 @needs_mpirun

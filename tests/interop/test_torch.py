@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kos.errors import InvalidArgument
 from tests.interop.ranks import run
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -44,6 +45,13 @@ def test_errors_name_what_was_expected():
     assert "allgather: expected a list of 2 tensors, one for each rank, got 1" in parts
     assert "count 3 against 4" in mismatch
     assert "Timed out in process group" in timeout and "ranks [1] did not arrive" in timeout
+
+
+def test_a_backend_for_gpus_that_does_not_exist():
+    from kos.interop.torch import Options
+
+    with pytest.raises(InvalidArgument, match="gpu: expected auto, nccl or peer, got 'foo'"):
+        Options(gpu="foo")
 
 
 def test_the_death_of_a_rank_is_raised_soon():

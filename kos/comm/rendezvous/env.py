@@ -380,8 +380,8 @@ def _listen(network: Network, place: Place) -> socket.socket:
         if time.monotonic() >= deadline:
             tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
             raise RendezvousError(
-                f"{name}: expected {tried} to be free for rank 0, got one in use "
-                f"(by another job, another rank 0, or torch.distributed?)"
+                f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
+                "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
             ) from problem
         time.sleep(0.05)
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kos.comm.arguments import number_in
 from kos.comm.failures import Ledger
+from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous, host_id
 from kos.comm.rendezvous.env import GRACE_SECONDS, JobRendezvous, Place
 from kos.comm.rendezvous.mpi import MPIRendezvous
@@ -40,11 +41,14 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
     if isinstance(given, Mapping):
         return _by_place(given, timeout)
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available():
-        if isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER:
-            return of_process_group(dist, given, timeout)
+    if (
+        dist is not None and dist.is_available()
+        and (isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER)
+    ):  # fmt: skip
+        return of_process_group(dist, given, timeout)
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is not None and isinstance(given, MPI.Comm):
+        mpi_job.check_running(MPI)
         if not given or given.is_inter:  # COMM_NULL is false
             got = "an intercommunicator" if given else "COMM_NULL"
             raise InvalidArgument(f"rendezvous: expected an intracommunicator of MPI, got {got}")
@@ -61,8 +65,9 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
     """By ``rank``, ``size``, and a ``store`` or the ``address`` of rank 0 as "host:port"."""
     place = "store" if "store" in given else "address"
     keys = ("rank", "size", place)
-    if unknown := given.keys() - {*keys, *_OPTIONAL[place]}:
-        raise InvalidArgument(f"rendezvous: expected keys of {', '.join(keys + _OPTIONAL[place])}, got {sorted(unknown)}")
+    allowed = keys + _OPTIONAL[place]
+    if unknown := given.keys() - set(allowed):
+        raise InvalidArgument(f"rendezvous: expected keys of {', '.join(allowed)}, got {sorted(unknown)}")
     if missing := [key for key in keys if key not in given]:
         raise InvalidArgument(f"rendezvous: expected the keys {', '.join(keys)}, got none of {', '.join(missing)}")
     size = number_in("rendezvous: size", given["size"], 1, 1 << 20)

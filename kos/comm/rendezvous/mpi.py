@@ -31,6 +31,7 @@ class MPIRendezvous(Rendezvous):
         self, comm: Any = None, timeout: float = 120.0, process_hooks: bool = True, ledger: Ledger | None = None
     ) -> None:
         MPI = mpi_job.load_mpi(process_hooks)
+        mpi_job.check_running(MPI)
         self._MPI, self.timeout, self._ledger = MPI, timeout, ledger
         if process_hooks:
             mpi_job.guard_job()

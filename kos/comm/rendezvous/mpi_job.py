@@ -80,8 +80,15 @@ def load_mpi(process_hooks: bool = True) -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    _check_world(MPI)
+    if not MPI.Is_finalized():
+        _check_world(MPI)
     return MPI
+
+
+def check_running(MPI: Any) -> None:
+    """Raise RendezvousError after MPI_Finalize: MPI ends the job at most later calls."""
+    if MPI.Is_finalized():
+        raise RendezvousError("mpi: expected MPI to run, got kos.init after MPI.Finalize")
 
 
 def _check_world(MPI: Any) -> None:
@@ -250,10 +257,11 @@ def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Calla
 
     ``own`` is the program's own hook, if it has one; ``usual`` is the report of a process that is no rank.
     """
-    world = load_mpi().COMM_WORLD
-    if os.getpid() != _guarded or world.size == 1:
+    MPI = load_mpi()
+    if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         usual()
         return
+    world = MPI.COMM_WORLD
     if isinstance(error, RankLost):
         time.sleep(_EXIT_GRACE + 1)  # the rank that failed ends the job, with its own report and exit code
     line, frames = describe(error)

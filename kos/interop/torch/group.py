@@ -78,6 +78,10 @@ class Options:
     gpu: str = "auto"
     """The backend of kos for tensors on a GPU: "auto", "nccl" or "peer"."""
 
+    def __post_init__(self) -> None:
+        if self.gpu not in ("auto", "nccl", "peer"):
+            raise InvalidArgument(f"gpu: expected auto, nccl or peer, got {self.gpu!r}")
+
 
 class ProcessGroupKos(_ProcessGroup):
     """A process group of torch over communicators of kos: one for host memory, one for the GPU of this rank.
