@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kos.errors import ConfigError, install
+
 if TYPE_CHECKING:
     from kos.train.trained import TrainedModel, load
 
@@ -18,4 +20,12 @@ def __getattr__(name: str) -> object:
 
     if name not in __all__:
         raise AttributeError(f"module 'kos.train' has no attribute {name!r}")
-    return getattr(import_module("kos.train.trained"), name)
+    try:
+        return getattr(import_module("kos.train.trained"), name)
+    except ImportError as error:
+        raise missing(error) from error
+
+
+def missing(error: ImportError) -> ConfigError:
+    """The error where packages of the extra ``train`` are not installed."""
+    return ConfigError(f"expected the trainer's packages ({install('train')}), got: {error}")

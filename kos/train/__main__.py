@@ -12,8 +12,9 @@ import traceback
 from collections.abc import Sequence
 
 import kos
-from kos.errors import ConfigError, KosError, RankLost, debugging, in_words, install
+from kos.errors import ConfigError, KosError, RankLost, debugging, in_words
 from kos.files import printing
+from kos.train import missing
 from kos.train.parallel.stopping import Stop, Stopped
 
 SPOKESMAN_SECONDS = 10.0
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             thread_pools()
         except ImportError as error:
-            raise ConfigError(f"expected the trainer's packages ({install('train')}), got: {error}") from error
+            raise missing(error) from error
         if "--plan" in arguments:
             from kos.train.tools.plan import report
 

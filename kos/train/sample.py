@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kos.commands import program
-from kos.errors import KosError
-from kos.train.trained import load
+from kos.errors import ConfigError, KosError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}
     try:
+        from kos.train import load  # of which packages may be missing
+
         text = load(arguments.run).generate(arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         try:

@@ -96,8 +96,14 @@ def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: 
     assert set_by_file(["--batch-size", "10", "--micro-batch-size", "5"], batch) == ""
 
 
-def test_a_package_that_is_missing_is_named_with_what_brings_it() -> None:
-    code = "import sys\nsys.modules['threadpoolctl'] = None\nfrom kos.train.__main__ import main\nmain([])"
+@pytest.mark.parametrize(("package", "module", "arguments"), [
+    ("threadpoolctl", "__main__", []), ("pydantic", "__main__", ["--help"]), ("pydantic", "sample", ["folder"]),
+])  # fmt: skip
+def test_a_package_that_is_missing_is_named_with_what_brings_it(
+    package: str, module: str, arguments: list[str]
+) -> None:
+    begin = f"import sys\nsys.modules[{package!r}] = None\n"
+    code = begin + f"from kos.train.{module} import main\nsys.exit(main({arguments}))"
     done = run_program(sys.executable, "-c", code, env=ENVIRONMENT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"kos: error: expected the trainer's packages ({install('train')}), got: ")

@@ -63,16 +63,16 @@ def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
 
 def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
     """By ``rank``, ``size``, and a ``store`` or the ``address`` of rank 0 as "host:port"."""
-    place = "store" if "store" in given else "address"
-    keys = ("rank", "size", place)
-    allowed = keys + _OPTIONAL[place]
+    meeting = "store" if "store" in given else "address"
+    keys = ("rank", "size", meeting)
+    allowed = keys + _OPTIONAL[meeting]
     if unknown := given.keys() - set(allowed):
         raise InvalidArgument(f"rendezvous: expected keys of {', '.join(allowed)}, got {sorted(unknown)}")
     if missing := [key for key in keys if key not in given]:
         raise InvalidArgument(f"rendezvous: expected the keys {', '.join(keys)}, got none of {', '.join(missing)}")
     size = number_in("rendezvous: size", given["size"], 1, 1 << 20)
     rank = number_in("rendezvous: rank", given["rank"], 0, size - 1)
-    if place == "store":
+    if meeting == "store":
         if not isinstance(store := given["store"], Store):
             raise InvalidArgument(f"rendezvous: store: expected the methods set, get, add and wait, got {store!r:.80}")
         return StoreRendezvous(store, rank, size, timeout)
