@@ -34,6 +34,10 @@ def test_storages_can_be_resized_after_an_operation():
     assert run(f"{PROGRAMS}:resized") == [[64] * 4] * 2
 
 
+def test_operations_are_in_the_profiles_of_torch():
+    assert run(f"{PROGRAMS}:profiled") == [["kos:allreduce", "kos:broadcast"]] * 2
+
+
 def test_messages_give_what_gloo_gives():
     assert run(f"{PROGRAMS}:messages") == run(f"{PROGRAMS}:messages", 2, "gloo")
 

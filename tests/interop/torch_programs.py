@@ -279,6 +279,15 @@ def resized() -> list[int]:
     return found
 
 
+def profiled() -> list[str]:
+    """What torch's profiler shows of two operations."""
+    x = torch.ones(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(x)
+        dist.broadcast(x, 0, async_op=True).wait()
+    return sorted(event.key for event in profile.key_averages() if event.key.startswith("kos:"))
+
+
 def fsdp1(kind: str = "cpu") -> list[float]:
     """The first FullyShardedDataParallel."""
     from torch.distributed.fsdp import FullyShardedDataParallel
