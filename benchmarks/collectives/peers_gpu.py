@@ -65,7 +65,6 @@ class NCCLWindows(RawNCCL):
 
     def __init__(self, control: Communicator, device: int, stream: Any) -> None:
         super().__init__(control, device, stream)
-        self._binding.require("window")
         self._windows: list[tuple[Any, int]] = []
 
     def allocate(self) -> Callable[[int, DType], Any]:

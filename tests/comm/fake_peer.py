@@ -177,11 +177,13 @@ class ThreadRanks:
         def rank(index: int) -> Any:
             try:
                 return fn(ThreadRendezvous(threads, index, timeout))
-            except BaseException:
-                failures.append((index, traceback.format_exc()))
+            except BaseException as error:  # its frames keep the memory that kernels of other ranks may write to
+                failures.append((index, error))
                 threads.fail(RankLost("another rank failed"))
 
         running = [self.pool.submit(rank, i) for i in range(self.size)]
         results = [each.result(HANG) for each in running]
-        assert not failures, "rank {} failed:\n{}".format(*failures[0])
+        told = [f"rank {index} failed:\n{''.join(traceback.format_exception(error))}" for index, error in failures]
+        failures.clear()
+        assert not told, told[0]
         return results

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"
 PROGRAMS = "tests.interop.torch_programs"
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = [pytest.param(program, marks=pytest.mark.slow) for program in ("ddp_hooks", "compiled")]
-BUILT_ON_IT = ["ddp", "ddp_join", "fsdp", "tensor_parallel", "pipeline", *SLOW]
+BUILT_ON_IT = ["ddp", "ddp_join", "fsdp1", "fsdp", "tensor_parallel", "pipeline", *SLOW]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -29,6 +29,14 @@ def test_collectives_give_what_gloo_gives(size):
 
 def test_groups_take_the_other_overloads_of_their_methods():
     assert run(f"{PROGRAMS}:overloads") == run(f"{PROGRAMS}:overloads", backend="gloo")
+
+
+def test_storages_can_be_resized_after_an_operation():
+    assert run(f"{PROGRAMS}:resized") == [[64] * 4] * 2
+
+
+def test_operations_are_in_the_profiles_of_torch():
+    assert run(f"{PROGRAMS}:profiled") == [["kos:allreduce", "kos:broadcast"]] * 2
 
 
 def test_messages_give_what_gloo_gives():

@@ -28,7 +28,7 @@ def test_every_test_that_gloo_passed_passed_or_is_explained():
 
 def test_every_test_that_nccl_passed_passed_or_is_explained():
     table = json.loads(RESULT_CUDA.read_text())["ranks"]
-    assert {ranks: missed(each["tests"], "nccl") for ranks, each in table.items()} == {"2": [], "4": []}
+    assert {ranks: missed(each["tests"], "nccl") for ranks, each in table.items()} == {"2": []}
     for each in table.values():
         assert each["counts"]["kos as nccl"]["passed"] >= 140 and each["counts"]["nccl"]["passed"] >= 140
 

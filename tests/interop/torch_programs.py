@@ -269,6 +269,37 @@ def overloads() -> list[Any]:
     return found
 
 
+def resized() -> list[int]:
+    """The sizes of storages that are resized after an operation, as FSDP1 does."""
+    size, found = dist.get_world_size(), []
+    x, y, whole = torch.ones(4), torch.zeros(4), torch.zeros(4 * size)
+    dist.all_reduce(x)
+    dist.broadcast(y, 0)
+    dist.all_gather(list(whole.chunk(size)), x)
+    dist.all_reduce(empty := torch.ones(0))
+    for tensor in (x, y, whole, empty):
+        tensor.untyped_storage().resize_(64)
+        found.append(tensor.untyped_storage().size())
+    return found
+
+
+def profiled() -> list[str]:
+    """What torch's profiler shows of two operations."""
+    x = torch.ones(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        dist.all_reduce(x)
+        dist.broadcast(x, 0, async_op=True).wait()
+    return sorted(event.key for event in profile.key_averages() if event.key.startswith("kos:"))
+
+
+def fsdp1(kind: str = "cpu") -> list[float]:
+    """The first FullyShardedDataParallel."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    device = _device(kind)
+    return _train(FullyShardedDataParallel(_model(device), device_id=torch.device(device)), device)
+
+
 def ddp_hooks() -> list[list[float]]:
     """DistributedDataParallel with the communication hooks that chain futures."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

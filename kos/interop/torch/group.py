@@ -36,6 +36,7 @@ from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, Ho
 log = logging.getLogger(__name__)
 
 _C: Any = torch._C
+_profiled = _C._autograd._profiler_enabled  # whether torch profiles
 _ASIDE = "side"  # the stream of a call with ``async_op``, for its cache key
 _ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one signature can override
 
@@ -286,6 +287,8 @@ class ProcessGroupKos(_ProcessGroup):
         """
         timeout, overlap = None if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
+        if _profiled():
+            launch = torch.profiler.record_function(f"kos:{what}")(launch)
         try:
             work = launch(call, tensors, overlap, timeout, what, arguments, batch)
         except KosError as error:

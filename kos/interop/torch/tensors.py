@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -13,10 +14,12 @@ from kos.errors import InvalidArgument
 
 Tensor: TypeAlias = torch.Tensor
 
-_OF_NUMPY = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-    torch.bool, torch.complex64, torch.complex128,
-})  # fmt: skip
+_OF_NUMPY = {
+    getattr(torch, name): np.dtype(name).str
+    for name in (
+        "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
+    )
+}  # fmt: skip
 _OPS = {
     dist.ReduceOp.SUM: kos.ReduceOp.SUM,
     dist.ReduceOp.AVG: kos.ReduceOp.AVG,
@@ -89,7 +92,18 @@ def as_array(tensor: Tensor) -> Any:
     tensor = tensor.detach()
     if not in_memory(tensor):
         tensor = tensor.contiguous().resolve_conj().resolve_neg()
-    return tensor.numpy() if not tensor.is_cuda and tensor.dtype in _OF_NUMPY else tensor
+    return tensor if tensor.is_cuda or tensor.dtype not in _OF_NUMPY else np.asarray(_Memory(tensor))
+
+
+class _Memory:
+    """A contiguous tensor in host memory, for NumPy.  After ``Tensor.numpy`` its storage could not be resized."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor  # keeps the memory alive
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": _OF_NUMPY[tensor.dtype],
+            "version": 3,
+        }  # fmt: skip
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
