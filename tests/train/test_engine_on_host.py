@@ -210,6 +210,7 @@ def test_initial_weights_are_those_of_one_rank(emulated, text, tmp_path, ranks, 
         for name, tensor in zip(names, tensors, strict=False):
             np.testing.assert_array_equal(expected[name].ravel(), tensor.ravel(), err_msg=name)
         assert not any(moment.any() for moment in tensors[len(names) :])
+        trainer._held.close()
 
     spawn(run, ranks, timeout=100)
 

@@ -211,13 +211,19 @@ def test_of_what_does_not_fit_the_least_is_shown():
 # --- memory and time -------------------------------------------------------------------------------------
 
 
+def plan_of(trainer):
+    """The plan of a run's memory; its files are closed."""
+    with trainer._held:
+        return trainer.engine.plan
+
+
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}])
 def test_memory_is_the_plan_of_the_engine(sizes, tmp_path):
     (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
     flags = [*SHAPE, "--data", str(tmp_path / "text"), "--steps", "1", "--eval-batches", "0", "--sample-tokens", "0"]
     flags += ["--zero", "1", "--out", str(tmp_path / "run")]
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
-    plans = spawn(lambda comm: Trainer(config, comm).engine.plan, 2, timeout=100)
+    plans = spawn(lambda comm: plan_of(Trainer(config, comm)), 2, timeout=100)
     job = make_job(config, config.model_config_for(V), Layout(**sizes), SLOW)
     for rank in range(sizes.get("pp", 1)):
         assert job.memory(rank).uses == plans[rank].uses and job.memory(rank).savings == plans[rank].savings
@@ -231,7 +237,7 @@ def test_memory_is_the_plan_of_the_engine_of_gpus(sizes, tmp_path, monkeypatch):
     (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
     flags = [*SHAPE[1:], "--device=cuda", "--eval-batches=0", f"--data={tmp_path / 'text'}", f"--out={tmp_path}/run"]
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
-    plans = spawn(lambda comm: Trainer(config, DeviceComm(comm)).engine.plan, 2, timeout=100)
+    plans = spawn(lambda comm: plan_of(Trainer(config, DeviceComm(comm))), 2, timeout=100)
     job = make_job(config, config.model_config_for(V), Layout(**sizes), gpu_rates("H200", 8))
     for rank in range(sizes.get("pp", 1)):
         ours, theirs = job.memory(rank), plans[rank]
