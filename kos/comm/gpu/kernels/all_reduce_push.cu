@@ -1,9 +1,10 @@
 // All-reduce and reduce-scatter by writes alone, for bandwidth: on NVLink they are faster than reads.
 //
 // Rank r adds chunk r.  Its peers write their parts into its staging memory; it adds them to its own in rank order
-// and writes the sum into every output.  A channel's part of a chunk passes in batches through two slots: while one is
-// added the next is in flight.  Each pair of ranks has two monotonic counters: "pushed" (a batch is complete in
-// staging) and "taken" (it was added, its slot is free).  Only its own rank reads an input, which may lie anywhere.
+// and writes the sum into every output.  A channel's part of a chunk passes in batches through two slots.  Half of a
+// block pushes and the other half adds, so the wire is busy while sums are formed.  Each pair of ranks has two monotonic
+// counters: "pushed" (a batch is complete in staging) and "taken" (it was added, its slot is free).  Only its own rank
+// reads an input, which may lie anywhere.
 //
 // No barrier is needed at the start: staging is free, since the previous call ended in a barrier.  A sum is written
 // only when all ranks have pushed, so they have started; in place, they have read the input that it overwrites.  A
@@ -18,7 +19,7 @@
 #define REDUCE_SCATTER 2
 
 #ifndef THREADS
-#define THREADS 512
+#define THREADS 512 /* of each half of a block */
 #endif
 
 constexpr int PER_VECTOR = 16 / sizeof(Bits);
@@ -72,8 +73,8 @@ struct Share {
     }
 
     template <bool plain>
-    __device__ __forceinline__ void push(unsigned g) const {
-        for (int i = threadIdx.x; i < batch; i += THREADS) {
+    __device__ __forceinline__ void push(unsigned g, int t) const {
+        for (int i = t; i < batch; i += THREADS) {
             Vector v[RANKS];
 #pragma unroll
             for (int k = 1; k < RANKS; k++) {
@@ -90,9 +91,9 @@ struct Share {
 
     // Add batch g and write the sums to so many ranks, this one first.
     template <bool plain, int TARGETS>
-    __device__ __forceinline__ void add(unsigned g) const {
+    __device__ __forceinline__ void add(unsigned g, int t) const {
         const int n = length(g, rank);
-        for (int i = threadIdx.x; i < n; i += THREADS) {
+        for (int i = t; i < n; i += THREADS) {
             const long long at = first(g, rank) + i;
             Vector v[RANKS];
 #pragma unroll
@@ -119,7 +120,7 @@ struct Share {
         const bool plain = reinterpret_cast<u64>(user) % 16 == 0 && count % PER_VECTOR == 0;
         for (int r = 0; r < RANKS; r++) {
             const long long end = min(min(first(0, r) + share, (r + 1) * chunk), vectors);
-            for (long long i = first(0, r) + threadIdx.x; i < end; i += THREADS) {
+            for (long long i = first(0, r) + threadIdx.x; i < end; i += blockDim.x) {
                 Vector v;
                 load(v, out[rank] + 16 * i);
                 if (plain) *reinterpret_cast<uint4*>(user + 16 * i) = make_uint4(v.x[0], v.x[1], v.x[2], v.x[3]);
@@ -129,24 +130,23 @@ struct Share {
     }
 };
 
-// All batches; the next one is on the wire while one is added.
+// All batches, pushed by one half of the block and added by the other.
 template <int TARGETS>
 __device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, unsigned batches, bool plain) {
-    const unsigned before = channel.batches;
-    for (unsigned g = 0; g <= batches; g++) {
-        if (g < batches) {
-            if (g >= 2) channel.await_all(TAKEN, before + g - 1, 0);
-            stall(s.rank, before + g, 0);
-            if (plain) s.push<true>(g);
-            else s.push<false>(g);
-            channel.tell_all(PUSHED, before + g + 1);
-        }
-        if (g == 0) continue;
-        channel.await_all(PUSHED, before + g, 1);
-        stall(s.rank, before + g, 1);
-        if (plain) s.add<true, TARGETS>(g - 1);
-        else s.add<false, TARGETS>(g - 1);
-        if (g + 1 < batches) channel.tell_all(TAKEN, before + g);
+    const unsigned before = channel.batches, t = threadIdx.x % THREADS, adds = threadIdx.x / THREADS;
+    for (unsigned g = 0; g < batches; g++) {
+        if (adds) channel.await(PUSHED, before + g + 1, t, 1);
+        else if (g >= 2) channel.await(TAKEN, before + g - 1, t, 0);
+        part_barrier(adds, THREADS);
+        stall(s.rank, before + g, adds);
+        if (adds && plain) s.add<true, TARGETS>(g, t);
+        else if (adds) s.add<false, TARGETS>(g, t);
+        else if (plain) s.push<true>(g, t);
+        else s.push<false>(g, t);
+        part_barrier(adds, THREADS);
+        const unsigned turn = (t + g * (THREADS - 32)) % THREADS;  // warps take turns: a release lasts
+        if (!adds) channel.tell(PUSHED, before + g + 1, turn);
+        else if (g + 2 < batches) channel.tell(TAKEN, before + g + 1, turn);
     }
     channel.batches += batches;
     channel.barrier(2);
@@ -159,7 +159,7 @@ __device__ __forceinline__ long long share_of(long long chunk) {
 }
 
 #if !defined(ONLY) || ONLY == PUSH
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(2 * THREADS)
     push(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
          const u64* out_table, long long out_offset, const char* source, char* target, long long count,
          long long piece) {
@@ -182,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const bool plain = reinterpret_cast<u64>(in) % 16 == 0 && n % PER_VECTOR == 0;
         push_and_add<RANKS>(channel, s, batches, plain);
         if (target) s.copy_to(target + base * sizeof(Bits));
+        __syncthreads();  // it is copied before this rank pushes again, and others write there
     }
     channel.close();
 }
@@ -189,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 #if !defined(ONLY) || ONLY == REDUCE_SCATTER
 // ``count`` elements for each rank, whole vectors; ``target`` may be this rank's part of ``source``.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(2 * THREADS)
     reduce_scatter(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
                    const char* source, char* target, long long count) {
     __shared__ u64 staging[RANKS], out[RANKS];

@@ -118,31 +118,32 @@ struct Channel {
     // Offset of the channel's line in any slab.
     __device__ __forceinline__ u64 line() const { return u64(blockIdx.x) * LINE_BYTES; }
 
-    // Release: all reads and writes of this block precede its counter in the other ranks' slabs.
-    __device__ __forceinline__ void tell_all(Flag flag, unsigned counter) {
-        __syncthreads();
-        if (threadIdx.x < RANKS && threadIdx.x != rank)
-            store_release(context->slab[threadIdx.x] + line() + flag + 4 * rank, counter);
+    // Release, by thread t after a barrier of its part of the block: all reads and writes of that part precede its
+    // counter in the other ranks' slabs.
+    __device__ __forceinline__ void tell(Flag flag, unsigned counter, unsigned t) const {
+        if (t < RANKS && t != rank) store_release(context->slab[t] + line() + flag + 4 * rank, counter);
     }
 
-    // Acquire: all other ranks' counters have arrived, and this block sees their earlier writes.
-    __device__ __forceinline__ void await_all(Flag flag, unsigned counter, int phase) {
+    // Acquire, by thread t before a barrier of its part of the block: the counter of rank t has arrived, and that part
+    // sees its earlier writes.
+    __device__ __forceinline__ void await(Flag flag, unsigned counter, unsigned t, int phase) {
 #ifndef BROKEN
-        if (threadIdx.x < RANKS && threadIdx.x != rank) {
-            Wait wait;
-            unsigned seen;
-            const u64 address = own + line() + flag + 4 * threadIdx.x;
-            while (!dead && int((seen = load_acquire(address)) - counter) < 0)
-                wait.again(context, rank, dead, threadIdx.x, counter, seen, phase);
-        }
-        __syncthreads();
+        if (t >= RANKS || t == rank) return;
+        Wait wait;
+        unsigned seen;
+        const u64 address = own + line() + flag + 4 * t;
+        while (!dead && int((seen = load_acquire(address)) - counter) < 0)
+            wait.again(context, rank, dead, t, counter, seen, phase);
 #endif
     }
 
     // A barrier of all ranks' blocks of this channel.
     __device__ __forceinline__ void barrier(int phase) {
-        tell_all(ARRIVED, ++barriers);
-        await_all(ARRIVED, barriers, phase);
+        ++barriers;
+        __syncthreads();
+        tell(ARRIVED, barriers, threadIdx.x);
+        await(ARRIVED, barriers, threadIdx.x, phase);
+        __syncthreads();
     }
 
     // The end of a kernel: no thread of this block reads the counters any more.

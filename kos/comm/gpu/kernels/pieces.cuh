@@ -25,7 +25,7 @@
 #define LARGE 0 /* there may be large pieces */
 #endif
 
-#define BOX_PACKETS 512
+#define BOX_PACKETS 1024
 #define BOX_BYTES (BOX_PACKETS * 16)
 #if LARGE
 #define INLINE_IF_SMALL __noinline__
@@ -51,8 +51,8 @@ enum Post { POSTED = 0, READ = 64, TAKEN_PIECES = 128 };
 __device__ __forceinline__ unsigned known_as(u64 bytes, unsigned message) {
     return unsigned(bytes) & ~(1u << 31) | message << 31;
 }
-// The tag of a small piece: kind (1 bit), bytes (20 bits) and number in its queue (43 bits, enough for months).
-#define NUMBER 43
+// The tag of a small piece: kind (1 bit), bytes (21 bits) and number in its queue (42 bits, enough for weeks).
+#define NUMBER 42
 __device__ __forceinline__ u64 tag_of(unsigned known, u64 number) {
     return u64(known >> 31) << 63 | u64(known & ~(1u << 31)) << NUMBER | number & (1ull << NUMBER) - 1;
 }

@@ -392,12 +392,15 @@ class PeerBackend(DeviceBackend):
             beside = self.beside(o)
             direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
             if direct is not None:
-                route.kernel = self._engine.route(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
+                way = self._engine.writes_by("all_gather", send[1], beside)
+                route.kernel = self._engine.route(Launch(way), recv[1], recv[0])
                 return direct
         if o.name == "all_to_all":
-            direct = self._engine.bind_all_to_all(send[0], recv[0], send[1] // self.size)
+            part = send[1] // self.size
+            direct = self._engine.bind_all_to_all(send[0], recv[0], part)
             if direct is not None:
-                route.kernel = self._engine.route(Launch("all_to_all"), recv[1], recv[0])
+                way = self._engine.writes_by("all_to_all", part)
+                route.kernel = self._engine.route(Launch(way), recv[1], recv[0])
                 return direct
         pieces = exchange_of(o, self.rank, self.size)
         return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o))

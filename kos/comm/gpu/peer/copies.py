@@ -26,6 +26,12 @@ BESIDE_REDUCE_SCATTER = Launch("copies", blocks=96)
 _BLOCKS = 132
 
 
+def _wait(before: int, after: int, event: Event) -> None:
+    """What stream ``after`` does next follows what ``before`` has been given."""
+    event.record(before)
+    event.hold(after)
+
+
 class Copies:
     """The stream of one rank's copies, and their staging memory."""
 
@@ -52,9 +58,7 @@ class Copies:
         stride = step * itemsize
         start = self._staging_memory(min(launch.pieces, 2) * size * stride)
         staging = [start + half * size * stride for half in range(2)]
-        if self._stream is None:
-            self._stream = create_stream(self._device)
-        copy = streams.handle(self._stream)
+        copy = self._second()
         events, others = [Event(self._device) for _ in range(2 * len(cuts) + 2)], self._others
         add = partial(kernel.bind, launch.blocks or _BLOCKS, launch.threads, rank)
         sums = [
@@ -72,24 +76,20 @@ class Copies:
             for peer in others:
                 call(cu.cuMemcpyDtoDAsync, outputs[peer] + at, outputs[rank] + at, nbytes, copy)
 
-        def wait(before: int, after: int, event: Event) -> None:
-            event.record(before)
-            event.hold(after)
-
         def run(stream: Any) -> None:
             main = streams.handle(stream)
             barrier(stream)
-            wait(main, copy, events[-1])
+            _wait(main, copy, events[-1])
             for i in range(len(cuts) + 1):
                 if i < len(cuts):
                     pull(i)
-                    wait(copy, main, events[2 * i])
+                    _wait(copy, main, events[2 * i])
                     sums[i](stream)
                     events[2 * i + 1].record(main)
                 if i > 0:
                     events[2 * i - 1].hold(copy)
                     push(i - 1)
-            wait(copy, main, events[-2])
+            _wait(copy, main, events[-2])
             barrier(stream)
 
         return run
@@ -115,19 +115,33 @@ class Copies:
 
         return run
 
-    def all_gather(self, barrier: Run, nbytes: int, send: int, outputs: Sequence[int]) -> Run:
-        """Copy ``nbytes`` of ``send`` to their place in every rank's buffer ``outputs[r]``, as this rank sees it."""
-        at = self._rank * nbytes
-        targets = [outputs[rank] + at for rank in (*self._others, self._rank)]
+    def move(self, barrier: Run, nbytes: int, places: Sequence[tuple[int, int]]) -> Run:
+        """Copy ``nbytes`` to each rank: from and to where ``places[r]`` says, (target, source), as this rank sees it.
+
+        This rank's own are copied beside the others, on a stream of their own, unless they are where they belong."""
+        rank, copy, events = self._rank, self._second(), (Event(self._device), Event(self._device))
+        own = [] if places[rank][0] == places[rank][1] else [places[rank]]
+        pushes = [places[peer] for peer in self._others]
 
         def run(stream: Any) -> None:
+            main = streams.handle(stream)
+            if own:
+                _wait(main, copy, events[0])
+                call(cu.cuMemcpyDtoDAsync, *own[0], nbytes, copy)
             barrier(stream)
-            for target in targets:
-                if target != send:
-                    call(cu.cuMemcpyDtoDAsync, target, send, nbytes, streams.handle(stream))
+            for push in pushes:
+                call(cu.cuMemcpyDtoDAsync, *push, nbytes, main)
+            if own:
+                _wait(copy, main, events[1])
             barrier(stream)
 
         return run
+
+    def _second(self) -> int:
+        """The stream of copies beside a caller's."""
+        if self._stream is None:
+            self._stream = create_stream(self._device)
+        return streams.handle(self._stream)
 
     def _staging_memory(self, nbytes: int) -> int:
         if not self._staging or self._staging[-1].nbytes < nbytes:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +53,17 @@ BESIDE_BLOCKS = 8
 """Blocks of a message that goes beside other kernels, of which it may wait for one on another GPU: it must leave them
 multiprocessors.  Not measured."""
 
-_PACKETS_UP_TO = 2 << 20
-"""Bytes of one rank's pieces to all others, up to which they travel as packets.  Packets take twice the bytes."""
+_PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
+"""Bytes of one rank's pieces to all others, up to which they travel as packets: usually, and where a rank sends on what
+it receives, and so saves a second wait for a batch.  Packets take twice the bytes."""
+_COPIES_FROM = 96 << 20
+"""The same from which copy engines move what all-gather and all-to-all write to symmetric outputs."""
 _DIRECT_FROM = 512 << 10
 """The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
 _SHARE, _SMALL_SHARE = 8192, 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
+_BATCHES = 4
+"""Into so many batches, or more, a chunk of an all-reduce is cut."""
 _PACKET_THREADS = 512
 """The most threads of a block that exchanges small pieces; half as many for more than 4 ranks."""
 
@@ -66,7 +72,7 @@ _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
-_BOX_PACKETS, _PACKET_BYTES = 512, 8
+_BOX_PACKETS, _PACKET_BYTES = 1024, 8
 
 
 class _Word(IntEnum):
@@ -137,7 +143,9 @@ class PeerEngine:
         self._slot = max(staging // slots // 16 * 16, 512)
         self._posts = self._slots + slots * self._slot
         self._boxes = self._posts + CHANNELS * _LINE_BYTES
-        self.small = min(self.blocks * _BOX_PACKETS * _PACKET_BYTES, _PACKETS_UP_TO // max(self.size - 1, 1))
+        others = max(self.size - 1, 1)
+        self.small = min(self.blocks * _PACKET_THREADS * _PACKET_BYTES, _PACKETS_UP_TO // others)
+        self.relayed = min(self.blocks * _BOX_PACKETS * _PACKET_BYTES, _RELAYED_UP_TO // others)
         nbytes = self._boxes + slots * _BOX_PACKETS * 16
         self.memory = SymmetricMemory(rendezvous, nbytes, device)
         self._loading = create_stream(device)  # no graph captures it
@@ -297,14 +305,14 @@ class PeerEngine:
         )  # fmt: skip
 
     def _bind_push(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
-        vector = 16 // dtype.itemsize
+        vector, launch = 16 // dtype.itemsize, replace(launch, threads=min(launch.threads, 512))
         place = self._symmetric(recv, count * dtype.itemsize)
         pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
         piece = count if place else -(-count // pieces // vector) * vector
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         blocks, batch = self._batches(launch, -(-piece // vector // self.size))
         return self._bind(
-            kernel, blocks, launch.threads,
+            kernel, blocks, 2 * launch.threads,
             self._context.pointer, self.memory.pointer, self.rank, self._in, batch,
             *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
         )  # fmt: skip
@@ -356,30 +364,35 @@ class PeerEngine:
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         return self._bind(
-            kernel, blocks, launch.threads,
+            kernel, blocks, 2 * launch.threads,
             self._context.pointer, self.memory.pointer, self.rank, self._in, batch, send, recv, count,
         )  # fmt: skip
 
     def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
-        """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if ``beside``.
+        """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if large or ``beside``.
 
         None for other memory and for parts that are not a multiple of 16 bytes.  None for small parts too, unless
         ``beside``: packets are faster.
         """
-        if beside and nbytes % 16 == 0 and nbytes and self.is_symmetric(recv, nbytes * self.size):
-            return self._copies.all_gather(self.bind_barrier(overlap=False), nbytes, send, self._everywhere(recv))
-        return None if beside else self._bind_writes("all_gather", send, recv, nbytes)
+        return self._bind_writes("all_gather", send, recv, nbytes, beside)
 
     def bind_all_to_all(self, send: int, recv: int, nbytes: int) -> Run | None:
         """The all-to-all of ``nbytes`` from each rank to each into symmetric memory; None as in ``bind_all_gather``."""
         return self._bind_writes("all_to_all", send, recv, nbytes)
 
-    def _bind_writes(self, name: str, send: int, recv: int, nbytes: int) -> Run | None:
-        """The kernel ``name`` of all_gather.cu, which writes to the outputs of the other ranks."""
+    def writes_by(self, name: str, nbytes: int, beside: bool = False) -> str:
+        """What writes ``nbytes`` from each rank to each to symmetric memory: the kernel ``name`` or copy engines."""
+        return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
+
+    def _bind_writes(self, name: str, send: int, recv: int, nbytes: int, beside: bool = False) -> Run | None:
         place = self._symmetric(recv, nbytes * self.size)
-        by_packets = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM
+        by_packets = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM and not beside
         if place is None or nbytes % 16 or not nbytes or by_packets:
             return None
+        if self.writes_by(name, nbytes, beside) == "copies":
+            stride, outputs = nbytes * (name == "all_to_all"), self._everywhere(recv)
+            places = [(to + self.rank * nbytes, send + r * stride) for r, to in enumerate(outputs)]
+            return self._copies.move(self.bind_barrier(overlap=False), nbytes, places)
         kernel = load_kernel(KERNELS / "all_gather.cu", name, self.device, THREADS=512, **self._macros)
         blocks = min(-(-nbytes // _SHARE), self.blocks)
         return self._bind(
@@ -387,10 +400,12 @@ class PeerEngine:
         )
 
     def _batches(self, launch: Launch, chunk: int) -> tuple[int, int]:
-        """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory."""
+        """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory: in several
+        batches, unless they are small, so that the first is added while the others are on their way."""
         blocks = min(launch.blocks or 64, self.blocks, self.staging // 256 // self.size)
         share = -(-(chunk + 8) // blocks) + 8
-        return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
+        batch = max(share // _BATCHES, launch.threads)
+        return blocks, min(self.staging // 16 // (2 * blocks * self.size), share, batch) // 8 * 8
 
     def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
@@ -407,39 +422,44 @@ class PeerEngine:
 
     def bind_exchange(
         self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False, beside: bool = False,
-        relay: int = MAX_RANKS,
+        via: int | None = None, small: int | None = None,
     ) -> Run:  # fmt: skip
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
         A piece has any number of bytes, 0 included, and any alignment.  Every rank that sends or receives something
         takes part.  Pieces from one rank to another arrive in the order in which they were sent.  ``check`` raises
         CollectiveMismatch if a piece has another size than expected, or another kind (``messages``).  ``beside``: use
-        few multiprocessors, because the kernel may wait long while others compute.  ``relay``: send to the others what
-        comes from that rank, as it arrives.
+        few multiprocessors, because the kernel may wait long while others compute.  ``via``: send to the others what
+        comes from that rank, as it arrives.  ``small``: bytes of the largest piece that travels as packets, the same on
+        all ranks.
         """
-        lengths = [nbytes for _, nbytes in (*sends, *recvs)]
-        if not any(lengths):
+        own = sends[self.rank][1], recvs[self.rank][1]
+        others = [nbytes for r in range(self.size) if r != self.rank for _, nbytes in (sends[r], recvs[r])] or [0]
+        if not any((*own, *others)):
             return _nothing
-        pieces = [word for r in range(self.size) for piece in (sends[r], recvs[r]) for word in self._with_share(*piece)]
-        channels = max(-(-nbytes // self._share(nbytes)) for nbytes in lengths if nbytes)
-        by_packets = all(nbytes <= self.small for nbytes in lengths)
-        packets = -(-max(map(self._share, lengths)) // (32 * _PACKET_BYTES)) * 32
+        small = self.small if small is None else small
+        share = partial(self._share, small)
+        both = [piece for r in range(self.size) for piece in (sends[r], recvs[r])]
+        pieces = [word for pointer, nbytes in both for word in (pointer, nbytes, share(nbytes))]
+        channels = max(-(-nbytes // share(nbytes)) for _, nbytes in both if nbytes)
+        by_packets = all(nbytes <= small for nbytes in others) and max(own) <= self.size * small
+        packets = -(-max(share(nbytes) for nbytes in others) // (32 * _PACKET_BYTES)) * 32
         most = _PACKET_THREADS // 2 if self.size > 4 else _PACKET_THREADS
         # Each thread sends and receives a packet.  Its second one waits for the first, which messages must not.
         if by_packets and not beside and (packets <= most or not messages):
             blocks, threads = channels, min(packets, most)
             macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces))}
         else:  # half of the threads send and half receive, each a packet or a vector of a large piece
-            most, unit = (_BOX_PACKETS, _PACKET_BYTES) if by_packets else (512, 16)
+            most, unit = (_PACKET_THREADS, _PACKET_BYTES) if by_packets else (512, 16)
             blocks = min(channels, BESIDE_BLOCKS) if beside else channels
-            threads = 2 * min(-(-max(map(self._share, lengths)) // (32 * unit)) * 32, most)
+            threads = 2 * min(-(-max(share(nbytes) for _, nbytes in both) // (32 * unit)) * 32, most)
             macros = {"LARGE": 1}
         kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **macros, **self._macros)
         pieces += [0] * (6 * (MAX_RANKS - self.size))
         return self._bind(
             kernel, blocks, threads,
             self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self._posts, self._boxes,
-            self.small, channels, int(messages), relay, *pieces,
+            small, channels, int(messages), MAX_RANKS if via is None else via, *pieces,
         )  # fmt: skip
 
     def bind_broadcast(self, send: Piece, recv: Piece, root: int) -> Run:
@@ -451,19 +471,16 @@ class PeerEngine:
         lengths = [min(part, nbytes - start) for start in starts]
         if rank == root:
             sends = [send if r == root else (send[0] + starts[r], lengths[r]) for r in range(size)]
-            return self.bind_exchange(sends, [recv if r == root else NONE for r in range(size)])
+            return self.bind_exchange(sends, [recv if r == root else NONE for r in range(size)], small=self.relayed)
         parts = [(recv[0] + starts[r], lengths[r]) for r in range(size)]
         sends = [NONE if r in (rank, root) else parts[rank] for r in range(size)]
         recvs = [NONE if r == rank else parts[rank if r == root else r] for r in range(size)]
-        return self.bind_exchange(sends, recvs, relay=root)
+        return self.bind_exchange(sends, recvs, via=root, small=self.relayed)
 
-    def _share(self, nbytes: int) -> int:
+    def _share(self, small: int, nbytes: int) -> int:
         """Bytes that each channel carries of an exchanged piece, which both ranks cut alike."""
-        channels = max(min(-(-nbytes // (_SMALL_SHARE if nbytes <= self.small else _SHARE)), self.blocks), 1)
+        channels = max(min(-(-nbytes // (_SMALL_SHARE if nbytes <= small else _SHARE)), self.blocks), 1)
         return -(-nbytes // (channels * 128)) * 128
-
-    def _with_share(self, pointer: int, nbytes: int) -> tuple[int, int, int]:
-        return pointer, nbytes, self._share(nbytes)
 
     def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> Run:
         """A function that launches ``kernel``; where a rank has its GPU alone, while the kernel before it ends."""
