@@ -58,7 +58,6 @@ THREADS = {
     "all_reduce_copies": 32,
     "all_reduce_specialized": 64,
 }  # others take any number
-HALVES = {"all_reduce_push"}  # of so many threads each
 
 
 @functools.cache
@@ -81,9 +80,9 @@ class HostKernel:
     def __init__(self, path: Path, name: str, device: int, **defines: Any) -> None:
         defines.pop("ONLY", None), defines.pop("THREADS", None)
         self._threads = THREADS.get(path.stem, 0)
-        self._halves = path.stem in HALVES
         if self._threads:
             defines["THREADS"] = self._threads
+        self._parts = 2 if (path.stem, name) == ("all_reduce_push", "reduce_scatter") else 1  # of THREADS each
         with _compiling:
             code = library(path, tuple(sorted(defines.items())))
         self._run = getattr(code, f"run_{name}")
@@ -95,7 +94,7 @@ class HostKernel:
         assert len(words) == self._parameters, f"expected {self._parameters} arguments, got {len(words)}"
         packed = (ctypes.c_uint64 * len(words))(*(word % (1 << 64) for word in words))
         seeds = itertools.count(threading.get_ident() % 99_991)
-        threads = min(threads, 2 * self._threads if self._halves else self._threads or 64)
+        threads = self._parts * self._threads or min(threads, 64)
         return lambda stream: self._run(blocks, threads, ctypes.c_uint(next(seeds) * 2_654_435_761 % (1 << 32)), packed)
 
 

@@ -153,6 +153,18 @@ def test_an_all_to_all_into_symmetric_memory(
     ranks.run(body)
 
 
+def test_a_rank_alone_exchanges_with_itself(ranks: ThreadRanks) -> None:
+    def body(gpu: Any) -> None:
+        alone = gpu.comm.split(gpu.comm.rank)
+        for name in ("all_gather", "all_to_all", "broadcast", "scatter"):
+            x, out = Array.from_numpy(np.arange(9, dtype=np.uint8), 0), Array.zeros(9, np.uint8, 0)
+            getattr(alone, name)(x, out=out)
+            np.testing.assert_array_equal(out.numpy(), np.arange(9))
+        alone.close()
+
+    ranks.run(body)
+
+
 def test_back_to_back(ranks: ThreadRanks, seed: int) -> None:
     assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, KINDS, 80)) == [0] * SIZE
 

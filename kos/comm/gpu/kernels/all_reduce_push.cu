@@ -1,16 +1,15 @@
 // All-reduce and reduce-scatter by writes alone, for bandwidth: on NVLink they are faster than reads.
 //
 // Rank r adds chunk r.  Its peers write their parts into its staging memory; it adds them to its own in rank order
-// and writes the sum into every output.  A channel's part of a chunk passes in batches through two slots.  Half of a
-// block pushes and the other half adds, so the wire is busy while sums are formed.  Each pair of ranks has two monotonic
-// counters: "pushed" (a batch is complete in staging) and "taken" (it was added, its slot is free).  Only its own rank
-// reads an input, which may lie anywhere.
+// and writes the sum into every output.  A channel's part of a chunk passes in batches through two slots: while one is
+// added the next is in flight.  Each pair of ranks has two monotonic counters: "pushed" (a batch is complete in
+// staging) and "taken" (it was added, its slot is free).  Only its own rank reads an input, which may lie anywhere.
 //
 // No barrier is needed at the start: staging is free, since the previous call ended in a barrier.  A sum is written
 // only when all ranks have pushed, so they have started; in place, they have read the input that it overwrites.  A
 // barrier at the end ensures that all sums have arrived.  An output that is not symmetric is collected in staging
 // memory, ``piece`` elements at a time, and copied by its own rank.  A reduce-scatter omits the last step: a sum stays
-// on the rank that added it.
+// on the rank that added it.  So half of a block pushes and the other half adds, and the wire is busy all the time.
 #include "channel.cuh"
 #include "reduce.cuh"
 
@@ -19,7 +18,7 @@
 #define REDUCE_SCATTER 2
 
 #ifndef THREADS
-#define THREADS 512 /* of each half of a block */
+#define THREADS 512 /* that push, and that add: the same, or as many others */
 #endif
 
 constexpr int PER_VECTOR = 16 / sizeof(Bits);
@@ -120,7 +119,7 @@ struct Share {
         const bool plain = reinterpret_cast<u64>(user) % 16 == 0 && count % PER_VECTOR == 0;
         for (int r = 0; r < RANKS; r++) {
             const long long end = min(min(first(0, r) + share, (r + 1) * chunk), vectors);
-            for (long long i = first(0, r) + threadIdx.x; i < end; i += blockDim.x) {
+            for (long long i = first(0, r) + threadIdx.x; i < end; i += THREADS) {
                 Vector v;
                 load(v, out[rank] + 16 * i);
                 if (plain) *reinterpret_cast<uint4*>(user + 16 * i) = make_uint4(v.x[0], v.x[1], v.x[2], v.x[3]);
@@ -130,23 +129,29 @@ struct Share {
     }
 };
 
-// All batches, pushed by one half of the block and added by the other.
-template <int TARGETS>
+// All batches; the next one is on the wire while one is added, by the same threads or by the other half of the block.
+template <int TARGETS, bool HALVES>
 __device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, unsigned batches, bool plain) {
-    const unsigned before = channel.batches, t = threadIdx.x % THREADS, adds = threadIdx.x / THREADS;
-    for (unsigned g = 0; g < batches; g++) {
-        if (adds) channel.await(PUSHED, before + g + 1, t, 1);
-        else if (g >= 2) channel.await(TAKEN, before + g - 1, t, 0);
-        part_barrier(adds, THREADS);
-        stall(s.rank, before + g, adds);
-        if (adds && plain) s.add<true, TARGETS>(g, t);
-        else if (adds) s.add<false, TARGETS>(g, t);
-        else if (plain) s.push<true>(g, t);
-        else s.push<false>(g, t);
-        part_barrier(adds, THREADS);
-        const unsigned turn = (t + g * (THREADS - 32)) % THREADS;  // warps take turns: a release lasts
-        if (!adds) channel.tell(PUSHED, before + g + 1, turn);
-        else if (g + 2 < batches) channel.tell(TAKEN, before + g + 1, turn);
+    const unsigned before = channel.batches, t = threadIdx.x % THREADS, half = threadIdx.x / THREADS;
+    for (unsigned g = 0; g <= batches; g++) {
+        if (half == 0 && g < batches) {
+            if (g >= 2) channel.await(TAKEN, before + g - 1, t, 0);
+            part_barrier(half, THREADS);
+            stall(s.rank, before + g, 0);
+            if (plain) s.push<true>(g, t);
+            else s.push<false>(g, t);
+            part_barrier(half, THREADS);
+            channel.tell(PUSHED, before + g + 1, t);
+        }
+        if (half != HALVES || g == 0) continue;
+        channel.await(PUSHED, before + g, t, 1);
+        part_barrier(half, THREADS);
+        stall(s.rank, before + g, 1);
+        if (plain) s.add<true, TARGETS>(g - 1, t);
+        else s.add<false, TARGETS>(g - 1, t);
+        if (g + 1 >= batches) continue;
+        part_barrier(half, THREADS);
+        channel.tell(TAKEN, before + g, t);
     }
     channel.batches += batches;
     channel.barrier(2);
@@ -159,7 +164,7 @@ __device__ __forceinline__ long long share_of(long long chunk) {
 }
 
 #if !defined(ONLY) || ONLY == PUSH
-extern "C" __global__ void __launch_bounds__(2 * THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS)
     push(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
          const u64* out_table, long long out_offset, const char* source, char* target, long long count,
          long long piece) {
@@ -180,9 +185,8 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS)
         const Share s{in, n, (n + PER_VECTOR - 1) / PER_VECTOR, chunk, share, batch, own_rank, staging, out,
                       target != nullptr};
         const bool plain = reinterpret_cast<u64>(in) % 16 == 0 && n % PER_VECTOR == 0;
-        push_and_add<RANKS>(channel, s, batches, plain);
+        push_and_add<RANKS, false>(channel, s, batches, plain);
         if (target) s.copy_to(target + base * sizeof(Bits));
-        __syncthreads();  // it is copied before this rank pushes again, and others write there
     }
     channel.close();
 }
@@ -204,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS)
     __syncthreads();
     const Share s{source, RANKS * count, RANKS * chunk, chunk, share, batch, own_rank, staging, out, false};
     const bool plain = (reinterpret_cast<u64>(source) | reinterpret_cast<u64>(target)) % 16 == 0;
-    push_and_add<1>(channel, s, unsigned((share + batch - 1) / batch), plain);
+    push_and_add<1, true>(channel, s, unsigned((share + batch - 1) / batch), plain);
     channel.close();
 }
 #endif

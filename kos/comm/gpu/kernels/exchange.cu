@@ -6,11 +6,10 @@
 // With LARGE, large pieces travel in batches through two slots in turn, with two counters for each pair: "sent" (in the
 // receiver's slab) and "taken" (in the sender's).  Half of a block sends and the other half receives, each through all
 // channels of the block.  So the links carry both directions all the time, and no direction waits for the other.  A
-// channel is not bound to a block: if there are fewer blocks than channels, each block serves several in turn.  A piece
-// is cut into BATCHES batches or more, so that its receiver works on the first while the others are on their way.
+// channel is not bound to a block: if there are fewer blocks than channels, each block serves several in turn.
 //
 // With ``relay``, this rank sends what it receives from that rank: each packet and batch goes on to the others as soon
-// as it arrives, by all threads.  So a broadcast's root sends each byte once (scatter and all-gather at the same time).
+// as it arrives.  So a broadcast's root sends each byte once (scatter and all-gather at the same time).
 #include "pieces.cuh"
 
 #ifndef THREADS
@@ -44,12 +43,6 @@ KERNEL {
 }
 #else
 #define PATIENCE 16 /* looks, of a microsecond or less */
-#ifndef BATCHES
-#define BATCHES 4
-#endif
-#ifndef SMALLEST_BATCH
-#define SMALLEST_BATCH 8192
-#endif
 
 template <class V> struct Move {
     static __device__ __forceinline__ V load(u64 from) { return load_element<V>(from); }
@@ -86,34 +79,10 @@ __device__ __noinline__ void copy(u64 to, u64 from, u64 bytes, u64 first, u64 th
     move<unsigned char>(to + done, from + done, bytes - done, first, threads);
 }
 
-// ``bytes`` bytes from one place to several, 0 where there is none.
-__device__ __noinline__ void spread(const u64* to, u64 from, u64 bytes, u64 first, u64 threads) {
-    constexpr int UNROLL = 4;
-    u64 places = from;
-    EACH_RANK places |= to[r];
-    const u64 n = places % 16 ? 0 : bytes / 16;
-    for (u64 i = first; i < n; i += UNROLL * threads) {
-        Vector v[UNROLL];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-            if (i + u * threads < n) load(v[u], from + 16 * (i + u * threads));
-        EACH_RANK {
-            const u64 there = to[r];
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++)
-                if (there && i + u * threads < n) store(there + 16 * (i + u * threads), v[u]);
-        }
-    }
-#pragma unroll 1
-    for (unsigned r = 0; r < RANKS; r++)
-        if (to[r]) copy(to[r] + 16 * n, from + 16 * n, bytes - 16 * n, first, threads);
-}
-
-// What the threads of a part of a block share of a channel.
+// What the threads of half a block share of a channel.
 struct Shared {
     Small small;                        // pieces that travel as packets
-    Piece pieces[RANKS];                // pieces that travel in batches, and this rank's own; a share is a batch's
-    u64 to[RANKS];                      // where a batch that is relayed goes
+    Piece pieces[RANKS];                // pieces that travel in batches, and this rank's own
     unsigned sent[RANKS], got[RANKS];   // batches of this pair and channel, of all launches
     unsigned out[RANKS], in[RANKS];     // batches of these pieces
     unsigned turns[RANKS];              // what can be done now
@@ -131,22 +100,13 @@ struct Exchange {
 
     __device__ __forceinline__ Boxes packets() const { return {context, own, rank, posts, boxes, channel}; }
     __device__ __forceinline__ bool relays() const { return relay < RANKS; }
+    __device__ __forceinline__ u64 sending(unsigned r) const { return s.pieces[r].sending; }
+    __device__ __forceinline__ u64 receiving(unsigned r) const { return s.pieces[r].receiving; }
 
-    // Bytes of a whole batch, of a piece of which a channel carries ``share`` bytes.
-    __device__ __forceinline__ u64 batch(u64 share) const {
-        return min(u64(slot), max(u64(SMALLEST_BATCH), (share / BATCHES + 127) / 128 * 128));
-    }
-    // Bytes of a batch.
-    __device__ __forceinline__ static u64 length(u64 bytes, u64 batch, unsigned b) {
-        const u64 begin = b * batch;
-        return begin < bytes ? min(bytes - begin, batch) : 0;
-    }
-    // Bytes of the next batch to rank r, and of the next one from it.
-    __device__ __forceinline__ u64 going(unsigned r) const {
-        return length(s.pieces[r].sending, s.pieces[r].send_share, s.out[r]);
-    }
-    __device__ __forceinline__ u64 coming(unsigned r) const {
-        return length(s.pieces[r].receiving, s.pieces[r].recv_share, s.in[r]);
+    // Bytes of batch b of a piece.
+    __device__ __forceinline__ u64 length(u64 bytes, unsigned b) const {
+        const u64 begin = u64(b) * slot;
+        return begin < bytes ? min(bytes - begin, u64(slot)) : 0;
     }
     __device__ __forceinline__ u64 place(unsigned to, unsigned from, unsigned count) const {
         return context->slab[to] + slots + ((u64(channel) * 2 + count % 2) * RANKS + from) * slot;
@@ -170,12 +130,12 @@ struct Exchange {
         unsigned room;
 #pragma unroll 1
         for (unsigned q = 0; t == relay && can && q < RANKS; q++)
-            can = q == rank || !going(q) || has_room(q, room);
+            can = q == rank || !length(sending(q), s.out[q]) || has_room(q, room);
         return can;
     }
     template <bool takes>
     __device__ __forceinline__ unsigned turn(unsigned t, Wait& wait) {
-        if (dead || !(takes ? coming(t) : going(t))) return 0;
+        if (dead || !(takes ? length(receiving(t), s.in[t]) : relays() ? 0 : length(sending(t), s.out[t]))) return 0;
         if (takes && t == rank) return READY;
 #ifdef BROKEN
         return READY;
@@ -215,8 +175,8 @@ struct Exchange {
             for (unsigned k = 1; k < RANKS; k++) {
                 const unsigned r = (rank + k) % RANKS;
                 if (s.turns[r] == READY)
-                    copy(place(r, rank, s.sent[r]), s.pieces[r].send + s.out[r] * s.pieces[r].send_share, going(r), t,
-                         threads);
+                    copy(place(r, rank, s.sent[r]), s.pieces[r].send + u64(s.out[r]) * slot,
+                         length(sending(r), s.out[r]), t, threads);
             }
             part_barrier(false, threads);
             if (t < RANKS && s.turns[t] == READY) announce(t);
@@ -225,12 +185,7 @@ struct Exchange {
     __device__ __forceinline__ void take(unsigned t, unsigned threads) {
         Wait wait;
         for (unsigned pass = 0;; pass++) {
-            if (t < RANKS) {
-                s.turns[t] = turn<true>(t, wait);
-                const Piece& relayed = s.pieces[relay % RANKS];
-                s.to[t] = t == rank ? relayed.recv + s.in[relay % RANKS] * relayed.recv_share
-                          : going(t) ? place(t, rank, s.sent[t]) : 0;
-            }
+            if (t < RANKS) s.turns[t] = turn<true>(t, wait);
             part_barrier(true, threads);
             unsigned left = 0;
             for (unsigned r = 0; r < RANKS; r++) left |= s.turns[r];
@@ -240,14 +195,16 @@ struct Exchange {
             for (unsigned k = 0; k < RANKS; k++) {
                 const unsigned r = (rank + RANKS - k) % RANKS;
                 if (s.turns[r] != READY) continue;
-                const u64 n = coming(r), done = s.in[r] * s.pieces[r].recv_share;
+                const u64 n = length(receiving(r), s.in[r]), done = u64(s.in[r]) * slot;
                 const u64 from = r == rank ? s.pieces[r].send + done : place(rank, r, s.got[r]);
-                if (r == relay) spread(s.to, from, n, t, threads);
-                else copy(s.pieces[r].recv + done, from, n, t, threads);
+#pragma unroll 1
+                for (unsigned q = 0; r == relay && q < RANKS; q++)
+                    if (q != rank) copy(place(q, rank, s.sent[q]), from, length(sending(q), s.out[q]), t, threads);
+                copy(s.pieces[r].recv + done, from, n, t, threads);
             }
             const bool relayed = relays() && s.turns[relay] == READY;
             part_barrier(true, threads);
-            if (t < RANKS && t != rank && relayed && going(t)) announce(t);
+            if (t < RANKS && t != rank && relayed && length(sending(t), s.out[t])) announce(t);
             if (t < RANKS && s.turns[t] == READY) {
                 s.in[t]++;
                 if (t != rank) store_release(context->slab[t] + line + TAKEN_BATCHES + 4 * rank, ++s.got[t]);
@@ -257,12 +214,12 @@ struct Exchange {
     }
 };
 
-// A part of a block: what it sends, or takes, through all channels of the block.
+// One half of a block: what it sends, or takes, through all channels of the block.
 template <bool takes>
 __device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, unsigned small, unsigned all_channels,
                                     unsigned message, unsigned t, unsigned threads) {
     const unsigned rank = x.rank;
-    const bool other = t < RANKS && t != rank, sends = !takes || x.relays();
+    const bool other = t < RANKS && t != rank, sends = takes == x.relays();
     for (x.channel = blockIdx.x; x.channel < all_channels; x.channel += gridDim.x) {
         x.line = PAIRS_OFFSET + u64(x.channel) * LINE_BYTES;
         const u64 counts = x.own + x.line + 4 * t;
@@ -277,7 +234,6 @@ __device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, u
             if (goes) piece.sending = 0;
             if (comes) piece.receiving = 0;
             if (!other && piece.send == piece.recv) piece.receiving = 0;  // in place
-            piece.send_share = x.batch(piece.send_share), piece.recv_share = x.batch(piece.recv_share);
             s.pieces[t] = piece;
             s.sent[t] = load_relaxed(counts + SENT), s.got[t] = load_relaxed(counts + GOT);
             s.out[t] = s.in[t] = 0, s.ended = x.dead;
@@ -286,7 +242,7 @@ __device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, u
         part_barrier(takes, threads);
         if constexpr (takes) x.take(t, threads);
         x.dead = exchange_packets(x.packets(), s.small, x.relay, sends, takes, x.dead, takes, t, threads);
-        if constexpr (!takes) x.send(t, threads);
+        if (!takes && sends) x.send(t, threads);
         if (other) {
             if (sends) store_relaxed(counts + SENT, s.sent[t]);
             if (takes) store_relaxed(counts + GOT, s.got[t]);
@@ -298,12 +254,11 @@ __device__ __forceinline__ void run(Shared& s, Exchange x, const Piece& whole, u
 KERNEL {
     __shared__ Shared s[2];
     after_former_kernel();
-    const unsigned part = relay < RANKS ? blockDim.x : blockDim.x / 2, t = threadIdx.x % part;
-    const bool takes = relay < RANKS || threadIdx.x >= part;
+    const unsigned half = blockDim.x / 2, at = threadIdx.x / half, t = threadIdx.x % half;
     Piece piece;  // of the rank that this thread looks after, if any
     RANKS_8(CHOICE)
-    const Exchange x{s[takes], context, own, 0, slots, posts, boxes, rank, 0, slot, relay};
-    if (takes) run<true>(s[1], x, piece, small, all_channels, message, t, part);
-    else run<false>(s[0], x, piece, small, all_channels, message, t, part);
+    const Exchange x{s[at], context, own, 0, slots, posts, boxes, rank, 0, slot, relay};
+    if (at == 0) run<false>(s[0], x, piece, small, all_channels, message, t, half);
+    else run<true>(s[1], x, piece, small, all_channels, message, t, half);
 }
 #endif

@@ -56,14 +56,12 @@ multiprocessors.  Not measured."""
 _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
 """Bytes of one rank's pieces to all others, up to which they travel as packets: usually, and where a rank sends on what
 it receives, and so saves a second wait for a batch.  Packets take twice the bytes."""
-_COPIES_FROM = 96 << 20
+_COPIES_FROM = 160 << 20
 """The same from which copy engines move what all-gather and all-to-all write to symmetric outputs."""
 _DIRECT_FROM = 512 << 10
 """The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
 _SHARE, _SMALL_SHARE = 8192, 1024
 """Bytes of a large and of a small exchanged piece, for a channel of its own."""
-_BATCHES = 4
-"""Into so many batches, or more, a chunk of an all-reduce is cut."""
 _PACKET_THREADS = 512
 """The most threads of a block that exchanges small pieces; half as many for more than 4 ranks."""
 
@@ -305,14 +303,14 @@ class PeerEngine:
         )  # fmt: skip
 
     def _bind_push(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
-        vector, launch = 16 // dtype.itemsize, replace(launch, threads=min(launch.threads, 512))
+        vector = 16 // dtype.itemsize
         place = self._symmetric(recv, count * dtype.itemsize)
         pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
         piece = count if place else -(-count // pieces // vector) * vector
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         blocks, batch = self._batches(launch, -(-piece // vector // self.size))
         return self._bind(
-            kernel, blocks, 2 * launch.threads,
+            kernel, blocks, launch.threads,
             self._context.pointer, self.memory.pointer, self.rank, self._in, batch,
             *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
         )  # fmt: skip
@@ -360,7 +358,8 @@ class PeerEngine:
             launch, inputs = BESIDE_REDUCE_SCATTER, self._everywhere(send)
             kernel, barrier = self._kernel("all_reduce_copies.cu", launch, dtype, op), self.bind_barrier(overlap=False)
             return self._copies.reduce_scatter(kernel, barrier, launch, dtype.itemsize, count, inputs, recv)
-        launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
+        threads = 512 if self.size <= 4 else 256  # of each half of a block; registers grow with the ranks
+        launch = Launch("reduce_scatter", min(-(-nbytes // _SHARE), self.blocks), threads)
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         return self._bind(
@@ -400,12 +399,10 @@ class PeerEngine:
         )
 
     def _batches(self, launch: Launch, chunk: int) -> tuple[int, int]:
-        """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory: in several
-        batches, unless they are small, so that the first is added while the others are on their way."""
+        """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory."""
         blocks = min(launch.blocks or 64, self.blocks, self.staging // 256 // self.size)
         share = -(-(chunk + 8) // blocks) + 8
-        batch = max(share // _BATCHES, launch.threads)
-        return blocks, min(self.staging // 16 // (2 * blocks * self.size), share, batch) // 8 * 8
+        return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
 
     def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
@@ -422,14 +419,14 @@ class PeerEngine:
 
     def bind_exchange(
         self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False, beside: bool = False,
-        via: int | None = None, small: int | None = None,
+        relay: int = MAX_RANKS, small: int | None = None,
     ) -> Run:  # fmt: skip
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
         A piece has any number of bytes, 0 included, and any alignment.  Every rank that sends or receives something
         takes part.  Pieces from one rank to another arrive in the order in which they were sent.  ``check`` raises
         CollectiveMismatch if a piece has another size than expected, or another kind (``messages``).  ``beside``: use
-        few multiprocessors, because the kernel may wait long while others compute.  ``via``: send to the others what
+        few multiprocessors, because the kernel may wait long while others compute.  ``relay``: send to the others what
         comes from that rank, as it arrives.  ``small``: bytes of the largest piece that travels as packets, the same on
         all ranks.
         """
@@ -443,7 +440,7 @@ class PeerEngine:
         pieces = [word for pointer, nbytes in both for word in (pointer, nbytes, share(nbytes))]
         channels = max(-(-nbytes // share(nbytes)) for _, nbytes in both if nbytes)
         by_packets = all(nbytes <= small for nbytes in others) and max(own) <= self.size * small
-        packets = -(-max(share(nbytes) for nbytes in others) // (32 * _PACKET_BYTES)) * 32
+        packets = -(-max(*map(share, others), 1) // (32 * _PACKET_BYTES)) * 32
         most = _PACKET_THREADS // 2 if self.size > 4 else _PACKET_THREADS
         # Each thread sends and receives a packet.  Its second one waits for the first, which messages must not.
         if by_packets and not beside and (packets <= most or not messages):
@@ -459,7 +456,7 @@ class PeerEngine:
         return self._bind(
             kernel, blocks, threads,
             self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self._posts, self._boxes,
-            small, channels, int(messages), MAX_RANKS if via is None else via, *pieces,
+            small, channels, int(messages), relay, *pieces,
         )  # fmt: skip
 
     def bind_broadcast(self, send: Piece, recv: Piece, root: int) -> Run:
@@ -475,7 +472,7 @@ class PeerEngine:
         parts = [(recv[0] + starts[r], lengths[r]) for r in range(size)]
         sends = [NONE if r in (rank, root) else parts[rank] for r in range(size)]
         recvs = [NONE if r == rank else parts[rank if r == root else r] for r in range(size)]
-        return self.bind_exchange(sends, recvs, via=root, small=self.relayed)
+        return self.bind_exchange(sends, recvs, relay=root, small=self.relayed)
 
     def _share(self, small: int, nbytes: int) -> int:
         """Bytes that each channel carries of an exchanged piece, which both ranks cut alike."""
