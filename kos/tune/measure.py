@@ -38,9 +38,11 @@ SMALLEST = KB
 OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv")
 _TIE, _NOISE = 1.02, 0.05
 """A route is replaced if it is slower by more than the factor ``_TIE``, since smaller differences are noise; or if the
-other route is faster by more than ``_NOISE`` microseconds and also fastest at the next size."""
+other route is faster by more than ``_NOISE`` microseconds and 0.5%, and also fastest at the next size."""
 _CHOICE = 1.1
 """A choice between an eager and a graph route takes a tenth of the time of a small call."""
+_EAGER_UP_TO = 4 * MB
+"""The largest eager calls that are measured: larger ones take as long as in a graph."""
 _UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
@@ -73,7 +75,8 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
         here, next_ = times[size], times.get(larger, {})
         fastest = min(here, key=lambda name: here[name])
         lead = here.get(former, math.inf) - here[fastest]
-        lasts = lead > _NOISE and fastest == min(next_, key=lambda name: next_[name], default=None)
+        stays = fastest == min(next_, key=lambda name: next_[name], default=None)
+        lasts = stays and lead > max(_NOISE, here[fastest] / 200)
         if former and (lasts or here[fastest] * (_TIE - 1) < lead):
             rows.append((crossing(times, smaller, size, former, fastest), former))
             former = fastest
@@ -87,6 +90,12 @@ def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
     lag = math.log(times[b].get(before, math.nan) / times[b][after])
     part = max(lead, 0.0) / (max(lead, 0.0) + max(lag, 0.0)) if lead + lag > 0 else 0.5
     return round(a * (b / a) ** part)
+
+
+def alone(times: Times) -> list[int]:
+    """The sizes at which another route is the fastest than at the sizes before and after: perhaps by chance."""
+    fastest = [(nbytes, min(us, key=lambda name: us[name])) for nbytes, us in sorted(times.items())]
+    return [at for (_, a), (at, b), (_, c) in zip(fastest, fastest[1:], fastest[2:], strict=False) if a == c != b]
 
 
 class Tuner:
@@ -182,19 +191,27 @@ class Tuner:
         assert isinstance(self.peer.backend, PeerBackend)
         return self.peer.backend
 
-    def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
-        """The faster backend, by size."""
-        times: Times = {}
+    def route(self, operation: str, wide: bool, symmetric: bool, graph: bool, larger: Times) -> tuple[Route, Times]:
+        """The faster backend, by size, and the times; ``larger``: those of sizes that are not measured here."""
         whole = operation in ("all_gather", "gather", "scatter")
-        for nbytes in self.sizes:
-            if nbytes * (self.size if whole else 1) > self.largest:
-                break
-            times[nbytes] = {}
-            for name, comm in (("peer", self.peer), ("nccl", self.nccl)):
-                start = self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric)
-                times[nbytes][name] = self.time(start, nbytes, graph)
-            self._record(key(operation, wide, symmetric, graph), nbytes, times[nbytes])
-        return tuple(best_of(times))
+        most = self.largest // (self.size if whole else 1)
+
+        def measured(nbytes: int) -> dict[str, float]:
+            return {
+                name: self.time(
+                    self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric), nbytes, graph
+                )
+                for name, comm in (("peer", self.peer), ("nccl", self.nccl))
+            }
+
+        times = {n: larger[n] if n in larger else measured(n) for n in self.sizes if n <= most}
+        for nbytes in alone(times):
+            again = measured(nbytes)
+            times[nbytes] = {name: min(us, again[name]) for name, us in times[nbytes].items()}
+        for nbytes, us in times.items():
+            if nbytes not in larger:
+                self._record(key(operation, wide, symmetric, graph), nbytes, us)
+        return tuple(best_of(times)), times
 
     def table(self, say: Callable[[str], None]) -> Table:
         """Measure the whole table."""
@@ -202,15 +219,17 @@ class Tuner:
         say(f"peer's all_reduce: {len(launches.symmetric)} and {len(launches.ordinary)} kinds of launches")
         self._peer.use(launches)
         both = (False, True)
-        calls = [("all_reduce", *options) for options in itertools.product(both, both, both)]
-        calls += [(operation, False, False, graph) for operation, graph in itertools.product(OTHERS, both)]
+        calls = [("all_reduce", *options) for options in itertools.product(both, both)]
         direct = ("all_gather", "all_to_all")  # they have kernels of their own for symmetric buffers
-        calls += [(operation, False, True, graph) for operation, graph in itertools.product(direct, both)]
+        calls += [(name, False, False) for name in OTHERS] + [(name, False, True) for name in direct]
         routes = {}
-        for each in calls:
-            name = key(*each)
-            routes[name] = self.route(*each)
-            say(f"{name}: " + ", ".join(f"{backend} to {limit}" for limit, backend in routes[name]))
+        for operation, wide, symmetric in calls:
+            larger: Times = {}
+            for graph in (True, False):
+                name = key(operation, wide, symmetric, graph)
+                routes[name], times = self.route(operation, wide, symmetric, graph, larger)
+                larger = {nbytes: us for nbytes, us in times.items() if nbytes > _EAGER_UP_TO}
+                say(f"{name}: " + ", ".join(f"{backend} to {limit}" for limit, backend in routes[name]))
         gpu, link = machine(self.device)
         return Table(gpu, link, self.size, "measured now", launches, simplified(routes, self.measured))
 

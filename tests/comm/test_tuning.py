@@ -270,6 +270,26 @@ def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing() -> None
     assert tune.simplified(routes, measured(11.1)) == routes
 
 
+def test_a_disturbed_measurement_is_repeated() -> None:
+    """What was slow at one size alone, by chance, does not change the route there."""
+    asked: list[tuple[str, int]] = []
+
+    def time(name: str, nbytes: int, graph: bool) -> float:
+        asked.append((name, nbytes))
+        disturbed = name == "peer" and nbytes == 4096 and asked.count((name, nbytes)) == 1
+        return 73.6 if disturbed else {"peer": 2.6, "nccl": 8.0}[name]
+
+    rows: list[Any] = []
+    tuner = SimpleNamespace(
+        size=2, largest=16384, sizes=[1024 << i for i in range(5)], peer="peer", nccl="nccl", time=time,
+        bind=lambda name, *_: name, _record=lambda what, nbytes, us: rows.append((nbytes, us["peer"])),
+    )  # fmt: skip
+    route, times = tune.Tuner.route(tuner, "send_recv", False, False, False, {8192: {"peer": 2.7, "nccl": 8.1}})
+    assert route == ((None, "peer"),) and times[8192] == {"peer": 2.7, "nccl": 8.1}
+    assert rows == [(nbytes, 2.6) for nbytes in (1024, 2048, 4096, 16384)]
+    assert ("peer", 8192) not in asked and asked.count(("nccl", 4096)) == 2
+
+
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "nvidia-h200-4.json"
     table = parse(TABLE, "")
