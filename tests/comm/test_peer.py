@@ -13,6 +13,7 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
+from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.cuda import driver
 from kos.dtypes import DTYPES
@@ -264,6 +265,49 @@ def test_streams_follow_one_another(gpu: Any, /) -> None:
         assert (x.numpy(x.stream) == comm.size**5).all()
     for work in works:
         assert work.synchronize().shape == (comm.size, 5)
+
+
+@on_each_rank("ranks.run")
+def test_views_put_and_get(gpu: Any, /) -> None:
+    """``barrier(stream=)`` orders what ranks write to each other's arrays."""
+    comm, me, n = gpu.comm, gpu.rank, gpu.size
+    stream = cuda.create_stream(comm.device)
+    x = comm.allocate((n, 100_000), np.float32)
+    views = comm.views(x)
+    for turn in range(20):
+        comm.barrier(stream=stream)  # the former turn was read
+        for r, view in enumerate(views):
+            view[me].copy_from(np.full(100_000, 1000 * turn + 10 * me + r, np.float32), stream)
+        comm.barrier(stream=stream)
+        wanted = [[1000 * turn + 10 * by + r for by in range(n)] for r in range(n)]
+        assert [[view.numpy(stream)[by, -1] for by in range(n)] for view in views] == wanted  # got from all ranks
+        assert (x.numpy(stream) == np.array(wanted[me])[:, None]).all()
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
+@on_each_rank("ranks.run")
+def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from ``_COPIES_FROM`` bytes on; in graphs too, in place and out of place."""
+    comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 40_000
+    if n == 1:
+        pytest.skip("one rank copies nothing")
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+    stream = cuda.create_stream(comm.device)
+    x, out = comm.allocate(n * part, np.int32), comm.allocate(n * part, np.int32)
+    source = x if name == "all_to_all" else x[me * part : (me + 1) * part]
+    for target in (out, x)[: 1 if name == "all_to_all" else 2]:  # an all_gather may be in place
+        getattr(comm, name)(source, target, stream=stream)
+        with cuda.capture(stream) as graph:
+            getattr(comm, name)(source, target, stream=stream)
+        for turn in range(3):
+            data = np.random.default_rng([seed, turn]).integers(0, 1 << 30, (n, n * part), np.int32)
+            comm.barrier(stream=stream)
+            target.fill_bytes(255, stream)
+            source.copy_from(data[me, : source.size], stream)
+            graph.replay(stream)
+            expected = data[:, :part] if name == "all_gather" else data[:, me * part : (me + 1) * part]
+            assert_bits(target.numpy(stream), expected.reshape(-1), f"turn {turn}")
+        assert "copies" in str(getattr(comm, f"{name}_init")(source, target)._call.route.kernel)
 
 
 @on_each_rank("ranks.run")

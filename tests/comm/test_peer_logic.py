@@ -135,11 +135,13 @@ def test_a_broadcast_by_parts(gpu: Any, /, seed: int) -> None:
             assert_bits(xs[gpu.rank], xs[root], "in place")
 
 
+@pytest.mark.parametrize("copies_from", [0, 1 << 40], ids=["copy engines", "kernel"])
 @pytest.mark.parametrize("part", [1, 8, 4000])  # elements: less than a vector, whole vectors
 def test_an_all_to_all_into_symmetric_memory(
-    ranks: ThreadRanks, part: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    ranks: ThreadRanks, part: int, copies_from: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", copies_from)
     data = np.random.default_rng(seed).integers(-99, 99, (SIZE, SIZE, part)).astype(np.float32)
 
     def body(gpu: Any) -> None:
