@@ -319,16 +319,19 @@ def test_bfloat16_losses_of_picotron_are_compared_at_the_first_step(
 
 
 @pytest.mark.skipif(not PICOTRON, reason="KOS_PICOTRON names no clone of huggingface/picotron")
-@pytest.mark.parametrize("layout", ["--ranks 1", "--ranks 4 --dp 2 --tp 2", "--ranks 4 --dp 2 --pp 2"])
-def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [("--ranks 1", "flash"), ("--ranks 4 --dp 2 --tp 2", "flash-fused"), ("--ranks 4 --dp 2 --pp 2", "flash")],
+)
+def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, variant: str, tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    flags = ["--grad-clip", "0", *layout.split(), "--compare", "picotron", "--picotron", PICOTRON]
-    command = [sys.executable, "-m", "benchmarks.train", *SMALL, *flags, "--json", str(file)]
+    flags = [*layout.split(), "--grad-clip", "0", "--compare", "picotron", "--picotron", PICOTRON, "--torch", variant]
+    command = [sys.executable, "-m", "benchmarks.train", *SMALL, *flags, "--apart", "--json", str(file)]
     done = run_program(*command, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    kos, *picotron = json.loads(file.read_text())["rows"]
-    assert [row["variant"] for row in picotron] == ["flash", "flash-fused"]
-    assert max(row["loss_difference"] for row in picotron) < 2e-6 and kos["loss"] < 6
+    kos, picotron = json.loads(file.read_text())["rows"]
+    assert picotron["variant"] == variant and picotron["loss_difference"] < 2e-6
+    assert kos["loss"] < 6.2, "nothing learned: the losses would be equal whatever the updates are"
 
 
 @pytest.mark.parametrize(
