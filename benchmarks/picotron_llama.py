@@ -39,7 +39,7 @@ FLASH_ATTN: dict[str, dict[str, Any]] = {  # flash-attn's functions that picotro
 
 
 class PicotronTraining(TorchTraining):
-    """Training of picotron's bf16 weights, without an fp32 copy. ConfigError for a tied head and for clipping.
+    """Training of picotron's weights in ``config.dtype``, without an fp32 copy. ConfigError: a tied head, or clipping.
 
     With ``fused`` in ``variant`` picotron takes its path with flash-attn. Without flash-attn, both paths use PyTorch's
     flash attention.
@@ -48,10 +48,10 @@ class PicotronTraining(TorchTraining):
     def __init__(self, config: TrainConfig, shape: LlamaConfig, data: Dataset, variant: str, path: str) -> None:
         if shape.tie_word_embeddings or config.grad_clip:
             raise ConfigError("--compare picotron: expected --no-tie-word-embeddings --grad-clip 0")
-        self.split, self.dtype = layout_of(config, int(os.environ["WORLD_SIZE"])), torch.bfloat16
+        self.split, self.dtype = layout_of(config, int(os.environ["WORLD_SIZE"])), getattr(torch, config.dtype)
         if config.device == "cpu":
-            self.dtype, torch.cuda.synchronize = torch.float32, lambda *_: None  # picotron calls it on CPUs too
-        os.environ |= {"DEVICE": config.device, "DTYPE": str(self.dtype).removeprefix("torch.")}
+            torch.cuda.synchronize = lambda *_: None  # picotron calls it on CPUs too
+        os.environ |= {"DEVICE": config.device, "DTYPE": config.dtype}
         os.environ |= {"FLASH_ATTEN": str(int("fused" in variant)), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         sys.path.insert(0, path)
         sys.modules |= {name: MagicMock() for name in ("wandb", "transformers", "picotron.data")}
@@ -64,6 +64,8 @@ class PicotronTraining(TorchTraining):
 
     def _make_model(self, shape: LlamaConfig, words: set[str]) -> Any:
         length, split, script = self.config.seq_len, self.split, self.script
+        if self.size == 1:  # TorchTraining needs no group then
+            torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
         script.setup_process_group_manager(split.tp, split.cp, split.pp, split.dp)
         mesh = script.pgm.process_group_manager
         self.replica, self.shapes = (mesh.dp_rank, split.dp), (self.config.micro_batch_size, length, shape.hidden_size)

@@ -65,6 +65,7 @@ ROW_KEYS = (
 )  # fmt: skip
 """The keys of a row: ``batch_size`` is a data-parallel rank's, memory a rank's, tokens a second those of all ranks;
 ``loss`` is that of the last step that all rows have, ``loss_difference`` the largest of any step, relative to kos.
+For picotron in bfloat16 it is that of the first step: see ``first_step_only``.
 With ``--idle`` a row also has ``stages``: see ``benchmarks.idle``."""
 
 
@@ -288,6 +289,15 @@ def measure(
     return groups, skipped
 
 
+def first_step_only(options: argparse.Namespace, dtype: str) -> bool:
+    """Whether only the first step's losses can be compared.
+
+    picotron's AdamW updates bfloat16 weights. Updates of less than half a unit in the last place vanish. While the
+    learning rate warms up, these are nearly all.
+    """
+    return options.compare == "picotron" and dtype.startswith("bfloat16")
+
+
 def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainConfig) -> list[dict[str, Any]]:
     layout = layout_of(config, options.ranks)
     config = config.for_world(layout.dp, options.device)
@@ -303,6 +313,8 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
     steps = min(len(group.losses) for group in groups)
     for group in groups:
         pairs = list(zip(groups[0].losses, group.losses, strict=False))
+        if first_step_only(options, config.dtype):
+            pairs = [pair for step, pair in enumerate(pairs) if step == 0 or not np.isfinite(pair[1])]
         seconds = median(group.seconds)
         speed = config.batch_size * config.seq_len / seconds
         each = speed / options.ranks / peak if peak else None
@@ -473,6 +485,8 @@ def run(arguments: list[str]) -> int:
     print_rows(rows, skipped)
     if options.json:
         print_scaling(rows, options.json)
+    if first_step_only(options, rows[0]["variant"]):
+        print("picotron has no fp32 copy of its bfloat16 weights: its losses are compared at the first step only")
     allowed = TOLERANCE["float32" if options.device == "cpu" else "bfloat16"]
     apart = [row["variant"] for row in rows if not row["loss_difference"] <= allowed]
     if apart:

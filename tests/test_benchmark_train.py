@@ -35,6 +35,7 @@ SMALL = shlex.split(
     "--num-attention-heads 4 --num-key-value-heads 2 --vocab-size 512 --no-tie-word-embeddings --warmup-steps 0 "
     "--steps 3 --repeats 1 --limit 100 --device cpu"
 )
+PICOTRON = os.environ.get("KOS_PICOTRON", "")
 COUNTS = ("--ranks", "--per-rank", "--threads", "--steps", "--repeats")
 HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skipped", "rows"]
 
@@ -221,19 +222,20 @@ def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out == "kos bfloat16: 97.5% of 8 times the 500 of one\n"
 
 
+def _group(name: str, losses: list[float]) -> object:
+    group = object.__new__(train.Group)
+    group.name, group.losses, group.seconds = name, losses, [0.25, 0.5, 1.0]
+    group.facts = {"first_step_seconds": 1.0, "peak_memory_bytes": 1, "layout": "dp2"}
+    return group
+
+
 def test_losses_that_differ_are_an_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2", "--compare", "torch"])
 
-    def group(name: str, losses: list[float]) -> object:
-        group = object.__new__(train.Group)
-        group.name, group.losses, group.seconds = name, losses, [0.25, 0.5, 1.0]
-        group.facts = {"first_step_seconds": 1.0, "peak_memory_bytes": 1, "layout": "dp2"}
-        return group
-
     for other, expected in (([5.0, 4.0], 0), ([5.0, 4.1], 1), ([float("nan"), 4.0], 1), ([5.0, float("nan")], 1)):
-        groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", other), group("eager-whole", [5.0, 4.0, 3.0])]
+        groups = [_group("kos", [5.0, 4.0, 3.0]), _group("eager", other), _group("eager-whole", [5.0, 4.0, 3.0])]
         monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
         assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == expected
     monkeypatch.setattr(train, "measure", lambda *_: (groups[:1], {"eager": "why"}))
@@ -244,7 +246,7 @@ def test_losses_that_differ_are_an_exit_code(
     assert "kos is x" in said and "4 x 24 tokens a rank, 2 ranks\n" in said
     train.print_rows([{**rows[0], "ranks": 1}], {})
     assert "4 x 24 tokens a rank, 1 rank\n" in capsys.readouterr().out
-    rows = train.make_rows([group("kos", [5.0, 4.0, 3.0]), group("eager", [5.0, 4.2])], options, config)
+    rows = train.make_rows([_group("kos", [5.0, 4.0, 3.0]), _group("eager", [5.0, 4.2])], options, config)
     assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
     monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
     for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
@@ -293,6 +295,43 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
     assert training.peak_memory() == 120
     training.engine = SimpleNamespace()  # type: ignore[assignment]
     assert training.peak_memory() is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "losses", "code"),
+    [
+        ("bfloat16", [5.01, 4.1], 0), ("bfloat16", [5.1, 4.0], 1), ("bfloat16", [5.0, float("nan")], 1),
+        ("float32", [5.01, 4.0], 0), ("float32", [5.0, 4.1], 1),
+    ],
+)  # fmt: skip
+def test_bfloat16_losses_of_picotron_are_compared_at_the_first_step(
+    dtype: str, losses: list[float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And must be finite afterwards; kos' losses are 5, 4."""
+    groups = [_group("kos", [5.0, 4.0]), _group("flash", losses)]
+    monkeypatch.setattr(train, "unavailable", lambda: "")
+    monkeypatch.setattr(train.report, "provenance", lambda *_: {})
+    monkeypatch.setattr(train, "measure", lambda *_: (groups, {}))
+    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
+    flags = ["--ranks", "2", "--device", "cuda", "--dtype", dtype, "--compare", "picotron", "--picotron", "clone"]
+    assert train.main([*SMALL, *flags]) == code
+    assert ("compared at the first step only" in capsys.readouterr().out) == (dtype == "bfloat16")
+
+
+@pytest.mark.skipif(not PICOTRON, reason="KOS_PICOTRON names no clone of huggingface/picotron")
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [("--ranks 1", "flash"), ("--ranks 4 --dp 2 --tp 2", "flash-fused"), ("--ranks 4 --dp 2 --pp 2", "flash")],
+)
+def test_picotron_in_float32_gives_the_losses_of_kos(layout: str, variant: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    flags = [*layout.split(), "--grad-clip", "0", "--compare", "picotron", "--picotron", PICOTRON, "--torch", variant]
+    command = [sys.executable, "-m", "benchmarks.train", *SMALL, *flags, "--apart", "--json", str(file)]
+    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kos, picotron = json.loads(file.read_text())["rows"]
+    assert picotron["variant"] == variant and picotron["loss_difference"] < 2e-6
+    assert kos["loss"] < 6.2, "nothing learned: the losses would be equal whatever the updates are"
 
 
 @pytest.mark.parametrize(
