@@ -67,6 +67,11 @@ def keeper(stream: Any) -> Any:
     return number if external or isinstance(stream, int) else stream
 
 
+def is_captured(stream: int) -> bool:
+    """Whether what is queued on the stream of this handle goes into a graph.  Errors are left to the launch."""
+    return stream > LEGACY and bool(cu.cuStreamIsCapturing(stream)[1])
+
+
 def capture_of(stream: int) -> int:
     """The number of the capture that records the stream of this handle; 0 if there is none."""
     if stream <= LEGACY or not int(call(cu.cuStreamIsCapturing, stream)):

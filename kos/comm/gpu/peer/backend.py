@@ -37,7 +37,6 @@ from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import for_group
-from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
@@ -84,6 +83,7 @@ class PeerBackend(DeviceBackend):
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
             self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
+            self._failure = self._engine.failure
         except KosError as error:
             super().close()
             raise BackendUnavailable(f"peer: {error}") from error
@@ -244,14 +244,6 @@ class PeerBackend(DeviceBackend):
         error = super().timed_out(call, seconds)
         self._engine.abort()
         return again(error, f"{error}; {self._engine.last_wait(1.0)}")
-
-    def start(self, call: Call) -> Work[Any] | None:
-        if self._engine.failed and self.broken is None:
-            try:
-                self.inspect(call)
-            except Exception as error:
-                self._raise(call, error)
-        return DeviceBackend.start(self, call)
 
     # How operations are carried.
 
