@@ -39,6 +39,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import for_group
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import PER_THREAD
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
 from kos.memory import Buffer
@@ -266,15 +267,16 @@ class PeerBackend(DeviceBackend):
             run(stream)
 
     def _launch(self, run: Run, stream: int) -> None:
-        """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
-        if not driver.is_current(self.device):
-            with driver.on_device(self.device):
-                return self._launch(run, stream)
-        if stream == self._at:
+        """Queue it behind the last operation, wherever that was queued: the kernels share the slab.
+
+        A launch on a default stream goes to the current device, on another stream to the device of the stream.
+        """
+        if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
             return run(stream)
-        self._take_turn(stream)
-        run(stream)
-        self.streams.mark(stream)
+        with driver.on_device(self.device):
+            self._take_turn(stream)
+            run(stream)
+            self.streams.mark(stream)
 
     def _launch_beside(self, run: Run, stream: int) -> None:
         """Queue a message behind the last operation of this communicator alone.
