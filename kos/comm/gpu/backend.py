@@ -36,7 +36,7 @@ from kos.cuda import create_stream, driver, streams
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import capture_of
+from kos.cuda.streams import capture_of, is_captured
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -89,6 +89,8 @@ class DeviceBackend(Backend):
     """By what was measured, which operation goes by which route; where the backend knows one."""
     marks = 0
     """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
+    _failure: Sequence[int] = (0,)
+    """Its first word is not 0 once a kernel has ended early."""
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
@@ -197,6 +199,8 @@ class DeviceBackend(Backend):
         route, shared = call.route, self.shared
         self._last = call
         try:
+            if self._failure[0]:
+                self.inspect(call)
             if shared.calls is not None and call.mark:  # messages have none
                 shared.calls.announce(call)
                 shared.last = call
@@ -560,8 +564,3 @@ class DeviceBackend(Backend):
             self.shared.close(orderly=True)
         finally:
             self._scratch.close()
-
-
-def is_captured(stream: int) -> bool:
-    """Whether what is queued on the stream goes into a graph."""
-    return capture_of(stream) != 0

@@ -37,9 +37,9 @@ from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import for_group
-from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import PER_THREAD
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
@@ -83,6 +83,7 @@ class PeerBackend(DeviceBackend):
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
             self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
+            self._failure = self._engine.failure
         except KosError as error:
             super().close()
             raise BackendUnavailable(f"peer: {error}") from error
@@ -232,14 +233,6 @@ class PeerBackend(DeviceBackend):
         self._engine.abort()
         return again(error, f"{error}; {self._engine.last_wait(1.0)}")
 
-    def start(self, call: Call) -> Work[Any] | None:
-        if self._engine.failed and self.broken is None:
-            try:
-                self.inspect(call)
-            except Exception as error:
-                self._raise(call, error)
-        return DeviceBackend.start(self, call)
-
     # How operations are carried.
 
     def resolve(self, o: Operation, route: Route) -> bool:
@@ -261,15 +254,16 @@ class PeerBackend(DeviceBackend):
             run(stream)
 
     def _launch(self, run: Run, stream: int) -> None:
-        """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
-        if not driver.is_current(self.device):
-            with driver.on_device(self.device):
-                return self._launch(run, stream)
-        if stream == self._at:
+        """Queue it behind the last operation, wherever that was queued: the kernels share the slab.
+
+        A launch on a default stream goes to the current device, on another stream to the device of the stream.
+        """
+        if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
             return run(stream)
-        self._take_turn(stream)
-        run(stream)
-        self.streams.mark(stream)
+        with driver.on_device(self.device):
+            self._take_turn(stream)
+            run(stream)
+            self.streams.mark(stream)
 
     def _launch_beside(self, run: Run, stream: int) -> None:
         """Queue a message behind the last operation of this communicator alone.
