@@ -311,6 +311,25 @@ def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypa
 
 
 @on_each_rank("ranks.run")
+def test_another_device_is_current(gpu: Any, /) -> None:
+    """Repeated calls on a stream go to its device, and on the default stream to that of the communicator."""
+    comm, devices = gpu.comm, len(cuda.visible_devices())
+    if devices == 1:
+        pytest.skip("needs two GPUs")
+    stream = cuda.create_stream(comm.device)
+    x = comm.allocate(1000, np.float32)
+    cuda.set_device((comm.device + 1) % devices)
+    try:
+        for where in (stream, None):
+            for turn in range(4):
+                x.copy_from(np.full(1000, comm.rank + turn, np.float32), where)
+                comm.all_reduce(x, stream=where)
+                assert (x.numpy(where) == sum(range(comm.size)) + comm.size * turn).all()
+    finally:
+        cuda.set_device(comm.device)
+
+
+@on_each_rank("ranks.run")
 def test_windows_are_freed_when_all_ranks_let_go(gpu: Any, /) -> None:
     comm, backend = gpu.comm.duplicate(), None
     backend = comm.backend
