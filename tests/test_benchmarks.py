@@ -242,6 +242,16 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_collectives_need_none_of_the_trainers_packages() -> None:
+    code = """import sys
+for name in ("pydantic", "rich", "safetensors", "threadpoolctl", "torch", "matplotlib"):
+    sys.modules[name] = None
+from benchmarks.collectives.__main__ import main
+sys.exit(main(["--sizes", "64", "--iterations", "4", "--mode", "eager", "--no-plot"]))"""
+    done = run_program(sys.executable, "-c", code, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in command.STARTED_BY:
         monkeypatch.delenv(name, raising=False)
