@@ -294,10 +294,9 @@ class Operations:
         if name != "reduce" and op is ReduceOp.AVG:
             names = ", ".join(each.name for each in ReduceOp if each is not op)
             raise InvalidArgument(f"op: expected one of {names} for {name}, got AVG")
-        if gets or (name == "exscan" and out is not None):  # a wrong out is an error on rank 0 too, which writes none
-            send, recv = in_and_out(x, out, options.stream)
-        if not gets:
-            send, recv = _input(x, options.stream), None
+        if name == "exscan" and out is not None and not gets:
+            in_and_out(x, out, options.stream)  # so that a wrong out is an error on every rank
+        send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
     # Data movement.
