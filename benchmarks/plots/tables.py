@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.plots import measured
+from benchmarks.plots import measured, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
 from benchmarks.plots.results import RESULTS, ROOT, load, ratio, size, table, us
@@ -105,6 +105,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "collectives-eager": collectives.others_eager,
     "collectives-files": partial(provenance, "collectives-h200-4"),
     "collectives-commands": partial(commands, "collectives-h200-4"),
+    "slower-gpus": tables_slower.gpus,
+    "slower-hosts": tables_slower.hosts,
     "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),
     "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
     "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),
