@@ -165,7 +165,7 @@ def _others(mode: str) -> Iterator[tuple[int, str, int, dict[str, Series]]]:
         for op in measured.others(ranks):
             lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
             for nbytes in sorted(lines["kos, any buffers"]):
-                if nbytes in measured.SHOWN_SIZES:
+                if nbytes in measured.SHOWN_SIZES or op == "routing":
                     yield ranks, op, nbytes, lines
 
 
