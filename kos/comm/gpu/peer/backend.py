@@ -138,7 +138,7 @@ class PeerBackend(DeviceBackend):
     def views(self, x: Buffer) -> list[Any]:
         memory = self._engine.memory_of(x.pointer, x.nbytes) if x.device == self.device else None
         if memory is None:
-            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got another {x}")
+            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got {x} of other memory")
         offset, owner = x.pointer - memory.pointer, MappedPart(memory, x.array)
         stream = getattr(x.array, "stream", None)
         parts = ((base + offset, x.shape, x.dtype, self.device) for base in memory.pointers)
