@@ -9,10 +9,12 @@ found there, at the next call, and by the watchdog (``kos.comm.watchdog``), whic
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -45,6 +47,8 @@ from kos.errors import (
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
 
+log = logging.getLogger(__name__)
+
 Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
 KNOWN = 4096
@@ -52,6 +56,7 @@ KNOWN = 4096
 _IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v", "gather_v", "scatter_v"}
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
+_ABORT_SECONDS = 20.0
 _ENDED = "what was in flight was ended, and its results are undefined"
 
 
@@ -523,9 +528,15 @@ class DeviceBackend(Backend):
     def signal_abort(self) -> None:
         """Let kernels that wait for other ranks end, without waiting for that."""
 
-    @abstractmethod
     def abort_device(self) -> None:
-        """End what is in flight on the GPU, now, without the other ranks."""
+        """End what is in flight on the GPU, now, without the other ranks, and wait until the GPU is idle."""
+        self.signal_abort()
+        if not mpi_job.in_thread(self._drain, _ABORT_SECONDS):
+            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
+
+    def _drain(self) -> None:
+        with suppress(CudaError):  # of a broken context, which runs nothing any more
+            driver.synchronize(self.device)
 
     def unwatch(self) -> None:
         """End the watchdog's looks; waits for one that has begun."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -41,7 +41,7 @@ from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import PER_THREAD
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
@@ -50,7 +50,6 @@ from kos.memory.windows import WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
-_ABORT_SECONDS = 20.0
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 128 << 10
 """Bytes from which a broadcast goes to every rank in parts, which go on to all."""
@@ -139,7 +138,7 @@ class PeerBackend(DeviceBackend):
     def views(self, x: Buffer) -> list[Any]:
         memory = self._engine.memory_of(x.pointer, x.nbytes) if x.device == self.device else None
         if memory is None:
-            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got another {x}")
+            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got {x} of other memory")
         offset, owner = x.pointer - memory.pointer, MappedPart(memory, x.array)
         stream = getattr(x.array, "stream", None)
         parts = ((base + offset, x.shape, x.dtype, self.device) for base in memory.pointers)
@@ -220,18 +219,6 @@ class PeerBackend(DeviceBackend):
     def signal_abort(self) -> None:
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.abort()
-
-    def abort_device(self) -> None:
-        self.signal_abort()
-        waits = threading.Thread(target=self._drain, daemon=True)
-        waits.start()
-        waits.join(_ABORT_SECONDS)
-        if waits.is_alive():
-            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
-
-    def _drain(self) -> None:
-        with suppress(CudaError):  # of a broken context, which runs nothing any more
-            driver.synchronize(self.device)
 
     def inspect(self, o: Call) -> None:
         if self._engine.failed:
