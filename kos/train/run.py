@@ -41,7 +41,7 @@ from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Stop
+from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import check_folder, run_folder
@@ -89,7 +89,6 @@ class Trainer:
         self._not_finite_in_a_row = 0  # the last of them whose gradients were not finite
         self._untrained: float | None = None  # validation loss before training
         self._held = contextlib.ExitStack()  # what the end of the run closes
-        self._held.callback(self.mesh.close)
         try:
             self._found: checkpoint.Checkpoint | None = None  # on rank 0
             self._saving: Saving | None = None
@@ -102,7 +101,7 @@ class Trainer:
                 alone(comm, self._check_source)
             self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
             self.engine.asked = lambda: self.stop.asked
-            self._held.callback(self.engine.close)
+            self._held.push(self._close_groups)
             self._held.callback(self.console.close)
             self._announce()
             self._load()
@@ -251,6 +250,13 @@ class Trainer:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
+
+    def _close_groups(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Of a run that failed the world's abort ends them: ranks out of step cannot close them together."""
+        broken = failed is not None and not issubclass(failed, Stopped)
+        self.engine.close(broken)
+        if not broken:
+            self.mesh.close()
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
         """A run that failed waits for none: its error comes first."""

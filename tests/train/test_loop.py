@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, RankLost, TrainingError
-from kos.testing import spawn
+from kos.testing import Fault, spawn
 from kos.train import run as loop
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.flags import parse
@@ -447,6 +448,34 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
     assert said[0] == said[2] == good
     advice = r"; to go on: start the 3 ranks as before, with: \S+ -m kos\.train .*"
     assert re.fullmatch(re.escape(good) + advice, said[1])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_a_rank_that_dies_in_a_pipeline_takes_no_advice_along(
+    text: Path, tmp_path: Path, schedule: str, call: str
+) -> None:
+    """While messages are under way in the other direction: the first cause, the step, and once how to go on."""
+    shape: dict[str, Any] = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
+    said: dict[int, str] = {}
+
+    def run(comm: Communicator) -> None:
+        config = _config(text, tmp_path, steps=3, save_every=1, eval_batches=0, **shape)
+        try:
+            Trainer(config, comm).run()
+        except RankLost as error:
+            said[comm.rank] = str(error)
+
+    for fault in range(51, 64, 8):  # in the fourth step, 16 messages each: two are tried before the first
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        said.clear()
+        spawn(run, 3, timeout=100, faults=[Fault("crash", 1, fault, call=call)])
+        assert said.keys() == {0, 2}
+        for rank, line in said.items():
+            lost = r"after step 1: .*rank 1.* is gone: it crashed before \w+(; .* because of it)?"
+            good = "; the last checkpoint, of step 1, is good"
+            advice = r"; to go on: start the 3 ranks as before, with: .*" if rank == 0 else ""
+            assert re.fullmatch(lost + good + advice, line), line
 
 
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -99,9 +99,10 @@ class Engine(Step):
         """Those that take a pass of any length."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Free what would keep the communicator from ending; waits for nothing."""
-        raise NotImplementedError
+    def close(self, failed: bool = False) -> None:
+        """Close the pipeline's communicators. If a rank ``failed``, the abort of the world ends them."""
+        if not failed:
+            self.pipeline.close()
 
     @property
     def sharded(self) -> bool:
