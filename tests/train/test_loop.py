@@ -276,7 +276,10 @@ def test_damaged_checkpoints_are_not_kept_for_good_ones(text: Path, tmp_path: Pa
 def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Path, capsys: Any) -> None:
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
-    assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 (nothing to do" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    done = "(nothing to do: --steps is 2, a larger one goes on)"
+    assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 {done}\n" in said
+    assert said.count("more steps: ") == 1, "a command that does 4 steps in all would do one more"
     assert tensors_of_run(tmp_path / "b") == tensors_of_run(tmp_path / "a")
     config = (tmp_path / "a/config.json").read_bytes()
     _train(text, tmp_path / "a", steps=1, resume="auto")
@@ -319,10 +322,13 @@ def test_resume_on_other_ranks_says_what_was_asked_differently(text: Path, tmp_p
         _train(text, tmp_path / out, ranks, **changes)
         return [record.getMessage() for record in caplog.records]
 
+    assert said("layouts", 4, steps=1, tp=2) == []
+    (line,) = said("layouts", 4, steps=2, pp=2, cp=2, resume="auto")
+    assert line.startswith("resuming in another layout: "), "of as many ranks"
     for deterministic in (False, True):
         assert said(f"{deterministic}", 1, steps=1, deterministic=deterministic) == []
         line = (
-            "resuming with another number of ranks: "
+            "resuming in another layout: "
             "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
         )
         expected = [] if deterministic else [line]
