@@ -40,7 +40,7 @@ from kos.train.engine.choose import choose_device, layout_of, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.parallel.failures import alone, same_on_all, stop_together, together
+from kos.train.parallel.failures import alike, alone, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands, trackers
@@ -78,8 +78,11 @@ class Trainer:
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         self.profiler = Profiler()
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
-        self.mesh = Mesh(world, layout_of(config, comm.size))
-        self.config = config = config.for_world(self.mesh.dp.size, choose_device(config.device, comm))
+        with alike():
+            layout = layout_of(config, comm.size)
+        self.mesh, device = Mesh(world, layout), choose_device(config.device, comm)
+        with alike():
+            self.config = config = config.for_world(layout.dp, device)
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
         self.stop.announce(self.console.warn)
@@ -97,7 +100,8 @@ class Trainer:
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.data = self._load_data()
             same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
-            self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+            with alike():
+                self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             if self.source is not None:
                 alone(comm, self._check_source)
             self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
