@@ -112,6 +112,16 @@ def test_a_warm_up_that_is_not_over_goes_on() -> None:
     assert commands.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
 
 
+def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
+    """mpirun where srun has started the ranks, and a plot without matplotlib."""
+    monkeypatch.setenv("PMIX_RANK", "0")
+    assert "mpirun" in commands.resume(Path("run"), 2)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert commands.resume(Path("run"), 2).startswith("start the 2 ranks as before, with: ")
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    assert commands.plot(Path("run")) is None
+
+
 def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path / "a", steps=1)
     _train(text, tmp_path / "b", steps=1)
