@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import re
@@ -262,6 +263,7 @@ def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name:
     trial, folder = Trial.of(seed, backend, timeout, largest), Path(folder_name)
     report: dict[str, Any] = {}
     code, rank, device = 1, -1, None
+    faulthandler.register(signal.SIGUSR2)
     if backend in GPU_BACKENDS:
         device = (int(os.environ["RANK"]) + seed) % len(cuda.visible_devices())
     try:
@@ -302,7 +304,8 @@ def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> tuple[str, str
     """Right, hung or what is wrong; and the story."""
     if not ended:
         left = [r for r in range(trial.size) if r != trial.victim and not (folder / f"{r}.json").exists()]
-        return HUNG, f"no end within {trial.timeout + MARGIN:g} s: of ranks {left} (none: all did report)"
+        late = f"no end within {trial.timeout + MARGIN:g} s: of ranks {left} (none: all did report)"
+        return HUNG, f"{late}\n{log[-4000:]}"
     for rank in range(trial.size):
         if rank == trial.victim:
             continue
@@ -367,6 +370,10 @@ def run_trial(trial: Trial, largest: int) -> tuple[str, str]:
             processes = start(trial, largest, folder)
             try:
                 ended = _await(trial, folder, processes)
+                if not ended and trial.backend != "mpi":
+                    for process in (p for r, p in enumerate(processes) if r != trial.victim and p.poll() is None):
+                        os.kill(process.pid, signal.SIGUSR2)  # it writes the stacks of its threads to the log
+                    time.sleep(0.5)
             finally:
                 for process in processes:
                     with contextlib.suppress(ProcessLookupError):

@@ -15,6 +15,7 @@ from benchmarks.plots import __main__ as command
 from benchmarks.plots import results, tables
 from benchmarks.plots.pictures import PICTURES
 from benchmarks.plots.results import RESULTS, ROOT, size, us
+from benchmarks.plots.tables_slower import spans
 
 README = ROOT / "README.md"
 LARGEST = 100_000  # bytes of a picture
@@ -132,6 +133,13 @@ def test_sizes_and_times() -> None:
     assert [us(value) for value in (3.243, 9.999, 24.86, 99.96, 361.7, 5353.2)] == [
         "3.24", "10.0", "24.9", "100", "362", "5,353",
     ]  # fmt: skip
+
+
+def test_sizes_at_which_kos_is_slower() -> None:
+    peer = dict.fromkeys((8, 64, 1024, 4096, 1 << 20), 10.0)
+    kos = {8: 20.0, 64: 22.0, 1024: 10.1, 4096: 15.0, 1 << 20: 5.0, 1 << 30: 99.0}
+    assert spans(kos, peer) == "8 B to 64 B: 2.00 to 2.20; 4 KB: 1.50"
+    assert spans(peer, peer) == "" and spans(kos, {}) == ""
 
 
 def test_the_command_checks_and_writes(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.collectives import __main__ as command
+from benchmarks.collectives import join
 from benchmarks.collectives.options import parse
-from benchmarks.collectives.report import table
+from benchmarks.collectives.report import KEYS, table
 from benchmarks.collectives.summary import MOST_LINES, busy, summary
 
 
@@ -113,3 +115,34 @@ def test_no_picture_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     said = command.draw(result_of("all_reduce"), parse([]))
     assert said.startswith("# no picture: a picture needs matplotlib: ") and "\n" not in said
     assert not list(tmp_path.iterdir())
+
+
+def test_results_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def file(name: str, commit: str, *rows: dict[str, Any], hardware: str = "h") -> str:
+        head = {"hardware": hardware, "driver": None, "versions": {"numpy": name}, "date": name, "commit": commit}
+        result = {**head, "command": f"python {name}", "limits": {"launch_us": 1.0}, "skipped": {}, "rows": list(rows)}
+        (tmp_path / name).write_text(json.dumps(result))
+        return str(tmp_path / name)
+
+    def joined(*files: str) -> dict[str, Any]:
+        monkeypatch.setattr(sys, "argv", ["join", *files, "--json", str(tmp_path / "all")])
+        join.main()
+        whole: dict[str, Any] = json.loads((tmp_path / "all").read_text())
+        return whole
+
+    kinds = {"redop": "sum"}
+    reduced = [row("mock", nbytes, 1.0, **kinds) for nbytes in (8, 64)]
+    sent = row("mock", 8, 1.0, op="broadcast", **kinds)
+    first = file("1", "aaaaaaa", reduced[0], sent)
+    both = joined(first, file("2", "aaaaaaa", reduced[1], {**reduced[0], "time_us": 2.0}))
+    assert tuple(both) == KEYS and both["rows"] == [{**reduced[0], "time_us": 2.0}, reduced[1], sent]
+    assert [both[key] for key in ("date", "commit", "command")] == ["2", "aaaaaaa", "python 1 && python 2"]
+    assert both["versions"] == {"numpy": "1 and 2"}
+    of_two = joined(first, file("3", "bbbbbbb", reduced[1]))
+    assert of_two["commit"] is None
+    assert [(each["op"], each["bytes"], each["commit"]) for each in of_two["rows"]] == [
+        ("all_reduce", 8, "aaaaaaa"), ("all_reduce", 64, "bbbbbbb"), ("broadcast", 8, "aaaaaaa"),
+    ]  # fmt: skip
+    assert joined(str(tmp_path / "all"), first)["rows"][1]["commit"] == "bbbbbbb"
+    with pytest.raises(SystemExit, match="^kos: error: expected results of one hardware, got g, h"):
+        joined(first, file("4", "aaaaaaa", sent, hardware="g"))

@@ -29,6 +29,7 @@ from benchmarks.collectives.cases import (
     bandwidths,
     busbw_factor,
     parse_sizes,
+    uneven,
 )
 from benchmarks.collectives.implementations import Ours
 from benchmarks.collectives.limits import DeviceLimits
@@ -55,11 +56,12 @@ PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
     [
         ("all_reduce", 2 * 7 / 8), ("reduce_scatter", 7 / 8), ("all_gather", 7 / 8), ("all_to_all", 7 / 8),
         ("gather", 7 / 8), ("scatter", 7 / 8), ("broadcast", 1.0), ("reduce", 1.0), ("send_recv", 1.0),
+        ("all_gather_v", 15 / 16), ("all_to_all_v", 15 / 16), ("scan", 1.0), ("exscan", 1.0),
     ],
 )  # fmt: skip
 def test_bus_bandwidth_is_that_of_nccl_tests(op: str, factor: float) -> None:
     assert busbw_factor(op, 8) == factor
-    assert bandwidths(op, 8, 10**9, 1e6) == (1.0, factor)  # 1 GB in a second
+    assert bandwidths(factor, 10**9, 1e6) == (1.0, factor)  # 1 GB in a second
 
 
 def test_sizes() -> None:
@@ -72,35 +74,67 @@ def test_sizes() -> None:
 
 def test_counts_are_those_of_nccl_tests() -> None:
     case = Case.of("all_gather", 100, "float32", "sum", 8, False)
-    assert (case.count, case.nbytes, case.sends, case.receives, case.redop) == (24, 96, 3, 24, "none")
+    assert (case.count, case.nbytes, case.sends(7), case.receives(7), case.redop) == (24, 96, 3, 24, "none")
     case = Case.of("reduce_scatter", 100, "bfloat16", "sum", 8, False)
-    assert (case.count, case.nbytes, case.sends, case.receives, case.redop) == (48, 96, 48, 6, "sum")
+    assert (case.count, case.nbytes, case.sends(0), case.receives(0), case.redop) == (48, 96, 48, 6, "sum")
     with pytest.raises(InvalidArgument, match="for each of 8 ranks, got 16 bytes"):
         Case.of("all_to_all", 16, "float32", "sum", 8, False)
+
+
+def test_uneven_parts() -> None:
+    assert uneven(24, 4) == [3, 9, 3, 9] and uneven(15, 3) == [3, 7, 5] and uneven(5, 1) == [5]
+    assert uneven(6, 2) == [2, 4], "half of three is one"
+    for ranks in (1, 2, 3, 5, 8):
+        case = Case.of("all_to_all_v", 8 * 7 * ranks, "float64", "sum", ranks, False)
+        for rank in range(ranks):
+            assert [sum(counts) for counts in case.counts(rank)] == [case.count] * 2
+            assert sorted(case.counts(rank)[0]) == sorted(case.parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens_go_once_to_each_rank_of_their_experts(ranks: int) -> None:
+    case = Case.of("routing", 8192 * 7168 * 2, "bfloat16", "sum", ranks, False)
+    assert case.nbytes == 8192 * 7168 * 2 and case.function == "all_to_all_v"
+    held = 64 // ranks
+    missed = np.prod([(64 - held - i) / (64 - i) for i in range(8)])  # none of the eight is among a rank's experts
+    tokens = np.array(case.pieces) / 7168
+    assert tokens == pytest.approx(8192 * (1 - missed), rel=0.02) and len(np.unique(tokens)) > 1
+    assert case.busbw_factor == pytest.approx((ranks - 1) * (1 - missed), rel=0.02)
+    assert [case.sends(0), case.receives(0)] == [tokens[0].sum() * 7168, tokens[:, 0].sum() * 7168]
+    with pytest.raises(InvalidArgument, match="routing: expected at least a token of 7168 bfloat16, got 1024 bytes"):
+        Case.of("routing", 1024, "bfloat16", "sum", ranks, False)
 
 
 def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any] | None]:
     """What each rank must get, in float64: the definition of the operation, written down once more."""
     n, x = len(inputs), [np.asarray(i, np.float64) for i in inputs]
-    functions = {"sum": sum, "avg": lambda xs: sum(xs) / n, "prod": np.prod, "min": np.min, "max": np.max}
-    if redop in ("prod", "min", "max"):
-        reduced = functions[redop](x, axis=0)
-    else:
-        reduced = functions.get(redop, sum)(x)
+    functions: dict[str, Any] = {"sum": np.sum, "avg": np.mean, "prod": np.prod, "min": np.min, "max": np.max}
+    reduced: Any = functions[redop](x, axis=0) if "reduce" in op else None
     if op == "all_reduce":
         return [reduced] * n
+    if op in ("scan", "exscan"):
+        prefixes = [collective("all_reduce", redop, inputs[: r + 1])[0] for r in range(n)]
+        return prefixes if op == "scan" else [None, *prefixes[:-1]]
     if op == "reduce":
         return [reduced] + [None] * (n - 1)
-    if op == "reduce_scatter":
-        return list(np.split(reduced, n))
     if op == "broadcast":
         return [x[0]] * n
-    if op == "scatter":
-        return list(np.split(x[0], n))
     if op == "send_recv":
         return [x[-1], *x[:-1]]
-    if op == "all_to_all":
-        return list(np.stack([np.split(i, n) for i in x]).swapaxes(0, 1).reshape(n, -1))
+    eighths = [1, 3, 1, 3] if op.endswith("_v") else [2] * 4
+    op = op.removesuffix("_v")
+
+    def split(whole: np.ndarray[Any, Any], by: int = 0) -> list[np.ndarray[Any, Any]]:
+        sizes = np.roll(eighths, by) * whole.size // 8
+        return np.split(whole, np.cumsum(sizes)[:-1])
+
+    if op == "reduce_scatter":
+        return split(reduced)
+    if op == "scatter":
+        return split(x[0])
+    if op == "all_to_all":  # a rank has the least for itself, thrice as much for the next
+        pieces = [split(i, rank) for rank, i in enumerate(x)]
+        return [np.concatenate([row[rank] for row in pieces]) for rank in range(n)]
     return [np.concatenate(x)] * n if op == "all_gather" else [np.concatenate(x)] + [None] * (n - 1)
 
 
@@ -128,7 +162,7 @@ def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
                     continue
                 recv = space.slots[1].recv
                 assert in_place or (recv.view(np.uint8) == 255).all(), "an output was not poisoned"
-                if (op, in_place, space) != ("broadcast", True, spaces[0]):  # the root's is there already
+                if not in_place or op not in ("broadcast", "scan") or space is not spaces[0]:  # whose is there already
                     assert untouched > recv.size // (4 * ranks), "an operation that did nothing passed"
                 recv[:] = result
                 space.check(1, iteration)
@@ -145,6 +179,8 @@ def test_values_that_have_no_exact_result_are_refused() -> None:
         Case.of("all_reduce", 64, "float8_e5m2", "sum", 8, True)
     with pytest.raises(InvalidArgument, match="avg: is exact"):
         Case.of("all_reduce", 96, "float32", "avg", 3, True)
+    with pytest.raises(InvalidArgument, match="avg: expected another operation than exscan, which has no average"):
+        Case.of("exscan", 96, "float32", "avg", 2, True)
 
 
 class Faulty(Ours):
@@ -240,6 +276,16 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     two = [row for row in result["rows"] if row["op"] in ("all_reduce", "all_gather")]  # drawing takes long
     plot({**result, "rows": two}, tmp_path / "rows.png")
     assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_collectives_need_none_of_the_trainers_packages() -> None:
+    code = """import sys
+for name in ("pydantic", "rich", "safetensors", "threadpoolctl", "torch", "matplotlib"):
+    sys.modules[name] = None
+from benchmarks.collectives.__main__ import main
+sys.exit(main(["--sizes", "64", "--iterations", "4", "--mode", "eager", "--no-plot"]))"""
+    done = run_program(sys.executable, "-c", code, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,6 +495,18 @@ def test_under_mpirun(tmp_path: Path) -> None:
         assert last.startswith("# no picture: a picture needs matplotlib")
 
 
+@needs_mpirun
+def test_uneven_sizes_beside_open_mpi(tmp_path: Path) -> None:
+    file, ops = tmp_path / "rows.json", [op for op in OPERATIONS if op.endswith(("_v", "scan"))]
+    arguments = ["--sizes", "1K", "--iterations", "4", "--device", "host", "--mode", "eager", "--place", "out"]
+    arguments += ["--collective", ",".join(ops), "--backend", "mpi,mpi-native", "--no-plot", "--json", str(file)]
+    done = run_program(MPIRUN, "-n", "3", *python(), "-m", "benchmarks.collectives", *arguments, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert {(row["op"], row["backend"]) for row in rows} == {(op, name) for op in ops for name in ("mpi", "mpi-native")}
+    assert not any(row["wrong"] for row in rows)
+
+
 class StandIn:
     """A kernel of ``device.cu`` on the memory that stands for a GPU's."""
 
@@ -467,11 +525,11 @@ class StandIn:
             at(*counter, 1, np.dtype("u8"))[0] += np.count_nonzero(at(array, count, words) != expected)
 
 
-@pytest.mark.parametrize(("op", "in_place"), PLACES)
+@pytest.mark.parametrize(("op", "in_place"), [*PLACES, ("routing", False)])
 def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots, checks, timers, our calls and those of raw NCCL, where the GPU and NCCL are stand-ins on the host."""
     ranks = 2
-    case = Case.of(op, 1000 * ranks, "bfloat16", "sum", ranks, in_place)
+    case = Case.of(op, 9 * 7168 * 2 if op == "routing" else 1000 * ranks, "bfloat16", "sum", ranks, in_place)
     group = Group(ranks)
 
     def run(control: Communicator) -> list[tuple[str, int, int, bool]]:
@@ -503,9 +561,10 @@ def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.
         monkeypatch.setattr(driver.cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
         rows, other = spawn(run, ranks)
     *rows, untouched = rows
-    kinds = {"all_reduce": 3, "gather": 1, "scatter": 1, "send_recv": 1}.get(op, 2)
+    kinds = {"all_reduce": 3, "scan": 1, "exscan": 1}.get(op, 2)
     assert [row[1:] for row in rows] == [(15, 0, True)] * 3 * kinds
-    assert (untouched[2] > 0) != ((op, in_place) == ("broadcast", True)) and other[-1][2] >= 0
+    there = op == "exscan" or (in_place and op in ("broadcast", "scan"))
+    assert (untouched[2] > 0) != there and other[-1][2] >= 0
 
 
 def test_limits_of_gpus_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,16 @@ every element of every output is compared with what must be there, bit by bit.  
 that differ over all ranks and iterations.  The values are small integers, so that sums are exact in the type
 and no order of additions changes them.
 
+Uneven parts, of the operations that end in ``_v``: ranks 0, 2, ... have half of an equal part, ranks 1, 3, ... one and
+a half; the last of an odd number of ranks has an equal part.  In ``all_to_all_v`` a rank's piece for itself is the
+first of these, that for the next rank the second, and so on.  NCCL has no such functions: its rows are groups of sends
+and receives, for ``reduce_scatter_v`` a group of reduces.
+
+``routing``, measured only where it is named, is the ``all_to_all_v`` that sends tokens of 7,168 elements to the ranks
+of their 8 of 64 experts, drawn alike with a fixed seed; each token goes once to a rank.  Its sizes are a rank's
+tokens: ``--collective routing --dtype bfloat16 --sizes 1792K,112M`` is 128 and 8,192 tokens a rank.  Its busbw is what
+the busiest rank sends to others, or receives from them, over the time.
+
 ``limit_us`` is the physical limit of the row.  Host: every rank must read its input and write its output, so it
 is the time of a plain copy of as many bytes, by all ranks at once, in slots, batches and mode as the row's, plus
 one flag's way to another rank and back.  GPU, of ``n`` ranks: launch of an empty kernel in a graph + half a flag's

@@ -149,7 +149,7 @@ class Benchmark:
 
     def _measure(self, case: Case, modes: list[str]) -> list[report.Row]:
         gpu = self.device is not None
-        both = (case.sends + case.receives) * case.dtype.itemsize
+        both = sum(case.largest) * case.dtype.itemsize
         slots = max(2, min(MOST_SLOTS[gpu], RING_BYTES[gpu] // both))
         iterations = min(self.options.iterations, max(10, TIMED_BYTES // case.nbytes))
         runs = self._runs(case, min(slots, iterations))
@@ -186,10 +186,7 @@ class Benchmark:
             if bound:
                 runs.append(Run(implementation, space, bound))
         if self.limits is None:
-            at_root = self.job.rank == 0
-            sends = case.op not in ("broadcast", "scatter") or at_root
-            receives = case.op not in ("reduce", "gather") or at_root
-            runs.append(copy_run(case, sends, receives, slots))
+            runs.append(copy_run(case, self.job.rank, slots))
         return runs
 
     def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +20,7 @@ PERIOD = 65_521
 STRIDE = 7_919
 """How far the values move from one iteration to the next."""
 
-REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan")
 PLACES = {
     "all_reduce": (True, True),
     "reduce": (True, True),
@@ -29,10 +31,21 @@ PLACES = {
     "gather": (False, True),
     "reduce_scatter": (True, False),
     "scatter": (True, False),
+    "all_to_all_v": (True, True),
+    "all_gather_v": (False, True),
+    "gather_v": (False, True),
+    "reduce_scatter_v": (True, False),
+    "scatter_v": (True, False),
+    "scan": (True, True),
+    "exscan": (True, True),
 }
 """By operation, whether a rank's input and its output have all of the row's elements, or a rank's part of them."""
 OPERATIONS = tuple(PLACES)
-IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter")
+ROUTING = "routing"
+"""``all_to_all_v`` of a mixture of experts: measured where it is named, with sizes that are a rank's tokens."""
+TOKEN, EXPERTS, CHOSEN = 7168, 64, 8
+"""Elements of a token, experts of all ranks together, experts of a token."""
+IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scan", "exscan")
 
 _REDUCE: dict[str, Any] = {
     "sum": np.add.reduce,
@@ -52,17 +65,41 @@ _LARGEST_INTEGER = {
 def busbw_factor(op: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth: the part of the row's bytes that each link must carry.
 
-    As in doc/PERFORMANCE.md of nccl-tests.
+    As in doc/PERFORMANCE.md of nccl-tests.  With uneven parts the busiest link is that of the rank whose own is least.
     """
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    return 1.0 if op in ("broadcast", "reduce", "send_recv") else (ranks - 1) / ranks
+    if op in ("broadcast", "reduce", "send_recv", "scan", "exscan"):
+        return 1.0
+    own = min(uneven(2 * ranks, ranks)) / 2 if op.endswith("_v") else 1
+    return (ranks - own) / ranks
 
 
-def bandwidths(op: str, ranks: int, nbytes: int, time_us: float) -> tuple[float, float]:
+def bandwidths(factor: float, nbytes: int, time_us: float) -> tuple[float, float]:
     """Algorithm and bus bandwidth of a row in GB/s (10^9 bytes)."""
     algbw = nbytes / time_us / 1e3
-    return algbw, algbw * busbw_factor(op, ranks)
+    return algbw, algbw * factor
+
+
+def uneven(count: int, ranks: int) -> list[int]:
+    """The ranks' parts of ``count``, a multiple of ``ranks``, in the operations that end in ``_v``.
+
+    Ranks 0, 2, ... have half of an equal part less (rounded down), ranks 1, 3, ... that much more; the last of an odd
+    number of ranks has an equal part.
+    """
+    part = count // ranks
+    return [part if r == ranks - 1 and ranks % 2 else part + (-1, 1)[r % 2] * (part // 2) for r in range(ranks)]
+
+
+def routed(tokens: int, rank: int, ranks: int) -> list[int]:
+    """To how many of a rank's ``tokens`` each rank is a destination.
+
+    A token's experts are drawn alike and without repetition; each rank holds as many experts, and a token goes once to
+    each rank that holds one of its own.
+    """
+    chosen = np.random.default_rng(rank).random((tokens, EXPERTS)).argpartition(CHOSEN, axis=1)[:, :CHOSEN]
+    holders = chosen * ranks // EXPERTS
+    return [int((holders == r).any(axis=1).sum()) for r in range(ranks)]
 
 
 @dataclass(frozen=True)
@@ -81,10 +118,13 @@ class Case:
         """The case of about ``nbytes``: whole elements, as many for each rank where it has a part."""
         kind = DTYPES[dtype]
         count = nbytes // kind.itemsize
-        if not all(PLACES[op]) or op == "all_to_all":
+        if op == ROUTING:
+            count -= count % TOKEN
+        elif not all(PLACES[op]) or op.startswith("all_to_all"):
             count -= count % ranks
         if count == 0:
-            raise InvalidArgument(f"{op}: expected at least one {dtype} for each of {ranks} ranks, got {nbytes} bytes")
+            least = f"a token of {TOKEN} {dtype}" if op == ROUTING else f"one {dtype} for each of {ranks} ranks"
+            raise InvalidArgument(f"{op}: expected at least {least}, got {nbytes} bytes")
         case = cls(op, count, kind, redop if op in REDUCING else "none", ranks, in_place)
         value_range(case)
         return case
@@ -94,19 +134,64 @@ class Case:
         return self.count * self.dtype.itemsize
 
     @property
-    def part(self) -> int:
-        """Elements of a rank's part."""
-        return self.count // self.ranks
+    def function(self) -> str:
+        """The operation that is called."""
+        return "all_to_all_v" if self.op == ROUTING else self.op
 
-    @property
-    def sends(self) -> int:
+    @cached_property
+    def parts(self) -> list[int]:
+        """Elements of each rank's part."""
+        return uneven(self.count, self.ranks) if self.op.endswith("_v") else [self.count // self.ranks] * self.ranks
+
+    @cached_property
+    def pieces(self) -> list[list[int]]:
+        """Elements by sending and receiving rank, itself included, of the operations that only move, but broadcast."""
+        n, parts = self.ranks, self.parts
+        if self.op == ROUTING:
+            return [[TOKEN * tokens for tokens in routed(self.count // TOKEN, rank, n)] for rank in range(n)]
+        sent: dict[str, Callable[[int, int], int]] = {
+            "all_to_all": lambda rank, to: parts[(to - rank) % n],
+            "all_gather": lambda rank, to: parts[rank],
+            "gather": lambda rank, to: parts[rank] if to == ROOT else 0,
+            "scatter": lambda rank, to: parts[to] if rank == ROOT else 0,
+            "send_recv": lambda rank, to: self.count if to == (rank + 1) % n else 0,
+        }
+        return [[sent[self.op.removesuffix("_v")](rank, to) for to in range(n)] for rank in range(n)]
+
+    def start(self, rank: int, to: int) -> int:
+        """Where in the input of ``rank`` its piece for ``to`` begins, in elements."""
+        return sum(self.pieces[rank][:to]) if self.function.startswith(("all_to_all", "scatter")) else 0
+
+    def counts(self, rank: int) -> tuple[list[int], list[int]]:
+        """Of an all_to_all_v, a rank's elements for each rank and from each rank; empty for other operations."""
+        if self.function != "all_to_all_v":
+            return [], []
+        return self.pieces[rank], [row[rank] for row in self.pieces]
+
+    def sends(self, rank: int) -> int:
         """Elements of a rank's input."""
-        return self.count if PLACES[self.op][0] else self.part
+        if self.op == ROUTING:
+            return sum(self.counts(rank)[0])
+        return self.count if PLACES[self.op][0] else self.parts[rank]
+
+    def receives(self, rank: int) -> int:
+        """Elements of a rank's output."""
+        if self.op == ROUTING:
+            return sum(self.counts(rank)[1])
+        return self.count if PLACES[self.op][1] else self.parts[rank]
 
     @property
-    def receives(self) -> int:
-        """Elements of a rank's output."""
-        return self.count if PLACES[self.op][1] else self.part
+    def largest(self) -> tuple[int, int]:
+        """Elements of the largest input and of the largest output."""
+        return max(map(self.sends, range(self.ranks))), max(map(self.receives, range(self.ranks)))
+
+    @property
+    def busbw_factor(self) -> float:
+        """What the busiest link must carry, over ``count``."""
+        if self.op != ROUTING:
+            return busbw_factor(self.op, self.ranks)
+        ends = (self.sends, self.receives)
+        return max(end(r) - self.pieces[r][r] for end in ends for r in range(self.ranks)) / self.count
 
 
 class Segment(NamedTuple):
@@ -131,7 +216,7 @@ class Data:
     """
 
     def __init__(self, case: Case, rank: int, seed: int) -> None:
-        self.input = Segment(rank, 0, case.sends)
+        self.input = Segment(rank, 0, case.sends(rank))
         self.output = _output(case, rank)
         self.lengths: dict[int, int] = {}
         for segment in (self.input, *self.output):
@@ -139,21 +224,19 @@ class Data:
         periods = [values(case, r, seed) for r in range(case.ranks)]
         self.tables: dict[int, Array] = {}
         for table in self.lengths:
-            period = _REDUCE[case.redop](np.stack(periods), axis=0) if table == REDUCED else periods[table]
+            reduced = periods[: {"scan": rank + 1, "exscan": rank}.get(case.op, case.ranks)]
+            period = _REDUCE[case.redop](np.stack(reduced), axis=0) if table == REDUCED else periods[table]
             self.tables[table] = period.astype(case.dtype.numpy)
 
 
 def _output(case: Case, rank: int) -> list[Segment]:
-    op, part = case.op, case.part
-    if op in ("reduce", "gather") and rank != ROOT:
+    if (case.op == "reduce" and rank != ROOT) or (case.op == "exscan" and rank == 0):
         return []
-    whole = {"all_reduce": REDUCED, "reduce": REDUCED, "broadcast": ROOT, "send_recv": (rank - 1) % case.ranks}
-    if op in whole:
-        return [Segment(whole[op], 0, case.count)]
-    if op in ("reduce_scatter", "scatter"):
-        return [Segment(REDUCED if op == "reduce_scatter" else ROOT, rank * part, part)]
-    phase = rank * part if op == "all_to_all" else 0
-    return [Segment(r, phase, part) for r in range(case.ranks)]
+    if case.op.startswith("reduce_scatter"):
+        return [Segment(REDUCED, sum(case.parts[:rank]), case.parts[rank])]
+    if case.op in REDUCING or case.op == "broadcast":
+        return [Segment(REDUCED if case.op in REDUCING else ROOT, 0, case.count)]
+    return [Segment(r, case.start(r, rank), row[rank]) for r, row in enumerate(case.pieces) if row[rank]]
 
 
 def value_range(case: Case) -> tuple[int, int]:
@@ -167,6 +250,8 @@ def value_range(case: Case) -> tuple[int, int]:
         low, high = 0, min(64, largest // (n if case.redop in ("sum", "avg") else 1))
     if high - low < 2:
         raise InvalidArgument(f"{case.redop}: no values of {name} have an exact result on {n} ranks")
+    if case.redop == "avg" and case.op in ("scan", "exscan"):
+        raise InvalidArgument(f"avg: expected another operation than {case.op}, which has no average")
     if case.redop == "avg" and (n & (n - 1) or not case.dtype.is_float):
         raise InvalidArgument(f"avg: is exact, and so checked, for floats on 2, 4, 8... ranks, got {name} on {n}")
     return low, high

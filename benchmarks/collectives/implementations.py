@@ -70,7 +70,7 @@ class Ours(Implementation):
         self._on_gpu = backend in GPU_BACKENDS
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
-        comm, op = self.comm, case.op
+        comm, op, parts = self.comm, case.function, case.parts
         out = None if case.in_place else recv
         redop: Any = kos.ReduceOp[case.redop.upper()] if case.redop != "none" else None
         named = {"auto": {}, "deterministic": {"deterministic": True}}
@@ -89,8 +89,15 @@ class Ours(Implementation):
             "gather": (send, ROOT, recv if at_root else None),
             "scatter": (send if at_root else None, recv, ROOT),
             "send_recv": (send, recv, right, left),
+            "all_to_all_v": (send, *case.counts(comm.rank), recv),
+            "all_gather_v": (send, parts, recv),
+            "reduce_scatter_v": (send, parts, recv, redop),
+            "gather_v": (send, parts, ROOT, recv if at_root else None),
+            "scatter_v": (send if at_root else None, parts, recv, ROOT),
+            "scan": (send, redop),
+            "exscan": (send, redop),
         }
-        if op in ("all_reduce", "reduce", "broadcast"):
+        if op in ("all_reduce", "reduce", "broadcast", "scan", "exscan"):
             chosen |= {"out": None if op == "reduce" and not at_root else out}
         arguments = given.get(op, (send, recv))
         if persistent or self.asked != "auto":

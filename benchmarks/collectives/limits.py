@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.collectives.cases import Case, busbw_factor
+from benchmarks.collectives.cases import ROOT, Case
 from benchmarks.collectives.implementations import Call
 from benchmarks.collectives.measure import Job, Run
 from kos.comm.host.shared import open_segment
@@ -55,9 +55,11 @@ class CopySpace:
         return 0
 
 
-def copy_run(case: Case, sends: bool, receives: bool, slots: int) -> Run:
+def copy_run(case: Case, rank: int, slots: int) -> Run:
     """The copy of ``case`` on a rank that has an input, an output or both."""
-    elements = sends * case.sends + receives * case.receives
+    op, at_root = case.op.removesuffix("_v"), rank == ROOT
+    elements = case.sends(rank) * (at_root or op not in ("broadcast", "scatter"))
+    elements += case.receives(rank) * (at_root or op not in ("reduce", "gather"))
     in_place = case.in_place and case.op == "all_reduce"
     space: Any = CopySpace(max(1, elements * case.dtype.itemsize // 2), in_place, slots)
     return Run("copy", space, space.calls())
@@ -151,7 +153,7 @@ class DeviceLimits:
     def limit_us(self, case: Case) -> float:
         if case.ranks == 1:
             return self.launch_us
-        wire = busbw_factor(case.op, case.ranks) * case.nbytes / self.pair_gbps / 1e3
+        wire = case.busbw_factor * case.nbytes / self.pair_gbps / 1e3
         return self.launch_us + self.flag_us / 2 + wire
 
     def figures(self) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.collectives.cases import PERIOD, Case, Data
+from benchmarks.collectives.cases import PERIOD, PLACES, Case, Data
 from kos.dtypes import DType
 
 ALIGNMENT = 256  # bytes, of each input and each output
@@ -106,21 +106,20 @@ class Space:
         self.case, self._data, self._memory = case, data, memory
         self._tables = {key: memory.load(period, data.lengths[key]) for key, period in data.tables.items()}
         step = ALIGNMENT // case.dtype.itemsize
-        sends = -(-case.sends // step) * step
-        receives = -(-case.receives // step) * step
+        rank = data.input.table
+        sends, receives = (-(-elements // step) * step for elements in case.largest)  # windows are alike on all ranks
         stride = max(sends, receives) if case.in_place else sends + receives
         slab = allocate((slots + 1) * stride, case.dtype)
         self.slots: list[Slot] = []
         for first in range(0, (slots + 1) * stride, stride):
             if case.in_place:
                 whole = slab[first : first + case.count]
-                mine = data.input.table * case.part
-                part = whole[mine : mine + case.part]
-                places = case.sends == case.count, case.receives == case.count
-                self.slots.append(Slot(*(whole if all_of_it else part for all_of_it in places)))
+                mine = sum(case.parts[:rank])
+                part = whole[mine : mine + case.parts[rank]]
+                self.slots.append(Slot(*(whole if all_of_it else part for all_of_it in PLACES[case.op])))
             else:
-                send = slab[first : first + case.sends]
-                recv = slab[first + sends : first + sends + case.receives]
+                send = slab[first : first + case.sends(rank)]
+                recv = slab[first + sends : first + sends + case.receives(rank)]
                 self.slots.append(Slot(send, recv))
         for slot in self.slots:
             self._memory.poison(slot.recv)

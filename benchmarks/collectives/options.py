@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.collectives import __doc__ as METHOD
-from benchmarks.collectives.cases import MEASURED, OPERATIONS, REDUCE_OPS, parse_sizes
+from benchmarks.collectives.cases import MEASURED, OPERATIONS, REDUCE_OPS, ROUTING, parse_sizes
 from benchmarks.collectives.implementations import GPU_BACKENDS, choices
 from kos.commands import program
 
@@ -21,7 +21,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     names = ", ".join
-    add("--collective", default="all_reduce", help=f"all, or some of {names(OPERATIONS)}")
+    add("--collective", default="all_reduce", help=f"all of {names(OPERATIONS)}, or some of them and {ROUTING}")
     add("--sizes", default="1K:64M:x4", help="bytes: first:last:xFACTOR, or a list (default %(default)s)")
     add("--dtype", default="float32", help=f"element type, of {names(MEASURED)} (default %(default)s)")
     add("--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
@@ -52,7 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.place = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]
     options.mode = options.mode.split(",") if options.mode else None
     for what, known in (
-        ("collective", OPERATIONS),
+        ("collective", (*OPERATIONS, ROUTING)),
         ("backend", (*HOST_BACKENDS, *GPU_BACKENDS)),
         ("mode", ("graph", "eager", "single_shot")),
     ):

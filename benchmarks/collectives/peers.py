@@ -28,7 +28,7 @@ class OpenMPI(Implementation):
         self._comm = MPI.COMM_WORLD.Dup()
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
-        MPI, comm, op = self._MPI, self._comm, case.op
+        MPI, comm, op = self._MPI, self._comm, case.function
         if case.redop == "avg" or (case.redop != "none" and not case.dtype.mpi):
             return None
         kind = getattr(MPI, case.dtype.mpi) if case.dtype.mpi else MPI.BYTE
@@ -39,6 +39,12 @@ class OpenMPI(Implementation):
         if case.in_place == (op == "reduce_scatter") and op in ("reduce_scatter", "broadcast"):
             return None
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+
+        def by_rank(array: list[Any], counts: list[int]) -> list[Any]:
+            scale = 1 if case.dtype.mpi else case.dtype.itemsize
+            return [array[0], [scale * count for count in counts], kind]
+
+        to, of = case.counts(comm.rank)
         function, *arguments = {
             "all_reduce": (comm.Allreduce, source, out, redop),
             "reduce": (comm.Reduce, source if root else x, out if root else None, redop, ROOT),
@@ -49,6 +55,13 @@ class OpenMPI(Implementation):
             "gather": (comm.Gather, x, out if root else None, ROOT),
             "scatter": (comm.Scatter, x if root else None, out, ROOT),
             "send_recv": (comm.Sendrecv, x, right, 0, out, left, 0),
+            "all_gather_v": (comm.Allgatherv, x, by_rank(out, case.parts)),
+            "reduce_scatter_v": (comm.Reduce_scatter, x, out, case.parts, redop),
+            "all_to_all_v": (comm.Alltoallv, by_rank(x, to), by_rank(out, of)),
+            "gather_v": (comm.Gatherv, x, by_rank(out, case.parts) if root else None, ROOT),
+            "scatter_v": (comm.Scatterv, by_rank(x, case.parts) if root else None, out, ROOT),
+            "scan": (comm.Scan, source, out, redop),
+            "exscan": (comm.Exscan, source, out, redop),
         }[op]
         return partial(function, *arguments)
 
@@ -65,7 +78,7 @@ class Torch(Implementation):
         self.backend, self._group, self._dist = backend, group, dist
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
-        dist, op = self._dist, case.op
+        dist, op = self._dist, case.function
         # torch's all_reduce, reduce and broadcast are in place; the others have their own output.
         if case.in_place != (op in ("all_reduce", "reduce", "broadcast")):
             return None
@@ -89,6 +102,9 @@ class Torch(Implementation):
             return partial(reduce_scatter, out, x, **reducing)
         if op == "all_to_all":
             return partial(dist.all_to_all_single, out, x, group=self._group)
+        if op == "all_to_all_v":
+            to, of = case.counts(dist.get_rank(self._group))
+            return partial(dist.all_to_all_single, out, x, of, to, group=self._group)
         return None
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ NVLink multicast stays as the environment has it; the kernels of torch's symmetr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ class RawNCCL(Implementation):
         from kos.comm.gpu import nccl_binding
 
         self._binding, self._nccl = nccl_binding, nccl_binding.library()
-        self._device, self._stream = device, int(stream.handle)
+        self._device, self._rank, self._stream = device, control.rank, int(stream.handle)
         self.stream = stream
         identity = control.rendezvous.allgather(nccl_binding.unique_id() if control.rank == 0 else b"")[0]
         self._comm = nccl_binding.join(control.size, identity, control.rank, "benchmark", {})
@@ -36,7 +36,7 @@ class RawNCCL(Implementation):
         codes = self._binding.CODE_OF
         if case.dtype not in codes:
             return None
-        nccl, op = self._nccl, case.op
+        nccl, op = self._nccl, case.function
         ends = send.pointer, recv.pointer
         kind, redop, last = codes[case.dtype], _REDUCE_CODES[case.redop], (self._comm, self._stream)
         if op == "all_reduce":
@@ -44,14 +44,41 @@ class RawNCCL(Implementation):
         if op == "reduce":
             return partial(nccl.reduce, *ends, case.count, kind, redop, ROOT, *last)
         if op == "reduce_scatter":
-            return partial(nccl.reduce_scatter, *ends, case.part, kind, redop, *last)
+            return partial(nccl.reduce_scatter, *ends, case.parts[0], kind, redop, *last)
         if op == "broadcast":
             return partial(nccl.broadcast, *ends, case.count, kind, ROOT, *last)
         if op == "all_gather":
-            return partial(nccl.all_gather, *ends, case.part, kind, *last)
+            return partial(nccl.all_gather, *ends, case.parts[0], kind, *last)
         if op == "all_to_all":
-            return partial(nccl.allto_all, *ends, case.part, kind, *last)
-        return None
+            return partial(nccl.allto_all, *ends, case.parts[0], kind, *last)
+        if op in ("scan", "exscan"):
+            return None
+        if op in ("gather", "scatter"):
+            return partial(getattr(nccl, op), *ends, case.parts[0], kind, ROOT, *last)
+        return partial(self._grouped, [partial(function, *arguments, *last)
+                                       for function, *arguments in self._parts(case, *ends, kind)])  # fmt: skip
+
+    def _parts(self, case: Case, send: int, recv: int, kind: int) -> Iterator[tuple[Any, ...]]:
+        """The calls of a group that do what NCCL has no function for: reduces, or sends and receives."""
+        nccl, me, size = self._nccl, self._rank, case.dtype.itemsize
+        if case.op == "reduce_scatter_v":
+            for root, part in enumerate(case.parts):
+                start, redop = sum(case.parts[:root]), _REDUCE_CODES[case.redop]
+                yield nccl.reduce, send + start * size, recv, part, kind, redop, root
+            return
+        received = 0
+        for peer in range(case.ranks):
+            if count := case.pieces[me][peer]:
+                yield nccl.send, send + case.start(me, peer) * size, count, kind, peer
+            if count := case.pieces[peer][me]:
+                yield nccl.recv, recv + received * size, count, kind, peer
+                received += count
+
+    def _grouped(self, calls: list[Call]) -> None:
+        self._nccl.group_start()
+        for call in calls:
+            call()
+        self._nccl.group_end()
 
     def close(self) -> None:
         self._binding.destroy(self._comm)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.collectives.cases import bandwidths
 from benchmarks.collectives.implementations import OURS
 from kos.errors import KosError
 from kos.files import check_picture
@@ -80,6 +79,7 @@ def plot(result: Row, path: Path) -> None:
 
 def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
     limits: dict[int, float] = {}
+    sized: dict[int, Row] = {}
     seen: list[str] = []
     for index, (name, rows) in enumerate(lines.items()):
         backend, ours = rows[0]["backend"], rows[0]["backend"] in OURS or rows[0]["backend"] == "mock"
@@ -92,10 +92,11 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
         )  # fmt: skip
         for row in rows:
             limits[row["bytes"]] = min(row["limit_us"], limits.get(row["bytes"], row["limit_us"]))
+            sized[row["bytes"]] = row
     sizes = sorted(limits)
     bound = [limits[size] for size in sizes]
-    if value == "busbw_gbps" and lines:
-        bound = [bandwidths(rows[0]["op"], rows[0]["ranks"], size, limits[size])[1] for size in sizes]
+    if value == "busbw_gbps":
+        bound = [sized[size][value] * sized[size]["time_us"] / limits[size] for size in sizes]
     axes.plot(sizes, bound, label="physical limit", color="black", linestyle="--", linewidth=1.2, zorder=1)
 
 

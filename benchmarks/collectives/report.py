@@ -39,7 +39,7 @@ NOTED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_ALGO", "N
 def make_row(case: Case, implementation: Implementation, mode: str, samples: Samples, limit_us: float) -> Row:
     values = (
         case.op, implementation.backend, implementation.algorithm, case.dtype.name, case.nbytes, case.ranks, mode,
-        samples.time_us, samples.p99_us, samples.cpu_us, *bandwidths(case.op, case.ranks, case.nbytes, samples.time_us),
+        samples.time_us, samples.p99_us, samples.cpu_us, *bandwidths(case.busbw_factor, case.nbytes, samples.time_us),
         samples.wrong, limit_us, case.redop, case.count, case.in_place, implementation.call, samples.iterations,
     )  # fmt: skip
     row = zip(ROW_KEYS, values, strict=True)

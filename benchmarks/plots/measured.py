@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks.plots.results import Row, one, select
+from benchmarks.plots.results import Row, load, one, select
 
 GPU_LINES = {
     "kos, symmetric buffers": {"backend": "auto", "algorithm": "window", "call": "function"},
@@ -28,16 +28,30 @@ Series = dict[int, float]
 """A value by the size in bytes."""
 
 
-def all_reduce_gpus(ranks: int, name: str, mode: str = "graph", value: str = "time_us") -> Series:
-    """Out of place, where the implementation does that."""
-    wanted: dict[str, Any] = {**GPU_LINES[name], "mode": mode, "in_place": name in IN_PLACE_ONLY}
-    return {row["bytes"]: row[value] for row in select(f"collectives-h200-{ranks}", **wanted)}
+def on_gpus(ranks: int, name: str, op: str = "all_reduce", mode: str = "graph", value: str = "time_us") -> Series:
+    """Of an operation, out of place where the implementation does that."""
+    wanted: dict[str, Any] = {**GPU_LINES[name], "op": op, "mode": mode, "in_place": name in IN_PLACE_ONLY}
+    rows = select(f"collectives-h200-{ranks}", **wanted)
+    if not rows and name == "NCCL" and op in ("gather", "scatter", "send_recv"):  # grouped by kos' backend ``nccl``
+        rows = select(f"collectives-h200-{ranks}", **{**wanted, "backend": "kos-nccl", "algorithm": "auto"})
+    return {row["bytes"]: row[value] for row in rows}
 
 
 def faster_nccl(ranks: int, mode: str = "graph") -> Series:
-    """NCCL with ordinary buffers or with symmetric windows, by size whichever is faster."""
-    kinds = [all_reduce_gpus(ranks, name, mode) for name in ("NCCL", "NCCL, symmetric windows")]
+    """all_reduce of NCCL with ordinary buffers or with symmetric windows, by size whichever is faster."""
+    kinds = [on_gpus(ranks, name, mode=mode) for name in ("NCCL", "NCCL, symmetric windows")]
     return {nbytes: min(each[nbytes] for each in kinds) for nbytes in kinds[0]}
+
+
+def gpu_limits(ranks: int, op: str = "all_reduce") -> Series:
+    return limits(f"collectives-h200-{ranks}", "graph", False, op=op)
+
+
+def others(ranks: int) -> list[str]:
+    """The operations besides all_reduce that were measured on so many GPUs."""
+    rows = load(f"collectives-h200-{ranks}")["rows"]
+    found = {row["op"]: None for row in rows}
+    return [op for op in dict.fromkeys((*NINE, *found)) if op in found and op != "all_reduce"]
 
 
 def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in_place: bool = True) -> Series:
@@ -106,23 +120,13 @@ def variant(row: Row) -> str:
     return said + ", DDP" * row["layout"].startswith("dp") * (row["ranks"] > 1)
 
 
-MOVES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
-MORE_MOVES = (*MOVES, "reduce", "gather", "scatter", "send_recv")
-MOVED = "collectives-others-h200-4"
-MOVERS = {
-    "kos, any buffers": {"backend": "auto", "algorithm": "auto"},
-    "kos, symmetric buffers": {"backend": "auto", "algorithm": "window"},
-    "NCCL": {"backend": "nccl"},
-    "NCCL, symmetric windows": {"backend": "nccl-window"},
-}
-
-
-def moved(op: str, name: str, mode: str = "graph", value: str = "time_us") -> Series:
-    """For operations that NCCL makes of sends and receives, those that kos' backend ``nccl`` groups."""
-    wanted = MOVERS[name]
-    if wanted["backend"] == "nccl" and op in ("gather", "scatter", "send_recv"):
-        wanted = {"backend": "kos-nccl", "algorithm": "auto"}
-    return {row["bytes"]: row[value] for row in select(MOVED, op=op, mode=mode, **wanted)}
+OTHERS_ON = (2, 4)
+"""Numbers of GPUs whose files may hold operations besides all_reduce."""
+NINE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
+        "send_recv")  # fmt: skip
+COMPARED = ("kos, any buffers", "kos, symmetric buffers", "NCCL", "NCCL, symmetric windows")
+SHOWN_SIZES = (1 << 10, 8 << 10, 128 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
+"""Of the operations besides all_reduce, in tables."""
 
 
 ATTENTION = [  # preset of the file, label

@@ -37,10 +37,10 @@ def faster(axes: Any, ours: dict[int, float], theirs: dict[int, float], name: st
 def all_reduce_nccl() -> Any:
     """For README: 8 GPUs, times and the ratio to the faster of NCCL's two kinds of buffers."""
     figure, [[times, ratios]] = new(3.1, columns=2, width_ratios=[3, 2])
-    lines = {name: measured.all_reduce_gpus(8, name) for name in GPU_NAMES}
+    lines = {name: measured.on_gpus(8, name) for name in GPU_NAMES}
     for name, series in lines.items():
         line(times, name, series)
-    bound = measured.limits("collectives-h200-8", "graph", False)
+    bound = measured.gpu_limits(8)
     limit(times, bound)
     sizes_along(times, bound)
     times_up(times)
@@ -60,8 +60,8 @@ def all_reduce_gpus() -> Any:
     names = (*GPU_NAMES, "torch one-shot", "torch two-shot")
     for column, ranks in enumerate((2, 4, 8)):
         times, ratios = panels[0][column], panels[1][column]
-        lines = {name: measured.all_reduce_gpus(ranks, name) for name in names}
-        bound = measured.limits(f"collectives-h200-{ranks}", "graph", False)
+        lines = {name: measured.on_gpus(ranks, name) for name in names}
+        bound = measured.gpu_limits(ranks)
         for name in names:
             line(times, name, lines[name])
         limit(times, bound)
@@ -96,19 +96,20 @@ def all_reduce_hosts() -> Any:
 
 
 def collectives() -> Any:
-    """Operations that move data, on 4 GPUs."""
-    figure, panels = new(5.6, rows=2, columns=2)
-    for axes, op in zip(panels.flat, measured.MOVES, strict=True):
-        for name in measured.MOVERS:
-            line(axes, name, measured.moved(op, name))
-        bound = measured.limits(measured.MOVED, "graph", False, op=op)
+    """Nine operations on 4 GPUs."""
+    figure, panels = new(7.0, rows=3, columns=3, sharex=True)
+    for axes, op in zip(panels.flat, measured.NINE, strict=True):
+        for name in measured.COMPARED:
+            line(axes, name, measured.on_gpus(4, name, op))
+        bound = measured.gpu_limits(4, op)
         limit(axes, bound)
-        sizes_along(axes, bound)
+        sizes_along(axes, bound, apart=8)
         times_up(axes)
-        axes.set_title(f"{op}, 4 H200, bfloat16, CUDA graph")
+        axes.set_title(f"{op}, 4 H200")
     for axes in panels[:, 0]:
         axes.set_ylabel("microseconds")
-    panels[0][0].legend()
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 

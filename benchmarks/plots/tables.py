@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.plots import measured
+from benchmarks.plots import measured, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
 from benchmarks.plots.results import RESULTS, ROOT, load, ratio, size, table, us
@@ -42,7 +42,13 @@ def provenance(*names: str) -> str:
 
 def commands(*names: str) -> str:
     """What was typed for each file."""
-    return table(["file", "command"], [[link(f"{name}.json"), f"`{load(name)['command']}`"] for name in names])
+    rows = []
+    for name in names:
+        result = load(name)
+        typed = [f"`{result['command']}`"]
+        typed += [f"rows of {commit}: {text}" for commit, text in result.get("commands_of_rows", {}).items()]
+        rows.append([link(f"{name}.json"), "; ".join(typed)])
+    return table(["file", "command"], rows)
 
 
 def readme() -> str:
@@ -52,9 +58,9 @@ def readme() -> str:
         (1 << 10, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "any", "graph", "in a CUDA graph"),
         (1 << 20, "symmetric", "graph", "in a CUDA graph"), (1 << 10, "symmetric", "eager", "without a graph"),
     ):  # fmt: skip
-        ours = measured.all_reduce_gpus(8, f"kos, {kind} buffers", mode)[nbytes]
+        ours = measured.on_gpus(8, f"kos, {kind} buffers", mode=mode)[nbytes]
         name = "NCCL" if kind == "any" else "NCCL, symmetric windows"
-        theirs = measured.all_reduce_gpus(8, name, mode)[nbytes]
+        theirs = measured.on_gpus(8, name, mode=mode)[nbytes]
         rows.append([f"all_reduce of {size(nbytes)}, 8 H200, {kind} buffers, µs {how}", us(ours),
                      f"{us(theirs)} ({name})", ratio(theirs / ours), link("collectives-h200-8.json")])  # fmt: skip
     host, mpi = (measured.all_reduce_host("xeon", 2, name) for name in ("kos", "Open MPI"))
@@ -95,10 +101,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce-commands": partial(
         commands, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
     ),
-    "collectives": collectives.moves,
-    "collectives-eager": collectives.moves_eager,
-    "collectives-files": partial(provenance, "collectives-others-h200-4"),
-    "collectives-commands": partial(commands, "collectives-others-h200-4"),
+    "collectives": collectives.others,
+    "collectives-eager": collectives.others_eager,
+    "collectives-files": partial(provenance, "collectives-h200-4"),
+    "collectives-commands": partial(commands, "collectives-h200-4"),
+    "slower-gpus": tables_slower.gpus,
+    "slower-hosts": tables_slower.hosts,
     "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),
     "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
     "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from benchmarks.plots import measured
 from benchmarks.plots.measured import Series
 from benchmarks.plots.results import Row, load, one, ratio, select, size, table, us
@@ -17,9 +19,9 @@ def cell(series: Series, nbytes: int) -> str:
 def all_reduce_gpus(ranks: int) -> str:
     """Times by size in a CUDA graph."""
     names = list(measured.GPU_LINES)
-    lines = {name: measured.all_reduce_gpus(ranks, name) for name in names}
-    p99 = measured.all_reduce_gpus(ranks, names[0], value="p99_us")
-    limits = measured.limits(f"collectives-h200-{ranks}", "graph", False)
+    lines = {name: measured.on_gpus(ranks, name) for name in names}
+    p99 = measured.on_gpus(ranks, names[0], value="p99_us")
+    limits = measured.gpu_limits(ranks)
     theirs = measured.faster_nccl(ranks)
     rows = []
     for nbytes, bound in sorted(limits.items()):
@@ -42,7 +44,7 @@ def bandwidth_gpus() -> str:
              "torch.distributed")  # fmt: skip
     rows = []
     for ranks in (2, 4, 8):
-        lines = {name: measured.all_reduce_gpus(ranks, name, value="busbw_gbps") for name in names}
+        lines = {name: measured.on_gpus(ranks, name, value="busbw_gbps") for name in names}
         pair = load(f"collectives-h200-{ranks}")["limits"]["pair_gbps"]
         for nbytes in (16 << 20, 64 << 20, 256 << 20, 1 << 30):
             rows.append([str(ranks), size(nbytes), *(f"{lines[name][nbytes]:.0f}" for name in names), f"{pair:.0f}"])
@@ -70,7 +72,7 @@ def outside_graphs(ranks: int) -> str:
     """Calls back to back and single calls, by size."""
     names = ("kos, symmetric buffers", "kos, any buffers", "NCCL", "NCCL, symmetric windows", "torch one-shot",
              "torch two-shot")  # fmt: skip
-    modes = {mode: {name: measured.all_reduce_gpus(ranks, name, mode) for name in names}
+    modes = {mode: {name: measured.on_gpus(ranks, name, mode=mode) for name in names}
              for mode in ("eager", "single_shot")}  # fmt: skip
     rows = []
     for nbytes in sorted(modes["eager"]["NCCL"]):
@@ -92,7 +94,7 @@ def modes_gpus() -> str:
         line = [name]
         for nbytes in (1 << 10, 1 << 20, 64 << 20):
             place = {"bytes": nbytes, "in_place": "in place" in name}
-            modes = {mode: one("collectives-h200-8", **wanted, **place, mode=mode)
+            modes = {mode: one("collectives-h200-8", op="all_reduce", **wanted, **place, mode=mode)
                      for mode in ("graph", "eager", "single_shot")}  # fmt: skip
             line += [us(row["time_us"]) for row in modes.values()] + [us(modes["eager"]["cpu_us"])]
         rows.append(line)
@@ -107,10 +109,10 @@ def auto_routes() -> str:
     for ranks in (2, 4, 8):
         excess: list[float] = []
         file = f"collectives-h200-{ranks}"
-        for row in select(file, backend="auto", mode="graph"):
+        for row in select(file, op="all_reduce", backend="auto", mode="graph"):
             if row["algorithm"] == "deterministic":
                 continue
-            alike = {key: row[key] for key in ("bytes", "algorithm", "call", "in_place", "mode")}
+            alike = {key: row[key] for key in ("op", "bytes", "algorithm", "call", "in_place", "mode")}
             parts = [one(file, backend=name, **alike)["time_us"] for name in ("peer", "kos-nccl")]
             excess.append(row["time_us"] / min(parts))
         near = sum(each <= AUTO_WITHIN for each in excess)
@@ -133,39 +135,47 @@ def call_cost() -> str:
     return table(["call", "1 KB", "16 MB", "1 KB, torch in the process", "16 MB, torch in the process"], rows)
 
 
-def moves() -> str:
-    """all_gather, reduce_scatter, all_to_all and broadcast on 2 GPUs."""
+def others() -> str:
+    """Operations besides all_reduce in a CUDA graph."""
     rows = []
-    for op in measured.MORE_MOVES:
-        lines = {name: measured.moved(op, name) for name in measured.MOVERS}
-        for nbytes, bound in sorted(measured.limits(measured.MOVED, "graph", False, op=op).items()):
-            best, peer = _best_moves(lines, nbytes)
-            rows.append([op, size(nbytes), *(cell(line, nbytes) for line in lines.values()), us(bound),
-                         f"{bound / best:.0%}", ratio(peer / best)])  # fmt: skip
-    return table(["operation", "size", *measured.MOVERS, "limit", "kos of limit", "best of NCCL / best of kos"], rows)
-
-
-def moves_eager() -> str:
-    """Operations other than all_reduce without a graph, beside NCCL."""
-    rows = []
-    for op in measured.MORE_MOVES:
-        lines = {name: measured.moved(op, name, "eager") for name in measured.MOVERS}
-        cpu = {name: measured.moved(op, name, "eager", "cpu_us") for name in ("kos, any buffers", "NCCL")}
-        for nbytes in sorted(lines["kos, any buffers"]):
-            best, peer = _best_moves(lines, nbytes)
-            rows.append([op, size(nbytes), *(cell(line, nbytes) for line in lines.values()), ratio(peer / best),
-                         *(us(each[nbytes]) for each in cpu.values())])  # fmt: skip
-    head = ["operation", "size", *measured.MOVERS, "best of NCCL / best of kos", "CPU, kos", "CPU, NCCL"]
+    for ranks, op, nbytes, lines in _others("graph"):
+        best, peer = _best(lines, nbytes)
+        bound = measured.gpu_limits(ranks, op)[nbytes]
+        rows.append([str(ranks), op, size(nbytes), *(cell(line, nbytes) for line in lines.values()), us(bound),
+                     f"{bound / best:.0%}", ratio(peer / best) if peer else ""])  # fmt: skip
+    head = ["GPUs", "operation", "size", *measured.COMPARED, "limit", "kos of limit", "best of NCCL / best of kos"]
     return table(head, rows)
 
 
-def _best_moves(lines: dict[str, Series], nbytes: int) -> tuple[float, float]:
-    """The shortest time of kos, and of NCCL."""
+def others_eager() -> str:
+    """Operations besides all_reduce without a graph."""
+    rows = []
+    for ranks, op, nbytes, lines in _others("eager"):
+        best, peer = _best(lines, nbytes)
+        cpu = (measured.on_gpus(ranks, name, op, "eager", "cpu_us") for name in ("kos, any buffers", "NCCL"))
+        rows.append([str(ranks), op, size(nbytes), *(cell(line, nbytes) for line in lines.values()),
+                     ratio(peer / best) if peer else "", *(cell(each, nbytes) for each in cpu)])  # fmt: skip
+    head = ["GPUs", "operation", "size", *measured.COMPARED, "best of NCCL / best of kos", "CPU, kos", "CPU, NCCL"]
+    return table(head, rows)
+
+
+def _others(mode: str) -> Iterator[tuple[int, str, int, dict[str, Series]]]:
+    """GPUs, operation, size, and the times by implementation."""
+    for ranks in measured.OTHERS_ON:
+        for op in measured.others(ranks):
+            lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
+            for nbytes in sorted(lines["kos, any buffers"]):
+                if nbytes in measured.SHOWN_SIZES or op == "routing":
+                    yield ranks, op, nbytes, lines
+
+
+def _best(lines: dict[str, Series], nbytes: int) -> tuple[float, float | None]:
+    """The shortest time of kos, and of NCCL where it has the operation."""
     kos, nccl = (
-        min(line[nbytes] for name, line in lines.items() if name.startswith(who) and nbytes in line)
+        [line[nbytes] for name, line in lines.items() if name.startswith(who) and nbytes in line]
         for who in ("kos", "NCCL")
     )
-    return kos, nccl
+    return min(kos), min(nccl, default=None)
 
 
 def hosts(machine: str, ranks: int) -> str:

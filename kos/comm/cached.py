@@ -12,6 +12,7 @@ view of it exists.  So the cache holds ndarrays, at most ``HELD_BYTES`` in all, 
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -19,8 +20,9 @@ from numpy import ndarray
 
 from kos.comm.operation import Call
 from kos.comm.reduction import ReduceOp
-from kos.cuda.streams import capture_of
+from kos.cuda.streams import is_captured
 from kos.memory.array import Array
+from kos.memory.windows import InWindows
 
 LARGEST_BYTES, HELD_BYTES, MOST_HELD = 16 << 20, 128 << 20, 64
 """The largest ndarray whose calls are cached; the bytes of inputs and outputs in the cache, and the calls, at most."""
@@ -62,8 +64,11 @@ class _DeviceEntry(_Entry):
         self.array, self.stream = array, call.queue
         self.out: Any = out
         route: Any = call.route
-        self.captured = None if route.fixed else capture_of(call.stream) != 0
-        """Whether a graph captured the call, if its route depends on that."""
+        in_windows = type(route.launch) is InWindows
+        self.captured = None if route.fixed and not in_windows else is_captured(call.stream)
+        """Whether a graph captured the call, if its route or its launch depends on that."""
+        if in_windows and not self.captured:  # a hit is never captured: its launch need not look for a graph
+            call.route = replace(route, launch=route.launch.launch)
 
     def matches(self, x: Any, out: Any) -> bool:
         stream = x.stream
@@ -77,7 +82,7 @@ class _DeviceEntry(_Entry):
             or getattr(out.owner, "closed", False)
         ):  # fmt: skip
             return False
-        return self.captured is None or self.captured == (capture_of(self.call.stream) != 0)
+        return self.captured is None or self.captured is is_captured(self.call.stream)
 
 
 class _HostEntry(_Entry):

@@ -277,7 +277,7 @@ class Operations:
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
 
-        As ``scan``, but rank 0 has no result: it keeps its ``x``, ignores ``out``, and gets None.
+        As ``scan``, but rank 0 has no result: it keeps its ``x`` and ``out``, and gets None.
 
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
@@ -291,9 +291,12 @@ class Operations:
         self, name: str, x: Any, out: Any, op: Op, options: Options, gets: bool = True, root: int | None = None
     ) -> Operation:
         """A reduction whose result is written on the ranks that receive one (``gets``)."""
-        send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
         if name != "reduce" and op is ReduceOp.AVG:
-            raise InvalidArgument("op: expected another one than AVG for a scan, got AVG")
+            names = ", ".join(each.name for each in ReduceOp if each is not op)
+            raise InvalidArgument(f"op: expected one of {names} for {name}, got AVG")
+        if name == "exscan" and out is not None and not gets:
+            in_and_out(x, out, options.stream)  # so that a wrong out is an error on every rank
+        send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
     # Data movement.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 LEGACY = 1
 """Handle of the legacy default stream (CU_STREAM_LEGACY), as in DLPack and ``__cuda_array_interface__``."""
+PER_THREAD = 2
+"""Handle of the per-thread default stream.  This and the legacy one are streams of the device that is current."""
 
 
 def create_stream(device: int, *, urgent: bool = False) -> Stream:
@@ -65,6 +67,11 @@ def keeper(stream: Any) -> Any:
         return None
     external = type(stream).__name__ == "ExternalStream" or getattr(stream, "stream_id", None) == number
     return number if external or isinstance(stream, int) else stream
+
+
+def is_captured(stream: int) -> bool:
+    """Whether what is queued on the stream of this handle goes into a graph.  Errors are left to the launch."""
+    return stream > LEGACY and bool(cu.cuStreamIsCapturing(stream)[1])
 
 
 def capture_of(stream: int) -> int:

@@ -351,6 +351,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     cu = SimpleNamespace(
         cuMemcpyAsync=copy, cuMemsetD8Async=fill, cuStreamSynchronize=nothing, cuEventRecord=nothing,
         cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
+        cuCtxSynchronize=nothing,
         cuStreamIsCapturing=lambda stream: (0, int(hasattr(_capturing, "graph"))),
         cuStreamGetCaptureInfo=lambda stream: (0, 1, _capturing.graph.number, _capturing.graph, [], [], 0),
         cuUserObjectCreate=lambda pointer, function, count, flags: (0, (pointer, function)),

@@ -86,6 +86,7 @@ def test_persistent_forms(world: kos.Communicator, seed: int, together: bool) ->
 def test_a_thread_that_has_no_device_of_its_own(world: kos.Communicator) -> None:
     """CUDA's current device is each thread's own: calls of a new one, overlapped ones too, find the communicator's."""
     x, y, failures = ones(world), world.allocate(1 << 21, np.float32), []
+    z = Array.from_numpy(np.ones(1000, np.float32), world.device, stream=cuda.create_stream(world.device))
     y.copy_from(ones(world, 1 << 21))  # as large as what copy engines carry
 
     def body() -> None:
@@ -93,6 +94,8 @@ def test_a_thread_that_has_no_device_of_its_own(world: kos.Communicator) -> None
             world.all_reduce(x)
             for array in (x, y):
                 world.all_reduce(array, async_op=True).wait()
+            for _ in range(4):  # the last ones are cached, and on a stream of their own
+                world.all_reduce(z)
             world.synchronize()
         except Exception as error:
             failures.append(error)
@@ -101,7 +104,8 @@ def test_a_thread_that_has_no_device_of_its_own(world: kos.Communicator) -> None
     thread.start()
     thread.join(TIMEOUT)
     assert not failures and not thread.is_alive(), failures
-    assert (x.numpy() == world.size**2).all() and (y.numpy() == world.size).all()
+    for array, calls in ((x, 2), (y, 1), (z, 4)):
+        assert (array.numpy() == world.size**calls).all()
 
 
 def alike(mpi_world: kos.Communicator, error: pytest.ExceptionInfo[CollectiveMismatch]) -> None:

@@ -18,7 +18,7 @@ from kos.comm.host.shared.segment import PID
 from kos.comm.operation import Call, Operation
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks
@@ -320,6 +320,51 @@ def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypat
     monkeypatch.setattr(NCCLError, "status", 6)
     with pytest.raises(RankLost, match=r"broadcast #0 .*NCCL 2.28.9: RemoteError"):
         gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
+
+
+@pytest.mark.parametrize("status", [2, 3, 6])  # as NCCL ends when a rank dies amid its start
+def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(
+    status: int, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NCCLError(Exception):
+        pass
+
+    worlds: dict[int, kos.Communicator] = {}
+
+    def split(comm: Any, *arguments: Any) -> None:
+        if comm.rank == 1:
+            worlds[1].abort(reason="it had enough")
+        error = NCCLError(f"({status})")
+        error.status = status  # type: ignore[attr-defined]
+        raise error
+
+    monkeypatch.setattr(fake, "comm_split", split)
+
+    def body(gpu: Any) -> None:
+        worlds[gpu.rank] = gpu.comm
+        with pytest.raises(KosError) as caught:
+            gpu.comm.duplicate()
+        if gpu.rank == 0:
+            assert type(caught.value) is RankLost and caught.value.ranks == (1,), caught.value
+            assert "it had enough" in str(caught.value)
+            gpu.comm.abort()
+
+    FakeRanks(2).run(body)
+
+
+@on_each_rank(FakeRanks(1).run)
+def test_a_failure_does_not_wait_for_graphs(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's abort waits until no graph has its kernels (commDestroySync in NCCL's init.cc, from 2.26)."""
+    graphs_are_gone, heard = threading.Event(), threading.Event()
+    monkeypatch.setattr(fake, "comm_abort", lambda comm: graphs_are_gone.wait(60))
+    monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
+    gpu.comm.on_failure(lambda error: heard.set())
+    work = gpu.comm.all_reduce_init(Array.zeros(5, np.float32, 0)).start()
+    began = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match="not complete"):
+        work.synchronize(0.1)
+    assert heard.wait(10) and time.monotonic() - began < 15
+    graphs_are_gone.set()
 
 
 @on_each_rank(FakeRanks(1).run)

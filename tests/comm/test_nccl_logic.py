@@ -21,6 +21,7 @@ from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, captures, communicator
+from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
@@ -169,9 +170,12 @@ def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /) -> None:
     comm = gpu.comm
     x, other = comm.allocate(1 << 12, np.float32), comm.allocate(1 << 12, np.float32)
     x.stream = 5
-    comm.all_reduce(other)  # the first connects, on another thread
-    with captures() as graph:
+    prepared = Prepared(comm)
+    for _ in range(3):
+        comm.all_reduce(other)  # the first connects, on another thread
         comm.all_reduce(x)
+    assert prepared == ["all_reduce"] * 4  # the third calls are cached
+    with captures() as graph:
         comm.all_reduce(x)
     comm.all_reduce(other)  # or the last operation keeps its array
     windows, pointer = comm.backend._windows.memories, x.pointer

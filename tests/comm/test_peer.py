@@ -288,7 +288,7 @@ def test_views_put_and_get(gpu: Any, /) -> None:
 @on_each_rank("ranks.run")
 def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As from ``_COPIES_FROM`` bytes on; in graphs too, in place and out of place."""
-    comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 40_000
+    comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 400_000  # too large for packets
     if n == 1:
         pytest.skip("one rank copies nothing")
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
@@ -308,6 +308,25 @@ def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypa
             expected = data[:, :part] if name == "all_gather" else data[:, me * part : (me + 1) * part]
             assert_bits(target.numpy(stream), expected.reshape(-1), f"turn {turn}")
         assert "copies" in str(getattr(comm, f"{name}_init")(source, target)._call.route.kernel)
+
+
+@on_each_rank("ranks.run")
+def test_another_device_is_current(gpu: Any, /) -> None:
+    """Repeated calls on a stream go to its device, and on the default stream to that of the communicator."""
+    comm, devices = gpu.comm, len(cuda.visible_devices())
+    if devices == 1:
+        pytest.skip("needs two GPUs")
+    stream = cuda.create_stream(comm.device)
+    x = comm.allocate(1000, np.float32)
+    cuda.set_device((comm.device + 1) % devices)
+    try:
+        for where in (stream, None):
+            for turn in range(4):
+                x.copy_from(np.full(1000, comm.rank + turn, np.float32), where)
+                comm.all_reduce(x, stream=where)
+                assert (x.numpy(where) == sum(range(comm.size)) + comm.size * turn).all()
+    finally:
+        cuda.set_device(comm.device)
 
 
 @on_each_rank("ranks.run")

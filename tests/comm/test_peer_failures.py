@@ -392,6 +392,24 @@ def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None
     comm.abort()
 
 
+@on_each_rank("ranks.run_bare")
+def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous: Rendezvous, /) -> None:
+    """A cached one too, before it launches anything."""
+    comm = communicator(rendezvous, 20.0)
+    backend, x = comm.backend, Array.zeros(9, np.float32, 0)
+    backend.unwatch()
+    for _ in range(3):
+        comm.all_reduce(x)
+    rendezvous.barrier()
+    before, peer = x.numpy().copy(), (rendezvous.rank + 1) % SIZE
+    backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 3, peer, 1  # the kernel of the peer ended
+    with pytest.raises(KosError, match="all_reduce #3"):
+        comm.all_reduce(x)
+    assert backend.broken is not None and (x.numpy() == before).all()
+    rendezvous.barrier()
+    comm.abort()
+
+
 def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend

@@ -15,12 +15,14 @@ import pytest
 from kos import PremulSum, ReduceOp
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.peer import backend as peer_backend
+from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.operation import Call, Operation
 from kos.comm.reduction import resolve
 from kos.comm.rendezvous.base import Rendezvous
+from kos.cuda import driver, streams
 from kos.errors import (
     InvalidArgument,
 )
@@ -29,6 +31,7 @@ from kos.memory.array import Array
 from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
+from tests.comm.fake_nccl import Stream
 from tests.comm.fake_peer import HostKernel, HostMemory, ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import KINDS, storm
@@ -318,8 +321,11 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
         comm.barrier(stream=5)
         assert x[SIZE - 1].numpy().tolist() == [10 + (me - 1) % SIZE] * 2
         for other in (Array.zeros(6, np.float32, 0), np.zeros(6, np.float32)):
-            with pytest.raises(InvalidArgument, match=r"^x: expected an array of allocate, .* another float32\[6\]"):
+            with pytest.raises(InvalidArgument, match=r"^x: expected an array of .* float32\[6\] of other memory"):
                 comm.views(other)
+        for empty in (comm.allocate((0, 2), np.float32), x[:0], x[SIZE:]):
+            assert [view.shape for view in comm.views(empty)] == [(0, 2)] * SIZE
+        del empty
         comm.allocate(2, np.float32)  # frees what no rank uses any more
         windows = len(comm.backend._windows.memories)
         del x, ends
@@ -428,6 +434,60 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
             backend.use(launches)
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])
+def test_repeated_calls_of_a_thread_whose_current_device_is_another(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None
+) -> None:
+    """The device is current where a default stream is used, and for copies; kernels on other streams need no query."""
+    local, queries, copies = threading.local(), list[int](), list[Any]()
+    bind, copy = HostKernel.bind, peer_copies.cu.cuMemcpyDtoDAsync
+
+    def current(device: int = 0) -> bool:
+        return getattr(local, "current", False)
+
+    @contextmanager
+    def on_device(device: int) -> Iterator[None]:
+        former, local.current = current(), True
+        yield
+        local.current = former
+
+    def bound(*arguments: Any, **options: Any) -> Any:
+        run = bind(*arguments, **options)
+
+        def launch(stream: Any) -> None:
+            assert streams.handle(stream) > streams.PER_THREAD or current(), "a default stream of another device"
+            run(stream)
+
+        return launch
+
+    def copied(*arguments: Any) -> Any:
+        assert current(), "a copy without a device"
+        copies.append(arguments)
+        return copy(*arguments)
+
+    monkeypatch.setattr(driver, "is_current", lambda device: queries.append(device) or current())
+    monkeypatch.setattr(driver, "on_device", on_device)
+    monkeypatch.setattr(HostKernel, "bind", bound)
+    monkeypatch.setattr(peer_copies.cu, "cuMemcpyDtoDAsync", copied)
+    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x, out = Array.zeros(400, np.float32, 0, stream=stream), comm.allocate(400, np.float32)
+        out.stream = stream
+        for call in (lambda: comm.all_reduce(x), lambda: comm.all_gather(x, out)):
+            for _ in range(2):
+                call()
+            prepared = Prepared(comm)
+            queries.clear(), copies.clear()
+            assert not prepared.by(call)
+            assert bool(queries) == (stream is None or stream.handle == streams.PER_THREAD)
+        assert copies
+
+    ThreadRanks(1).run(body)
 
 
 def test_launches_are_bound_where_a_capture_allows_it(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:

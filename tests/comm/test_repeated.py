@@ -14,8 +14,9 @@ import pytest
 
 import kos
 from kos.comm.cached import ON_GPU
+from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
-from kos.cuda import streams
+from kos.cuda import driver, streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
 from tests.comm import test_auto
@@ -268,3 +269,28 @@ def test_auto_repeats_where_a_graph_goes_another_way_too(
             comm.all_reduce(small)
             comm.all_reduce(large)
         assert log == ["peer" if graph is captures else "nccl", "nccl"]
+
+
+@pytest.mark.parametrize("route_depends", [False, True], ids=["one route", "another in a graph"])
+@pytest.mark.parametrize("symmetric", [False, True], ids=["any", "symmetric"])
+@pytest.mark.parametrize("stream", [Stream(5), None], ids=["a stream", "legacy"])
+def test_a_repeated_call_asks_at_most_once_whether_its_stream_is_captured(
+    of_graphs: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None, symmetric: bool, route_depends: bool
+) -> None:
+    function, queries = driver.cu.cuStreamIsCapturing, list[int]()
+    monkeypatch.setattr(driver.cu, "cuStreamIsCapturing", lambda stream: queries.append(stream) or function(stream))
+    monkeypatch.setattr(NCCLBackend, "marks", 0)  # or the watchdog has a call marked, which asks again
+
+    def body(comm: kos.Communicator, log: test_auto.Log) -> None:
+        count = 8 if route_depends else 1000
+        x, out = (comm.allocate(count, np.float16) if symmetric else test_auto.zeros(count) for _ in range(2))
+        x.stream = out.stream = stream
+        kept(comm, x, out=out)
+        comm.rendezvous.barrier()
+        queries.clear()
+        comm.rendezvous.barrier()
+        comm.all_reduce(x, out=out)
+        comm.rendezvous.barrier()
+        assert queries == [5] * test_auto.SIZE * (stream is not None and (symmetric or route_depends))
+
+    test_auto.run(body)

@@ -43,10 +43,13 @@ if comm.rank == 1:
     os.kill(os.getpid(), signal.{signal})
 begun = time.monotonic()
 for _ in range(30):
-    if graph is None:
-        comm.all_reduce(x)
-    else:
+    if graph is not None:
         graph.replay(stream)
+        continue
+    try:
+        comm.all_reduce(x)
+    except kos.errors.KosError:
+        break  # on a busy machine the watchdog is faster
 streams.synchronize(stream, comm.device)
 took, error = time.monotonic() - begun, None
 event.wait(2)

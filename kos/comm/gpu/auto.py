@@ -14,13 +14,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
-from kos.comm.gpu.backend import DeviceBackend, is_captured
+from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.order import Order
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
 from kos.cuda import driver
+from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument, KosError, PeerMemoryError
 from kos.memory import Array, Buffer
@@ -141,16 +142,16 @@ class AutoBackend(Backend):
         call.route.fixed = fixed
 
     def start(self, call: Call) -> Work[Any] | None:
-        part: Any = call.route.backend  # type: ignore[union-attr]
-        if part is self.host:
+        route: Any = call.route
+        part, host = route.backend, self.host
+        if part is host:
             self._compare(call)
-        if (part is self.host or self.host.broken is not None) and self.broken is not None:
+        if host.broken is not None or (part is host and self.broken is not None):
             self.refuse(call)
-        if part is not self.host:
-            overlap = call.route.overlap  # type: ignore[union-attr]
-            stream, (former, last) = part.side if overlap else call.stream, self._last_queued
-            if (part is not former or stream not in last) and self._only is None:
-                self._order_backends(part, (call,), overlap)
+        if self._only is None and part is not host:
+            former, last = self._last_queued
+            if part is not former or (part.side if route.overlap else call.stream) not in last:
+                self._order_backends(part, (call,), route.overlap)
         work: Work[Any] | None = part.start(call)
         return work
 

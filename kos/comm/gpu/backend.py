@@ -9,10 +9,12 @@ found there, at the next call, and by the watchdog (``kos.comm.watchdog``), whic
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -34,7 +36,7 @@ from kos.cuda import create_stream, driver, streams
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import capture_of
+from kos.cuda.streams import capture_of, is_captured
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -45,6 +47,8 @@ from kos.errors import (
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
 
+log = logging.getLogger(__name__)
+
 Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
 KNOWN = 4096
@@ -52,6 +56,7 @@ KNOWN = 4096
 _IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v", "gather_v", "scatter_v"}
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
+_ABORT_SECONDS = 20.0
 _ENDED = "what was in flight was ended, and its results are undefined"
 
 
@@ -84,6 +89,8 @@ class DeviceBackend(Backend):
     """By what was measured, which operation goes by which route; where the backend knows one."""
     marks = 0
     """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
+    _failure: Sequence[int] = (0,)
+    """Its first word is not 0 once a kernel has ended early."""
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
@@ -192,6 +199,8 @@ class DeviceBackend(Backend):
         route, shared = call.route, self.shared
         self._last = call
         try:
+            if self._failure[0]:
+                self.inspect(call)
             if shared.calls is not None and call.mark:  # messages have none
                 shared.calls.announce(call)
                 shared.last = call
@@ -519,9 +528,15 @@ class DeviceBackend(Backend):
     def signal_abort(self) -> None:
         """Let kernels that wait for other ranks end, without waiting for that."""
 
-    @abstractmethod
     def abort_device(self) -> None:
-        """End what is in flight on the GPU, now, without the other ranks."""
+        """End what is in flight on the GPU, now, without the other ranks, and wait until the GPU is idle."""
+        self.signal_abort()
+        if not mpi_job.in_thread(self._drain, _ABORT_SECONDS):
+            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
+
+    def _drain(self) -> None:
+        with suppress(CudaError):  # of a broken context, which runs nothing any more
+            driver.synchronize(self.device)
 
     def unwatch(self) -> None:
         """End the watchdog's looks; waits for one that has begun."""
@@ -549,8 +564,3 @@ class DeviceBackend(Backend):
             self.shared.close(orderly=True)
         finally:
             self._scratch.close()
-
-
-def is_captured(stream: int) -> bool:
-    """Whether what is queued on the stream goes into a graph."""
-    return capture_of(stream) != 0

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 _Kind = tuple[str, int, str]
 """The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
-_ABORT_SECONDS = 20.0
+_FREE_SECONDS = 1.0
 _POLL_SECONDS = 0.02  # between two checks of the other ranks while a call of NCCL has not returned
 
 _OPS = {
@@ -147,11 +147,9 @@ class NCCLBackend(DeviceBackend):
 
     def _check_others(self, what: str, late: bool, timeout: float | None) -> None:
         """Raise what has failed on another rank, or if ``late`` a CollectiveTimeout that names late ranks."""
-        text, ends = f"{what}: not begun by all ranks after {timeout:g} s" if late else "", self.broken is not None
-        if late and (ends or self.size == 1):
+        text = f"{what}: not begun by all ranks after {timeout:g} s" if late else ""
+        if late and self.size == 1:
             raise CollectiveTimeout(text)
-        if ends:  # the backend has failed already, and this call ends it
-            return
         self.shared.confirm()
         last = self.shared.last or Call(Operation(what, self.rank))
         if late:
@@ -199,7 +197,7 @@ class NCCLBackend(DeviceBackend):
             rest.callback(self._token.close)
             rest.callback(lambda: self._windows.free(self._windows.unused()))
             if comm is not None:
-                rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close")
+                rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close (NCCL waits for graphs)")
             rest.callback(setattr, self, "_comm", None)
             self._windows.free(self._windows.unused())
 
@@ -214,17 +212,14 @@ class NCCLBackend(DeviceBackend):
                 self._ending = self._begin(partial(binding.abort, comm), "nccl: abort")
 
     def abort_device(self) -> None:
-        """Wait for what ``signal_abort`` has begun."""
-        self.signal_abort()
+        """Also wait for NCCL to free its memory, but not for long: it waits for all graphs that hold its kernels."""
+        super().abort_device()
         ending, self._ending = self._ending, None
-        try:
-            if ending is not None:
-                self._finish(ending, "nccl: abort", _ABORT_SECONDS)
-        except CollectiveTimeout:
-            log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
-        except Exception as error:
-            if not isinstance(self.broken, CudaError):  # else this error follows from that one
-                log.warning("rank %d: abort of NCCL: %s", self.rank, error)
+        if ending is None or not wait([ending], _FREE_SECONDS).done:
+            return
+        error = ending.exception()
+        if error is not None and not isinstance(self.broken, CudaError):  # else it follows from that one
+            log.warning("rank %d: abort of NCCL: %s", self.rank, error)
 
     def inspect(self, o: Call) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None

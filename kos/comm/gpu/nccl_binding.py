@@ -17,7 +17,8 @@ from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, install
 
-_CUDA_ERROR, _INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = 1, 4, 5, 6, 7
+_CUDA_ERROR, _SYSTEM_ERROR, _INTERNAL_ERROR, _INVALID_ARGUMENT = range(1, 5)
+_INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = range(5, 8)
 _NO_COLOR = -1
 _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
@@ -148,13 +149,16 @@ def error_of(error: Exception, what: str) -> KosError | None:
     if type(error).__name__ != "NCCLError" or status is None:
         return None
     kind: type[KosError] = CollectiveError
-    if status == _REMOTE_ERROR:
+    if status in (_SYSTEM_ERROR, _INTERNAL_ERROR, _REMOTE_ERROR):  # mostly: another rank is gone
         kind = EndedEarly
     elif status == _CUDA_ERROR:
         kind = CudaError
     elif status in (_INVALID_ARGUMENT, _INVALID_USAGE):
         kind = InvalidArgument
-    return kind(f"{what}: NCCL {version()}: {error}; set NCCL_DEBUG=WARN for more")
+    named = kind(f"{what}: NCCL {version()}: {error}; set NCCL_DEBUG=WARN for more")
+    if isinstance(named, EndedEarly) and status != _REMOTE_ERROR:
+        named.unexplained = CollectiveError
+    return named
 
 
 def _config(name: str, options: Mapping[str, Any]) -> Any:

@@ -93,9 +93,13 @@ def views_put_and_get(comm: Communicator) -> None:
     firsts = comm.views(x[0, 1:])  # parts at their place
     assert [first.tolist() for first in firsts] == [[rank] * 2 for rank in range(n)]
     comm.barrier()
-    with raises(InvalidArgument, "x: expected an array of allocate, or a part of one, got another float32"):
+    with raises(InvalidArgument, "x: expected an array of allocate, or a part of one, got float32"):
         comm.views(x.copy())
-    del x, other  # views keep the memory
+    for empty in (comm.allocate((0, 3), np.float32), x[:0], x[n:]):
+        assert [view.shape for view in comm.views(empty)] == [(0, 3)] * n
+    with raises(InvalidArgument, r"x: expected an array of allocate, .*, got float32\[0\] of other memory"):
+        comm.views(np.empty(0, np.float32))
+    del x, other, empty  # views keep the memory
     views[(me + 1) % n][:] = me
     comm.barrier()
     assert (views[me] == (me - 1) % n).all()

@@ -12,14 +12,16 @@ from collections.abc import Iterable
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy  # noqa: F401 - loads BLAS
-from threadpoolctl import ThreadpoolController
 
 from kos.comm.communicator import Communicator
 from kos.comm.rendezvous.base import host_id
 from kos.cuda.devices import visible_devices
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 
@@ -36,6 +38,8 @@ PACKAGES = (
 def thread_pools() -> ThreadpoolController:
     """Those of BLAS. To be called before other threads import: the look-up holds the loader's lock and waits for
     Python's, an import the other way round."""
+    from threadpoolctl import ThreadpoolController  # here: the benchmarks of collectives do without it
+
     return ThreadpoolController()
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.gpu.backend import is_captured
 from kos.cuda import device_info, streams
 from kos.cuda.driver import call, cu
+from kos.cuda.streams import is_captured
 from kos.train.engine.machine import peak_flops
 from kos.train.ops import Ops
 

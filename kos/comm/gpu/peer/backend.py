@@ -17,7 +17,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -37,11 +37,11 @@ from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import for_group
-from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import PER_THREAD
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
@@ -50,7 +50,6 @@ from kos.memory.windows import WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
-_ABORT_SECONDS = 20.0
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 128 << 10
 """Bytes from which a broadcast goes to every rank in parts, which go on to all."""
@@ -84,6 +83,7 @@ class PeerBackend(DeviceBackend):
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
             self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
+            self._failure = self._engine.failure
         except KosError as error:
             super().close()
             raise BackendUnavailable(f"peer: {error}") from error
@@ -138,7 +138,7 @@ class PeerBackend(DeviceBackend):
     def views(self, x: Buffer) -> list[Any]:
         memory = self._engine.memory_of(x.pointer, x.nbytes) if x.device == self.device else None
         if memory is None:
-            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got another {x}")
+            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got {x} of other memory")
         offset, owner = x.pointer - memory.pointer, MappedPart(memory, x.array)
         stream = getattr(x.array, "stream", None)
         parts = ((base + offset, x.shape, x.dtype, self.device) for base in memory.pointers)
@@ -220,18 +220,6 @@ class PeerBackend(DeviceBackend):
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.abort()
 
-    def abort_device(self) -> None:
-        self.signal_abort()
-        waits = threading.Thread(target=self._drain, daemon=True)
-        waits.start()
-        waits.join(_ABORT_SECONDS)
-        if waits.is_alive():
-            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
-
-    def _drain(self) -> None:
-        with suppress(CudaError):  # of a broken context, which runs nothing any more
-            driver.synchronize(self.device)
-
     def inspect(self, o: Call) -> None:
         if self._engine.failed:
             self._engine.check(str(o), self.arrived(o))
@@ -244,14 +232,6 @@ class PeerBackend(DeviceBackend):
         error = super().timed_out(call, seconds)
         self._engine.abort()
         return again(error, f"{error}; {self._engine.last_wait(1.0)}")
-
-    def start(self, call: Call) -> Work[Any] | None:
-        if self._engine.failed and self.broken is None:
-            try:
-                self.inspect(call)
-            except Exception as error:
-                self._raise(call, error)
-        return DeviceBackend.start(self, call)
 
     # How operations are carried.
 
@@ -274,15 +254,16 @@ class PeerBackend(DeviceBackend):
             run(stream)
 
     def _launch(self, run: Run, stream: int) -> None:
-        """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
-        if not driver.is_current(self.device):
-            with driver.on_device(self.device):
-                return self._launch(run, stream)
-        if stream == self._at:
+        """Queue it behind the last operation, wherever that was queued: the kernels share the slab.
+
+        A launch on a default stream goes to the current device, on another stream to the device of the stream.
+        """
+        if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
             return run(stream)
-        self._take_turn(stream)
-        run(stream)
-        self.streams.mark(stream)
+        with driver.on_device(self.device):
+            self._take_turn(stream)
+            run(stream)
+            self.streams.mark(stream)
 
     def _launch_beside(self, run: Run, stream: int) -> None:
         """Queue a message behind the last operation of this communicator alone.

@@ -14,7 +14,7 @@ from typing import Any
 
 from kos.comm.gpu.memory import Scratch
 from kos.comm.gpu.peer.launches import Launch
-from kos.cuda import create_stream, streams
+from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import Event
 
@@ -30,6 +30,12 @@ def _wait(before: int, after: int, event: Event) -> None:
     """What stream ``after`` does next follows what ``before`` has been given."""
     event.record(before)
     event.hold(after)
+
+
+def _on_device(device: int, run: Run, stream: Any) -> None:
+    """Copies, unlike kernels, need a current device on any stream."""
+    with driver.on_device(device):
+        run(stream)
 
 
 class Copies:
@@ -92,7 +98,7 @@ class Copies:
             _wait(copy, main, events[-2])
             barrier(stream)
 
-        return run
+        return partial(_on_device, self._device, run)
 
     def reduce_scatter(
         self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int, inputs: Sequence[int], recv: int
@@ -113,7 +119,7 @@ class Copies:
             add(stream)
             barrier(stream)
 
-        return run
+        return partial(_on_device, self._device, run)
 
     def move(self, barrier: Run, nbytes: int, places: Sequence[tuple[int, int]]) -> Run:
         """Copy ``nbytes`` to each rank: from and to where ``places[r]`` says, (target, source), as this rank sees it.
@@ -135,7 +141,7 @@ class Copies:
                 _wait(copy, main, events[1])
             barrier(stream)
 
-        return run
+        return partial(_on_device, self._device, run)
 
     def _second(self) -> int:
         """The stream of copies beside a caller's."""

@@ -130,7 +130,7 @@ class PeerEngine:
         self._registered = 0
         self._record = pinned_empty(16, np.uint64, device)
         self._record[:] = 0
-        self._failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
+        self.failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
         self._seen_waits, self._waits_until = 0, 0.0
         self.timeout = timeout
         inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
@@ -502,7 +502,7 @@ class PeerEngine:
     @property
     def failed(self) -> bool:
         """Whether a kernel has ended early; the engine is then of no more use.  Reads host memory only."""
-        return bool(self._failure[0])
+        return bool(self.failure[0])
 
     def check(self, what: str, arrived: Sequence[int] = ()) -> None:
         """Raise for a kernel that ended early, naming the ranks that delay it; ``what`` names the operation.
