@@ -9,6 +9,8 @@ from pathlib import Path
 
 _VERSION_SECONDS = 10.0
 AS_ROOT = "--allow-run-as-root"
+OVERSUBSCRIBE = ("--map-by", ":OVERSUBSCRIBE")
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
 """Open MPI's mpirun refuses to run as root without that flag or these two variables."""
 
@@ -46,25 +48,55 @@ def pip_install(*words: str, here: bool = True) -> str:
     return shlex.join([python() if here else sys.executable or "python", "-m", "pip", "install", *words])
 
 
-def mpirun(ranks: int) -> list[str]:
+def mpirun(ranks: int, here: bool = True) -> list[str]:
     """The words that start ``ranks`` ranks: the mpirun beside this Python, else that on the PATH.
 
-    For root they always have the flag: ``ROOT`` may be set for this process alone, as by ``make train``.
+    If an mpirun has started this process, they have its options. For root, and ``here`` for more ranks than cores, they
+    always have Open MPI's flag: the environment may allow it for this process alone, as that of ``make train``.
     """
     launcher = find_mpirun()
+    options = _options_of_mpirun() or ["-n", str(ranks)]
     if launcher is None:
-        return ["mpirun", "-n", str(ranks)]
+        return ["mpirun", *options]
     program = near(launcher) if Path(launcher).parent == Path(sys.executable).parent else "mpirun"
-    return [program, *[AS_ROOT] * _is_root_of_open_mpi(launcher), "-n", str(ranks)]
+    if mpi_of(launcher) == "Open MPI":
+        ranks_here = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", ranks))
+        if here and ranks_here > _cores() and not {"--map-by", "--oversubscribe"} & {*options}:
+            options = [*OVERSUBSCRIBE, *options]
+        if os.geteuid() == 0 and AS_ROOT not in options:
+            options = [AS_ROOT, *options]
+    return [program, *options]
+
+
+def _options_of_mpirun() -> list[str]:
+    """The options of the mpirun that is this process's parent, as the user typed them; none if there is no such one."""
+    try:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
+    except (OSError, ValueError):
+        return []
+    if not words or Path(words[0]).name not in ("mpirun", "mpiexec", "orterun", "prterun"):
+        return []
+    for own in (sys.orig_argv, sys.orig_argv[1:]):  # a script is the second word: its Python is the first
+        at = len(words) - len(own)
+        if at > 0 and Path(words[at]).name == Path(own[0]).name and words[at + 1 :] == own[1:]:
+            return [] if ":" in words[:at] else words[1:at]  # several programs
+    return []
+
+
+def _cores() -> int:
+    """The cores that Open MPI counts; it may have bound this process to one of them."""
+    pid = os.getppid() if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ else 0
+    allowed = os.sched_getaffinity(pid)
+    try:
+        return len({Path(SIBLINGS.format(cpu)).read_text() for cpu in allowed})
+    except OSError:
+        return len(allowed)
 
 
 def refuses_root(launcher: str) -> bool:
     """Whether this mpirun refuses to start: it is Open MPI's, the user is root, and ``ROOT`` is not set."""
-    return _is_root_of_open_mpi(launcher) and not all(os.environ.get(name) == "1" for name in ROOT)
-
-
-def _is_root_of_open_mpi(launcher: str) -> bool:
-    return os.geteuid() == 0 and mpi_of(launcher) == "Open MPI"
+    allowed = os.geteuid() != 0 or all(os.environ.get(name) == "1" for name in ROOT)
+    return not allowed and mpi_of(launcher) == "Open MPI"
 
 
 def find_mpirun() -> str | None:

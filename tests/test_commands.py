@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from kos import commands, errors
 from kos.doctor import checks
 from kos.errors import install
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 OPEN_MPI, HYDRA = "mpirun (Open MPI) 5.0.11", "HYDRA build details:"
 
@@ -60,13 +62,22 @@ def test_a_program_of_this_folder_is_not_one_of_the_path(environment: Path, monk
 
 
 @pytest.mark.parametrize(
-    ("said", "user", "flags"),
-    [(OPEN_MPI, 0, ["--allow-run-as-root"]), (OPEN_MPI, 1000, []), (HYDRA, 0, []), ("", 0, [])],
+    ("said", "user", "cores", "flags"),
+    [
+        (OPEN_MPI, 0, 2, ["--allow-run-as-root"]),
+        (OPEN_MPI, 0, 1, ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]),
+        (OPEN_MPI, 1000, 1, ["--map-by", ":OVERSUBSCRIBE"]),
+        (OPEN_MPI, 1000, 2, []),
+        (HYDRA, 0, 1, []),
+        ("", 0, 1, []),
+    ],
 )
-def test_mpirun_starts_for_root_too(
-    environment: Path, monkeypatch: pytest.MonkeyPatch, said: str, user: int, flags: list[str]
+def test_mpirun_starts_for_root_and_on_few_cores_too(
+    environment: Path, monkeypatch: pytest.MonkeyPatch, said: str, user: int, cores: int, flags: list[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {*range(cores)})
+    monkeypatch.setattr(commands, "SIBLINGS", "/no/{}")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")  # as `make train` sets it, for the run alone
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
     assert commands.mpirun(2) == ["mpirun", "-n", "2"], "there is none"
@@ -75,6 +86,22 @@ def test_mpirun_starts_for_root_too(
     assert commands.mpirun(2) == ["mpirun", *flags, "-n", "2"]
     _program(environment / "mpirun", said)
     assert commands.mpirun(2) == [".venv/bin/mpirun", *flags, "-n", "2"]
+    assert "--map-by" not in commands.mpirun(2, here=False)
+
+
+@needs_mpirun
+@pytest.mark.parametrize("script", [False, True])
+def test_the_options_that_started_this_job_are_kept(tmp_path: Path, script: bool) -> None:
+    file = tmp_path / "program"
+    code = "import json; from kos import commands; print(json.dumps(commands.mpirun(1)))"
+    file.write_text(f"#!{sys.executable}\n{code}\n")
+    file.chmod(0o755)
+    program = [str(file)] if script else [sys.executable, "-c", code]
+    options = ["--map-by", ":OVERSUBSCRIBE", "-x", "KOS_A=b c", "-n", "1"]
+    done = run_program(MPIRUN, *options, *program, "a", "b c", env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    assert json.loads(done.stdout)[-6:] == options, done.stderr
+    two = run_program(MPIRUN, *options, *program, ":", *options, *program, env={**OUTSIDE, "PYTHONPATH": os.getcwd()})
+    assert [json.loads(line)[-2:] for line in two.stdout.splitlines()] == [["-n", "1"]] * 2, two.stderr
 
 
 @pytest.mark.parametrize(("user", "allowed", "said"), [(0, "", True), (0, "1", False), (1000, "", False)])

@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -24,7 +25,8 @@ TURN_SECONDS = 0.3
 """How much later than the rank before a rank says what may be the others' error too: that one's exit ends it first."""
 
 ECHO_SECONDS = 3.0
-"""How long a rank that lost another waits before it says so: under mpirun the other's exit ends it first."""
+"""How long a rank that lost another waits before it says so: under mpirun the other's exit ends it first.
+It does not wait for a rank whose process ended without a report."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,12 +83,13 @@ def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
     ranks have the same error, the lowest of them prints it, once.
     """
     Stop.ignore()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # half a second later mpirun kills
     shared = isinstance(error, KosError) and error.on_every_rank
     likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
     if (shared or likely) and rank != 0:
         time.sleep(SPOKESMAN_SECONDS)
     if not shared or rank == 0:
-        if isinstance(error, RankLost):
+        if isinstance(error, RankLost) and "its process" not in str(error):
             time.sleep(ECHO_SECONDS)
         if not shared:
             time.sleep(min(rank, 8) * TURN_SECONDS)

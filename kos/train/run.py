@@ -13,6 +13,7 @@ import logging
 import math
 import secrets
 import time
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ from kos.train.engine.choose import choose_device, layout_of, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.parallel.failures import alone, same_on_all, stop_together, together
+from kos.train.parallel.failures import alike, alone, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
-from kos.train.parallel.stopping import Stop
+from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import check_folder, run_folder
@@ -77,8 +78,11 @@ class Trainer:
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         self.profiler = Profiler()
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
-        self.mesh = Mesh(world, layout_of(config, comm.size))
-        self.config = config = config.for_world(self.mesh.dp.size, choose_device(config.device, comm))
+        with alike():
+            layout = layout_of(config, comm.size)
+        self.mesh, device = Mesh(world, layout), choose_device(config.device, comm)
+        with alike():
+            self.config = config = config.for_world(layout.dp, device)
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
         self.stop.announce(self.console.warn)
@@ -89,7 +93,6 @@ class Trainer:
         self._not_finite_in_a_row = 0  # the last of them whose gradients were not finite
         self._untrained: float | None = None  # validation loss before training
         self._held = contextlib.ExitStack()  # what the end of the run closes
-        self._held.callback(self.mesh.close)
         try:
             self._found: checkpoint.Checkpoint | None = None  # on rank 0
             self._saving: Saving | None = None
@@ -97,12 +100,13 @@ class Trainer:
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.data = self._load_data()
             same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
-            self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+            with alike():
+                self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             if self.source is not None:
                 alone(comm, self._check_source)
             self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
             self.engine.asked = lambda: self.stop.asked
-            self._held.callback(self.engine.close)
+            self._held.push(self._close_groups)
             self._held.callback(self.console.close)
             self._announce()
             self._load()
@@ -199,15 +203,15 @@ class Trainer:
         before, now = found.config, self.description
         asked = {"grad_dtype": "float32", **before.get("config", {})}
         theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
-        other_ranks = before.get("ranks") != now["ranks"]
-        if other_ranks:  # from which these follow where they were not asked for
+        other_layout = _layout_in(before) != _layout_in(now)
+        if other_layout:  # from which these follow where they were not asked for
             same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == self._asked[name])
             ours |= {name: theirs.get(name) for name in same}
         changed = [name for name in EXACT if theirs.get(name) != ours[name]]
         changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
         if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
             changed.append("GPU")
-        if self.comm.size > 1 and not other_ranks and not self.config.deterministic:  # what may add in another order
+        if self.comm.size > 1 and not other_layout and not self.config.deterministic:  # what may add in another order
             changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
             changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
         of_schedule = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
@@ -219,9 +223,9 @@ class Trainer:
         if changed:
             what, differ = ", ".join(changed), "its results will differ from those of an uninterrupted run"
             _log.warning("resuming with another %s: %s", what, differ)
-        elif other_ranks and not self.config.deterministic:
+        elif other_layout and not self.config.deterministic:
             differ = "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
-            _log.warning("resuming with another number of ranks: %s", differ)
+            _log.warning("resuming in another layout: %s", differ)
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
@@ -251,6 +255,13 @@ class Trainer:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
+
+    def _close_groups(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Of a run that failed the world's abort ends them: ranks out of step cannot close them together."""
+        broken = failed is not None and not issubclass(failed, Stopped)
+        self.engine.close(broken)
+        if not broken:
+            self.mesh.close()
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
         """A run that failed waits for none: its error comes first."""
@@ -295,7 +306,7 @@ class Trainer:
             try:
                 if self.start:
                     over = self.start >= config.steps and not config.profile
-                    done = " (nothing to do: more --steps go on from there)" * over
+                    done = f" (nothing to do: --steps is {config.steps}, a larger one goes on)" * over
                     self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
                 if config.profile:
                     return self.console.say(
@@ -305,6 +316,8 @@ class Trainer:
                     self._validate_untrained()
                 stop_together(self.comm, self.stop)
                 self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
+                if self.comm.rank == 0:
+                    self.stop.go_on = f"; to go on: {commands.resume(self.out, self.comm.size)}"
                 self.console.close()
                 stopped = train(self.engine, config, self)
                 self._finish_save()
@@ -392,7 +405,8 @@ class Trainer:
         if self.saved_step > 0:
             left = f"the last checkpoint, of step {self.saved_step}, is good"
             ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
-            if not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1):
+            lowest = not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1)
+            if lowest and not self.stop.advised:
                 left += f"; to go on: {commands.resume(self.out, self.comm.size)}"
         elif self.start > 0:
             left = f"there is no checkpoint yet but the one that it began from, {self.source}"
@@ -447,7 +461,7 @@ class Trainer:
 
     def _conclude(self, stopped: bool) -> None:
         text, config, step = "", self.config, self.step
-        self.stop.plan = "ending the sample, all steps are saved"
+        self.stop.plan, self.stop.go_on = "ending the sample, all steps are saved", ""
         if step == config.steps and config.sample_tokens and not stopped:
             next_logits, model = self.engine.sampler(), self.mesh.model
 
@@ -470,10 +484,18 @@ class Trainer:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / METRICS}")
-        say(f"plot:       {commands.plot(out)}")
+        if plot := commands.plot(out):
+            say(f"plot:       {plot}")
         if not early:
             say(f"more text:  {commands.sample(out, self.config)}")
-            say(f"more steps: {commands.more_steps(out, self.comm.size, self.config)}")
+            if step > self.start:  # else config.json is that of another run, perhaps of another layout
+                say(f"more steps: {commands.more_steps(out, self.comm.size, self.config)}")
+
+
+def _layout_in(description: Mapping[str, Any]) -> list[Any]:
+    """What distinguishes the layouts of two runs."""
+    asked = description.get("config", {})
+    return [description.get("ranks"), *(asked.get(axis, 1) for axis in ("tp", "pp", "cp"))]
 
 
 def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:

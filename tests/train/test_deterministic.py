@@ -134,7 +134,7 @@ def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def test_the_split_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: int, split: Split) -> None:
     assert Split.of(sizes, seq_len) == split
-    split.check(split.features, split.tokens)
+    split.check(split.features, split.tokens, seq_len)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +143,8 @@ def test_the_split_depends_on_the_model_alone(sizes: tuple[int, ...], seq_len: i
         (Layout(tp=4), {"num_key_value_heads": 4, "intermediate_size": 36, "vocab_size": 52}, None),
         (Layout(tp=3), {"num_key_value_heads": 3, "num_attention_heads": 6, "vocab_size": 42, "intermediate_size": 24},
          "--deterministic --tp 3: expected a divisor of 1, .* got 3"),
-        (Layout(cp=2), {}, "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 256"),
-        (Layout(cp=3), {}, "--deterministic --cp 3: expected --cp 1, 2, 4 or 8"),
+        (Layout(cp=2), {}, "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 256, got 48"),
+        (Layout(cp=3), {}, "--deterministic --cp 3: expected --cp 1, 2, 4 or 8, got 3"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused(layout: Layout, changes: dict[str, int], error: str | None) -> None:

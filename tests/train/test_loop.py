@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, RankLost, TrainingError
-from kos.testing import spawn
+from kos.testing import Fault, spawn
 from kos.train import run as loop
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.flags import parse
@@ -275,7 +276,10 @@ def test_damaged_checkpoints_are_not_kept_for_good_ones(text: Path, tmp_path: Pa
 def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Path, capsys: Any) -> None:
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
-    assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 (nothing to do" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    done = "(nothing to do: --steps is 2, a larger one goes on)"
+    assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 {done}\n" in said
+    assert said.count("more steps: ") == 1, "a command that does 4 steps in all would do one more"
     assert tensors_of_run(tmp_path / "b") == tensors_of_run(tmp_path / "a")
     config = (tmp_path / "a/config.json").read_bytes()
     _train(text, tmp_path / "a", steps=1, resume="auto")
@@ -318,10 +322,13 @@ def test_resume_on_other_ranks_says_what_was_asked_differently(text: Path, tmp_p
         _train(text, tmp_path / out, ranks, **changes)
         return [record.getMessage() for record in caplog.records]
 
+    assert said("layouts", 4, steps=1, tp=2) == []
+    (line,) = said("layouts", 4, steps=2, pp=2, cp=2, resume="auto")
+    assert line.startswith("resuming in another layout: "), "of as many ranks"
     for deterministic in (False, True):
         assert said(f"{deterministic}", 1, steps=1, deterministic=deterministic) == []
         line = (
-            "resuming with another number of ranks: "
+            "resuming in another layout: "
             "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
         )
         expected = [] if deterministic else [line]
@@ -447,6 +454,34 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
     assert said[0] == said[2] == good
     advice = r"; to go on: start the 3 ranks as before, with: \S+ -m kos\.train .*"
     assert re.fullmatch(re.escape(good) + advice, said[1])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize("call", ["send", "recv"])
+def test_a_rank_that_dies_in_a_pipeline_takes_no_advice_along(
+    text: Path, tmp_path: Path, schedule: str, call: str
+) -> None:
+    """While messages are under way in the other direction: the first cause, the step, and once how to go on."""
+    shape: dict[str, Any] = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
+    said: dict[int, str] = {}
+
+    def run(comm: Communicator) -> None:
+        config = _config(text, tmp_path, steps=3, save_every=1, eval_batches=0, **shape)
+        try:
+            Trainer(config, comm).run()
+        except RankLost as error:
+            said[comm.rank] = str(error)
+
+    for fault in range(51, 64, 8):  # in the fourth step, 16 messages each: two are tried before the first
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        said.clear()
+        spawn(run, 3, timeout=100, faults=[Fault("crash", 1, fault, call=call)])
+        assert said.keys() == {0, 2}
+        for rank, line in said.items():
+            lost = r"after step 1: .*rank 1.* is gone: it crashed before \w+(; .* because of it)?"
+            good = "; the last checkpoint, of step 1, is good"
+            advice = r"; to go on: start the 3 ranks as before, with: .*" if rank == 0 else ""
+            assert re.fullmatch(lost + good + advice, line), line
 
 
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -164,7 +164,7 @@ def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) ->
 def test_a_gpt2_stays_data_parallel() -> None:
     shape: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = GPT2Config(**shape, num_attention_heads=2, num_key_value_heads=2, head_dim=4, tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match="--tp 2 --pp 1: expected 1 and 1 with a GPT-2"):
+    with pytest.raises(ConfigError, match="--tp 2 --pp 1: expected 1 and 1 with a GPT-2.*, got 2 and 1"):
         model.local(0, 2)
 
 
@@ -178,7 +178,7 @@ def test_a_gpt2_stays_data_parallel() -> None:
         (["--tp", "2", "--intermediate-size", "31"],
          "--tp 2: expected intermediate_size to be a multiple of 2, got 31"),
         (["--tp", "2", "--vocab-size", "257"], "--tp 2: expected vocab_size to be a multiple of 2, got 257"),
-        (["--tp", "2", "--model-type", "gpt2"], "--tp 2 --pp 1: expected 1 and 1 with a GPT-2"),
+        (["--tp", "2", "--model-type", "gpt2"], "--tp 2: expected 1 with a GPT-2, which is data parallel only, got 2"),
         (["--tp", "2", "--seq-len", "31"], "--seq-len: expected a multiple of 2 (--tp), got 31"),
         (["--cp", "2", "--seq-len", "30"], "--seq-len: expected a multiple of 4 (2 × --cp), got 30"),
         (["--cp", "2", "--model-type", "gpt2"], "--cp 2: expected 1 with a GPT-2, which is data parallel only, got 2"),
@@ -190,7 +190,7 @@ def test_a_gpt2_stays_data_parallel() -> None:
          "to be a multiple of 2 (--pp), got 3 (--batch-size "),
         (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "1"],
          "got 1 (--batch-size 1, --micro-batch-size 1)"),
-        (["--pp", "2", "--pp-chunks", "2"], "1f1b: expected no number of chunks, an option of interleaved"),
+        (["--pp", "2", "--pp-chunks", "2"], "1f1b: expected no --pp-chunks, an option of interleaved alone, got 2"),
         (["--dp", "3"], "--dp 3: expected 2 ranks in all, got 3"),
         (["--tp", "3"], "--tp 3: expected a divisor of 2 (ranks), got 3"),
     ],
@@ -199,7 +199,9 @@ def test_a_layout_that_cannot_be_is_refused_on_all_ranks(flags: list[str], messa
     def refused(comm: Communicator) -> str:
         with pytest.raises(ConfigError) as caught:
             Trainer(parse([*flags, "--out", str(tmp_path / "run")]), comm)
+        assert caught.value.on_every_rank, "so that one rank prints it"
         return str(caught.value)
 
-    assert all(message in text for text in spawn(refused, 2))
+    for text in spawn(refused, 2):
+        assert message in text and "expected" in text and ", got " in text
     assert not (tmp_path / "run").exists()

@@ -326,7 +326,7 @@ def test_what_verify_accepts_an_executor_can_run(name: str, ranks: int, groups: 
     (("interleaved", 0, 3), "interleaved: expected at least 1 stage and 1 micro-batch, got 0 and 3"),
     (("interleaved", 4, 6), "interleaved: expected a multiple of 4 micro-batches, got 6"),
     (("interleaved", 4, 8, 0), "interleaved: expected at least 1 chunk a rank, got 0"),
-    (("zero-bubble", 4, 8, 2), "zero-bubble: expected no number of chunks, an option of interleaved alone, got 2"),
+    (("zero-bubble", 4, 8, 2), "zero-bubble: expected no --pp-chunks, an option of interleaved alone, got 2"),
 ])  # fmt: skip
 def test_bad_input_is_refused(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(ConfigError) as caught:

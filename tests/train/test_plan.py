@@ -282,7 +282,7 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     assert lines[0].startswith("2 ranks on H200, 820,352 parameters, 16 x 128 tokens a step")
     assert lines[1].startswith("memory (GiB), and bytes sent a step over each axis (GB)")
     assert lines[2].split()[:4] == ["dp", "tp", "pp", "cp"]
-    start = shlex.join([*mpirun(2), python(), "-m", "kos.train", "--preset", "tiny", "--"])
+    start = shlex.join([*mpirun(2, here=False), python(), "-m", "kos.train", "--preset", "tiny", "--"])
     assert any(line.startswith(f"proposal: {start}") for line in lines)
 
 

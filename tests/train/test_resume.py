@@ -7,6 +7,7 @@ import fcntl
 import io
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, DataError
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint
+from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.engine.cpu import CpuEngine
 from kos.train.run import Trainer
@@ -110,6 +112,16 @@ def test_a_warm_up_that_is_not_over_goes_on() -> None:
     assert commands.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
 
 
+def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
+    """mpirun where srun has started the ranks, and a plot without matplotlib."""
+    monkeypatch.setenv("PMIX_RANK", "0")
+    assert "mpirun" in commands.resume(Path("run"), 2)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert commands.resume(Path("run"), 2).startswith("start the 2 ranks as before, with: ")
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    assert commands.plot(Path("run")) is None
+
+
 def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path / "a", steps=1)
     _train(text, tmp_path / "b", steps=1)
@@ -140,6 +152,18 @@ def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> N
     said = capsys.readouterr().out
     assert "no checkpoint" not in said and ", 2 ranks, 8 x 32 tokens a step\n" in said
     assert "in all: 1 step of " in said and ", 1 validation of " in said
+
+
+def test_a_folder_that_was_moved_goes_on(text: Path, tmp_path: Path) -> None:
+    """By the command that a run prints, with the new place in it; a copy of config.json alone is no run."""
+    _train(text, tmp_path / "a", steps=2)
+    (tmp_path / "a").rename(tmp_path / "b")
+    config = parse(["--config", str(tmp_path / "b/config.json"), "--resume", "auto", "--steps", "3"])
+    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    assert [row["step"] for row in read_metrics(tmp_path / "b/metrics.jsonl")] == [1, 2, 3]
+    assert not (tmp_path / "a").exists()
+    shutil.copy(tmp_path / "b/config.json", tmp_path / "again.json")
+    assert parse(["--config", str(tmp_path / "again.json")]).out == tmp_path / "b"
 
 
 def test_what_a_killed_run_left_of_a_checkpoint_is_removed(text: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 from kos.errors import CheckpointError, TrainingError
 from kos.train import sample
 from kos.train.checkpoint import checkpoint
-from kos.train.model.generate import generate
+from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer, Tokenizer
+from kos.train.model.generate import generate, sample_text
 from tests.forked import python
 from tests.train.test_loop import _train, text
 
@@ -190,3 +192,20 @@ def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], e
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert said.err.startswith("kos: error:") and expected in said.err and "expected" in said.err
+
+
+def test_words_of_a_sample_are_not_glued_to_the_prompt() -> None:
+    """Of token numbers, and of a tokenizer that drops the space before a text's first word."""
+
+    def next_logits(tokens: np.ndarray) -> np.ndarray:
+        return np.eye(9)[(tokens[0, -1] + 1) % 9]
+
+    def sample(tokenizer: Tokenizer, prompt: str) -> str:
+        return sample_text(next_logits, 8, tokenizer, prompt, 2, seed=0, temperature=0)
+
+    assert sample(NumberTokenizer(9), "5 6") == "5 6 7 8"
+    assert sample(NumberTokenizer(9), "") == "1 2"
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    words = library.Tokenizer(library.models.WordLevel({f"\u2581w{n}": n for n in range(9)}, "\u2581w0"))
+    words.pre_tokenizer, words.decoder = library.pre_tokenizers.Metaspace(), library.decoders.Metaspace()
+    assert sample(HuggingFaceTokenizer(json.loads(words.to_str()), "words"), "w3 w4") == "w3 w4 w5 w6"

@@ -175,11 +175,12 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
     done = run_program(*map(str, command), env=ENVIRONMENT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     early = "kos: stopped before the first step, nothing to save"
-    said = [line for line in done.stderr.splitlines() if not line.endswith(f"; {KILLED}")]
+    said = [line for line in done.stderr.splitlines() if f"; {KILLED}" not in line]
     assert said == [early] * (moment in ("imports", "loading", "weights", "validation"))
     steps = {"checkpoint": 4, "last step": 6, "sample": 6}.get(moment)
     assert steps is None or checkpoint.find(tmp_path / "run").step == steps
     assert ("to go on: " in done.stdout) == (moment == "checkpoint"), done.stdout
+    assert done.stderr.count("; to go on: ") == (moment in ("checkpoint", "last step")), done.stderr
 
 
 LONG_STEP = """

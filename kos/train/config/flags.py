@@ -213,7 +213,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:
-    """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part)."""
+    """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part).
+
+    That run is where the file is beside its checkpoints, also if the folder was moved.
+    """
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")
     try:
@@ -224,7 +227,9 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
     if isinstance(values, dict) and isinstance(values.get("config"), dict):
-        values = values["config"]
+        values = dict(values["config"])
+        if os.path.isdir(path.parent / "checkpoints"):
+            values["out"] = str(path.parent)
     if not isinstance(values, dict):
         raise ConfigError(f"--config: expected a table of keys, got {path}: {type(values).__name__}")
     return values

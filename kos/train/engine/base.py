@@ -23,6 +23,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.parallel import schedules
 from kos.train.parallel.data import DataParallel, TreeSum, make_buckets, shard_batch
+from kos.train.parallel.failures import alike
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
@@ -62,13 +63,14 @@ class Engine(Step):
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
-        split_of(config, model, mesh)  # raises where it does not fit the ranks
         assert config.micro_batch_size is not None  # for_world has chosen it
         self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
         self.accumulation_steps = len(self.micro_batches)
-        schedule = schedules.build(config.pp_schedule, mesh.pp.size, self.accumulation_steps, config.pp_chunks)
+        with alike():
+            split_of(config, model, mesh)  # raises where it does not fit the ranks
+            schedule = schedules.build(config.pp_schedule, mesh.pp.size, self.accumulation_steps, config.pp_chunks)
+            self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline = Pipeline(mesh.pp, schedule)
-        self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
 
     @property
     def micro_batches_of_all(self) -> int:
@@ -99,9 +101,10 @@ class Engine(Step):
         """Those that take a pass of any length."""
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Free what would keep the communicator from ending; waits for nothing."""
-        raise NotImplementedError
+    def close(self, failed: bool = False) -> None:
+        """Close the pipeline's communicators. If a rank ``failed``, the abort of the world ends them."""
+        if not failed:
+            self.pipeline.close()
 
     @property
     def sharded(self) -> bool:

@@ -15,6 +15,7 @@ from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import DRIVER
 from kos.train.model.llama_config import LlamaConfig
+from kos.train.parallel.failures import alike
 from kos.train.parallel.mesh import Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
@@ -30,7 +31,8 @@ def make_engine(
     if config.device == "cuda":
         if config.deterministic and mesh.tp.size > 1:
             why = "where sums over features are not split"
-            raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {mesh.tp.size}")
+            with alike():
+                raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {mesh.tp.size}")
         from kos.train.engine.cuda import CudaEngine
 
         return CudaEngine(config, model, data, mesh, show)
@@ -42,8 +44,9 @@ def make_engine(
 def layout_of(config: TrainConfig, ranks: int) -> Layout:
     """The layout that was asked for.  ConfigError where it does not fit the ranks or the length of sequences."""
     layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
-    if layout.cp > 1 and config.model.model_type == "gpt2":
-        raise ConfigError(f"--cp {layout.cp}: expected 1 with a GPT-2, which is data parallel only, got {layout.cp}")
+    for axis in ("tp", "pp", "cp"):
+        if (size := getattr(layout, axis)) > 1 and config.model.model_type == "gpt2":
+            raise ConfigError(f"--{axis} {size}: expected 1 with a GPT-2, which is data parallel only, got {size}")
     parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     if config.seq_len % parts:
         of = " × ".join(["--tp"] * (layout.tp > 1) + ["2", "--cp"] * (layout.cp > 1))

@@ -193,6 +193,3 @@ class CpuEngine(Engine):
 
     def sampling_ops(self) -> Any:
         return numpy_ops
-
-    def close(self) -> None:
-        self.pipeline.close()

@@ -284,9 +284,9 @@ class CudaEngine(Engine):
     def sampling_ops(self) -> CudaOps:
         return CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         self._graph = None  # NCCL ends no communicator of which a graph holds calls
-        self.pipeline.close()
+        super().close(failed)
 
 
 def _reaches(axis: Axis) -> bool:

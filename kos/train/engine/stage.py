@@ -27,10 +27,10 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
     tp, cp, sizes = mesh.tp.size, mesh.cp.size, (model.num_attention_heads, model.num_key_value_heads)
     if config.device == "cpu":
         split = Split.of((*sizes, model.intermediate_size, model.vocab_size), config.seq_len)
-        split.check(tp, cp)
+        split.check(tp, cp, config.seq_len)
         return split
     split = Split.of((1,), config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
-    split.check(1, cp, fixed_rows.LEAST_ROWS_CHUNK)
+    split.check(1, cp, config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
     return split if split.tokens > 1 else None
 
 

@@ -51,5 +51,7 @@ def sample_text(
     next_logits: NextLogits, context: int, tokenizer: Tokenizer, prompt: str, count: int, **options: Any
 ) -> str:
     """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
-    ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
-    return prompt + tokenizer.decode(generate(next_logits, context, ids, count, stop=tokenizer.eos, **options))
+    ids = tokenizer.encode(prompt).tolist()
+    tokens = [*generate(next_logits, context, ids or [tokenizer.start], count, stop=tokenizer.eos, **options)]
+    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])  # with the space between two words
+    return prompt + (whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens))

@@ -55,7 +55,8 @@ class GPT2Config(LlamaConfig):
 
     def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
         if tp * (pp := len(stages)) > 1:
-            raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
+            expected = "expected 1 and 1 with a GPT-2, which is data parallel only"
+            raise ConfigError(f"--tp {tp} --pp {pp}: {expected}, got {tp} and {pp}")
         return super().local()
 
     def fused_groups(self, *parts: Local) -> dict[str, tuple[str, ...]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import kos.errors
@@ -75,6 +76,16 @@ def _run_and_compare(
         failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message)
     failure.on_every_rank = True
     raise failure
+
+
+@contextmanager
+def alike() -> Iterator[None]:
+    """A ConfigError inside is that of every rank, as settings are that ``same_on_all`` has compared."""
+    try:
+        yield
+    except ConfigError as error:
+        error.on_every_rank = True
+        raise
 
 
 def stop_together(comm: Communicator, stop: Stop) -> None:

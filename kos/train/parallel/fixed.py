@@ -45,14 +45,14 @@ class Split(NamedTuple):
         pieces = (n for n in (8, 4, 2) if seq_len % (2 * n) == 0 and seq_len // (2 * n) >= least)
         return cls(math.gcd(PARTS, *sizes), next(pieces, 1))
 
-    def check(self, tp: int, cp: int, least: int = LEAST_CHUNK) -> None:
+    def check(self, tp: int, cp: int, seq_len: int, least: int = LEAST_CHUNK) -> None:
         """ConfigError where a rank would not hold whole subtrees."""
         if self.features % tp:
             why = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
             raise ConfigError(f"--deterministic --tp {tp}: expected a divisor of {self.features}, {why}, got {tp}")
         if self.tokens % cp:
-            length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * least}"
-            expected = length if cp in (2, 4, 8) else "--cp 1, 2, 4 or 8"
+            length = f"--seq-len to be a multiple of {2 * cp} and at least {2 * cp * least}, got {seq_len}"
+            expected = length if cp in (2, 4, 8) else f"--cp 1, 2, 4 or 8, got {cp}"
             raise ConfigError(f"--deterministic --cp {cp}: expected {expected}")
 
 

@@ -17,8 +17,8 @@ from kos.errors import KosError
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """What asks for it: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
 
-KILLED = "after Ctrl-C mpirun kills its ranks in half a second, saved or not (SIGUSR1 to mpirun, or make train, waits)"
-"""What Open MPI does after Ctrl-C and SIGTERM."""
+KILLED = "mpirun kills its ranks half a second after Ctrl-C or a rank's loss (SIGUSR1 to mpirun, or make train, waits)"
+"""What Open MPI does after it has sent SIGTERM to its ranks."""
 
 
 class Stopped(KosError):
@@ -35,6 +35,9 @@ class Stop:
         self._number = SIGNALS[0]  # of the signal
         self.plan = "stopping before the first step"
         """What a stop does now."""
+        self.go_on = ""
+        """What to say to the user of a job whose ranks mpirun kills."""
+        self.advised = False  # whether that was said
         self._listens = False
 
     def listen(self) -> None:
@@ -51,7 +54,8 @@ class Stop:
             while (number := os.read(reader, 1)[0]) not in SIGNALS:
                 pass
             killed = number != signal.SIGUSR1 and "OMPI_COMM_WORLD_SIZE" in os.environ
-            say(f"kos: {self.plan}; {KILLED if killed else 'Ctrl-C again to end now'}")
+            self.advised = killed and bool(self.go_on)
+            say(f"kos: {self.plan}; {KILLED + self.go_on if killed else 'Ctrl-C again to end now'}")
 
         reader, writer = os.pipe()
         os.set_blocking(writer, False)

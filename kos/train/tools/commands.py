@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shlex
 from pathlib import Path
 
@@ -16,7 +18,8 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
     The command of every rank, where something else than mpirun has started them.
     """
     words = [python(), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
-    if mpi_job.under_mpirun():
+    by_srun = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
+    if mpi_job.under_mpirun() and not by_srun:
         words = [*mpirun(ranks), *words]
     elif ranks > 1:
         return f"start the {ranks} ranks as before, with: {shlex.join(words)}"
@@ -39,6 +42,8 @@ def sample(out: Path, config: TrainConfig) -> str:
     return shlex.join([python(), "-m", "kos.train.sample", str(out), *flags])
 
 
-def plot(out: Path) -> str:
-    """A picture of the metrics of the run in ``out``."""
+def plot(out: Path) -> str | None:
+    """A picture of the metrics of the run in ``out``; None without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
     return shlex.join([python(), "-m", "kos.train.tools.plot", str(out)])

@@ -219,4 +219,4 @@ def command(proposal: Prediction, words: Sequence[str]) -> str:
     chosen |= {"pp_schedule": config.pp_schedule} if layout.pp > 1 else {}
     named = {flag: str(value) for name, value in chosen.items() if (flag := flag_of(name)) not in typed}
     flags = [word for pair in named.items() for word in pair]
-    return shlex.join([*mpirun(layout.ranks), python(), "-m", "kos.train", *words, *flags])
+    return shlex.join([*mpirun(layout.ranks, here=config.device == "cpu"), python(), "-m", "kos.train", *words, *flags])

@@ -246,7 +246,7 @@ def build(name: str, stages: int, micro_batches: int, chunks: int | None = None)
     if chunks is None:
         return SCHEDULES[name](stages, micro_batches)
     if name != "interleaved":
-        raise ConfigError(f"{name}: expected no number of chunks, an option of interleaved alone, got {chunks}")
+        raise ConfigError(f"{name}: expected no --pp-chunks, an option of interleaved alone, got {chunks}")
     return interleaved(stages, micro_batches, chunks)
 
 
