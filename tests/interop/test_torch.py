@@ -48,11 +48,20 @@ def test_a_group_can_be_named_by_device():
 
 
 def test_errors_name_what_was_expected():
-    sparse, parts, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
+    sparse, parts, missing, unknown, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
     assert "allreduce: expected dense tensors, all on cpu, got one of torch.sparse_coo on cpu" in sparse
     assert "allgather: expected a list of 2 tensors, one for each rank, got 1" in parts
     assert "count 3 against 4" in mismatch
-    assert "Timed out in process group" in timeout and "ranks [1] did not arrive" in timeout
+    assert missing == "TypeError: broadcast: expected (tensors, opts) or (tensor, root, timeout), got 0 and ['root']"
+    assert "reduce: expected (tensors, opts) or (tensor, root, op, timeout), got 2 and ['rank']" in unknown
+    assert "caught collective operation timeout in process group" in timeout and "ranks [1] did not arrive" in timeout
+
+
+def test_a_monitored_barrier_names_the_missing_ranks():
+    none, first, every = run(f"{PROGRAMS}:monitored", 3)[0]
+    assert "Rank 0 timed out in monitoredBarrier after 0 s" in none
+    assert first.endswith("ranks [1, 2] did not arrive: Rank 1 failed to pass monitoredBarrier")
+    assert every.endswith("ranks [1, 2] did not arrive: Ranks 1, 2 failed to pass monitoredBarrier")
 
 
 def test_a_backend_for_gpus_that_does_not_exist():
