@@ -85,7 +85,7 @@ def _overloaded(kind: Any, other: str) -> Callable[[Any], Any]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The ``pg_options`` of a group."""
+    """The ``pg_options`` of a group.  Raises InvalidArgument for another backend."""
 
     gpu: str = "auto"
     """The backend of kos for tensors on a GPU: "auto", "nccl" or "peer"."""
@@ -98,8 +98,8 @@ class Options:
 class ProcessGroupKos(_ProcessGroup):
     """A process group of torch over communicators of kos: one for host memory, one for the GPU of this rank.
 
-    Failures raise ``dist.DistBackendError`` with the text of kos, wrong arguments ``kos.errors.InvalidArgument``, which
-    is a ValueError and a RuntimeError.
+    An operation returns a Work, whose ``wait`` raises too.  Failures raise ``dist.DistBackendError`` with the text of
+    kos, wrong arguments ``kos.errors.InvalidArgument``, which is a ValueError and a RuntimeError.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class ProcessGroupKos(_ProcessGroup):
         return False
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """Connect the GPU now: ``init_process_group(device_id=...)``."""
+        """Connect the GPU now: ``init_process_group(device_id=...)``.  Raises DistBackendError, InvalidArgument."""
         self.bound_device_id = device
         self._connect_gpu(device)
 
@@ -236,7 +236,7 @@ class ProcessGroupKos(_ProcessGroup):
         return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of later calls; the same on all ranks."""
+        """Set the timeout of later calls, which is the same on all ranks; above 0, else raises InvalidArgument."""
         self._timeout = timeout.total_seconds()
         self._cache.clear()
         for comm in filter(None, (self._host, self._gpu)):
@@ -253,7 +253,10 @@ class ProcessGroupKos(_ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> ProcessGroupKos | None:
-        """The group of ``ranks`` of this one; None on other ranks, which need not call it."""
+        """The group of ``ranks`` of this one; None on other ranks, which need not call it.
+
+        ``timeout`` None is this group's.  Raises DistBackendError if a rank is missing.
+        """
         if self.rank() not in ranks:
             return None
         name = group_name or f"{self._name}:split:{','.join(map(str, ranks))}"
@@ -268,7 +271,7 @@ class ProcessGroupKos(_ProcessGroup):
         return group
 
     def shutdown(self) -> None:
-        """Wait for the operations in flight, and free all resources; other ranks may do it later."""
+        """Wait for the operations in flight, and free all resources; other ranks may do it later.  Raises nothing."""
         self.send_all()
         self._cache.clear()
         self._scalars.clear()
@@ -280,7 +283,7 @@ class ProcessGroupKos(_ProcessGroup):
                 log.warning("%s: closed after a failure: %s", self._name, error)
 
     def abort(self) -> None:
-        """End the operations in flight; the other ranks raise."""
+        """End the operations in flight; the other ranks raise DistBackendError.  Raises nothing."""
         for comm in filter(None, (self._gpu, self._host)):
             comm.abort(reason="it aborted the process group")
 
@@ -419,6 +422,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.AllreduceOptions, "tensor op timeout")
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce each tensor over all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         op = opts.reduceOp
 
         def call(launch: Launch) -> None:
@@ -431,6 +435,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.BroadcastOptions, "tensor root timeout")
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Copy each tensor of rank ``rootRank`` to all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         root = opts.rootRank
 
         def call(launch: Launch) -> None:
@@ -441,6 +446,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.ReduceOptions, "tensor root op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce the tensor to rank ``rootRank``, in place.  Raises DistBackendError, InvalidArgument."""
         root, op = opts.rootRank, opts.reduceOp
 
         def call(launch: Launch) -> None:
@@ -449,9 +455,11 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, tensors, opts, "reduce", (root, *op_id(op)))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """``output`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """``all_gather_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
         def call(launch: Launch) -> None:
             for output, input in zip(outputs, inputs, strict=True):
                 launch("all_gather", as_array(input), launch.output(output))
@@ -461,7 +469,10 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.AllgatherOptions, "output_tensors input_tensor timeout")
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:
-        """``output_tensors[i][r]`` receives input i of rank r, whose size may be the rank's own."""
+        """``output_tensors[i][r]`` receives input i of rank r; sizes may differ between ranks.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         for parts in output_tensors:
             check_parts(parts, self.size(), "allgather")
 
@@ -477,12 +488,13 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, tensors, opts, "allgather", (), len(input_tensors) > 1)
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None) -> Any:
-        """``output_lists[r][i]`` receives input i of rank r."""
+        """``output_lists[r][i]`` receives input i of rank r.  Raises DistBackendError, InvalidArgument."""
         outputs = [list(parts) for parts in zip(*output_lists, strict=True)]
         return self.allgather(outputs, input_list, opts=opts)
 
     @_overloaded(_C._distributed_c10d.GatherOptions, "output_tensors input_tensor root timeout")
     def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:
+        """``output_tensors[0][r]`` of ``rootRank`` receives input r.  Raises DistBackendError, InvalidArgument."""
         parts = output_tensors[0] if self.rank() == opts.rootRank else []
         if parts:
             check_parts(parts, self.size(), "gather")
@@ -494,6 +506,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.ScatterOptions, "output_tensor input_tensors root timeout")
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
+        """Rank r receives ``input_tensors[0][r]`` of rank ``rootRank``.  Raises DistBackendError, InvalidArgument."""
         parts = input_tensors[0] if self.rank() == opts.rootRank else []
         if parts:
             check_parts(parts, self.size(), "scatter")
@@ -505,7 +518,10 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.ReduceScatterOptions, "output input op timeout")
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
-        """``input_tensors[0][r]`` is reduced for rank r; the sizes may differ between ranks."""
+        """``input_tensors[0][r]`` is reduced for rank r; sizes may differ between ranks.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         output, parts, op = output_tensors[0], input_tensors[0], opts.reduceOp
         check_parts(parts, self.size(), "reduce_scatter")
 
@@ -519,9 +535,14 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, [output, *parts], opts, "reduce_scatter", op_id(op))
 
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Any:
+        """Rank r receives shard r of the reduction, along the first dimension.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """``reduce_scatter_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         count = len(inputs)
 
@@ -536,7 +557,10 @@ class ProcessGroupKos(_ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any
     ) -> Any:
-        """Splits are rows of the first dimension; none: equal shards."""
+        """Shard r goes to rank r.  Splits are rows of the first dimension; none: equal ones.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         splits = output_splits, input_splits = tuple(output_split_sizes), tuple(input_split_sizes)
 
         def call(launch: Launch) -> None:
@@ -550,6 +574,7 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, [output, input], opts, "all_to_all_single", splits)
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Any:
+        """``output_tensors[r]`` receives what rank r has for this one.  Raises DistBackendError, InvalidArgument."""
         for parts in (output_tensors, input_tensors):
             check_parts(parts, self.size(), "alltoall")
 
@@ -566,7 +591,10 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.BarrierOptions, "timeout")
     def barrier(self, opts: Any) -> Any:
-        """Return once every rank has called it, and its GPU has run the work of the current stream."""
+        """Return once all ranks are here and their GPUs have run the current stream.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         if self._gpu is not None:
             torch.cuda.current_stream(self.device).synchronize()
         return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", ())
@@ -591,11 +619,13 @@ class ProcessGroupKos(_ProcessGroup):
     # Messages.
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:
+        """Send one tensor; on a GPU ``tag`` is ignored.  Raises DistBackendError, InvalidArgument."""
         if tensors[0].is_cuda:
             return self._post(tensors, "send", dstRank)
         return self._launch(lambda launch: launch("send", as_array(tensors[0]), dstRank, tag), tensors, None, "send")
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
+        """Receive one tensor of the sent size and dtype, in place.  Raises DistBackendError, InvalidArgument."""
         if tensors[0].is_cuda:
             return self._post(tensors, "recv", srcRank)
 
@@ -608,7 +638,10 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, tensors, None, "recv")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """In host memory; the source is known once the Work is done."""
+        """Receive into host memory; ``source_rank`` is known once the Work is done.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         if tensors[0].is_cuda:
             raise InvalidArgument("recv: expected a source rank for a tensor on a GPU, got any")
         return AnySourceWork(self, self._any, tensors, tag, self._timeout)
