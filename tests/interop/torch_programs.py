@@ -104,6 +104,25 @@ def messages() -> dict[str, Any]:
     return found
 
 
+def split() -> list[Any]:
+    """A group of ranks 0 and 2 of three, which they alone make: a sum, a wrong timeout, and one that passes."""
+    world: Any = dist.group.WORLD
+    group, found = world.split_group([0, 2], timeout=timedelta(seconds=30), group_name="pair"), list[Any]()
+    if group is not None:
+        x = torch.full((1,), 1.0 + dist.get_rank())
+        group.allreduce(tensor=x).wait()
+        found.append([x.tolist(), group.group_name, group.size()])
+        for seconds in (0, 0.3):
+            try:
+                group.set_timeout(timedelta(seconds=seconds))
+                if group.rank() == 0:
+                    group.allreduce(x).wait()
+            except (dist.DistBackendError, ValueError) as error:
+                found.append(f"{error.__class__.__name__}: {error}")
+    dist.barrier()
+    return found
+
+
 def group_errors() -> list[str]:
     """A mismatch, a timeout and wrong arguments, each as the text of what is raised; groups of their own."""
     rank, texts = dist.get_rank(), []

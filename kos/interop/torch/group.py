@@ -107,7 +107,7 @@ class ProcessGroupKos(_ProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self._store, self._timeout, self._ranks, self.options = store, timeout.total_seconds(), list(ranks), options
-        self._name = self._description = ""
+        self._name = ""
         self.lock = threading.RLock()  # hooks of DDP may call from the thread that completes futures
         self._sequence = 0
         self._gpu: kos.Communicator | None = None
@@ -199,14 +199,7 @@ class ProcessGroupKos(_ProcessGroup):
     def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
     group_name, _set_group_name = property(getGroupName), setGroupName
-    group_desc, _set_group_desc = property(getGroupDesc), setGroupDesc
 
     def get_group_store(self) -> Any:
         return self._store
@@ -237,10 +230,10 @@ class ProcessGroupKos(_ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of later calls, which is the same on all ranks; above 0, else raises InvalidArgument."""
+        for comm in filter(None, (self._host, self._gpu)):
+            comm.timeout = timeout.total_seconds()
         self._timeout = timeout.total_seconds()
         self._cache.clear()
-        for comm in filter(None, (self._host, self._gpu)):
-            comm.timeout = self._timeout
 
     _set_default_timeout = set_timeout
 
@@ -265,7 +258,7 @@ class ProcessGroupKos(_ProcessGroup):
         me, options = ranks.index(self.rank()), opts or self.options
         group = ProcessGroupKos(store, me, len(ranks), limit, world, options)
         group.setGroupName(name)
-        group.setGroupDesc(group_desc or "undefined")
+        group._set_group_desc(group_desc or "undefined")
         if self._gpu is not None:
             group.eager_connect_single_device(self.device)
         return group
