@@ -60,8 +60,8 @@ class Engine:
             if not work.advance():
                 self._active.append(work)
                 started(call)
-                if self.thread is not None and not self.thread.paused:
-                    self.thread.wake.set()
+                if (thread := self.thread) is not None:
+                    thread.wake()
         return work
 
     def poll(self) -> bool:
@@ -85,8 +85,8 @@ class Engine:
         if thread is not None:
             with self.lock:
                 thread.paused -= 1
-                if self._active and not thread.paused:
-                    thread.wake.set()
+                if self._active:
+                    thread.wake()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -124,36 +124,47 @@ class Engine:
 
 
 class ProgressThread:
-    """Advances the operations of an engine while the program computes; sleeps while none is in flight.
+    """Advances the operations of an engine while the program computes.
 
-    It sleeps between polls so that the program gets Python's lock.  It does not poll while the program waits.
+    It sleeps while no operation is in flight, and while the program waits, which polls itself: on a host whose cores
+    are all in use, a second poll would keep the awaited rank from running.  It also sleeps before each poll, so that
+    the program gets Python's lock, and so that an operation for which the program waits at once is left to it.  It
+    starts with the first operation in flight.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.wake, self._closed = engine, threading.Event(), False
+        self._engine, self._event, self._closed = engine, threading.Event(), False
+        self._asleep = True  # until ``wake``
         self.paused = 0  # number of program threads that wait
         self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
         engine.thread = self
         atexit.register(self.close)  # runs before the backend's exit handlers, which were registered earlier
-        self._thread.start()
+
+    def wake(self) -> None:
+        """Poll from now on, unless the program waits.  The caller holds the engine's lock."""
+        if self._asleep and not self.paused:
+            self._asleep = False
+            self._event.set()
+            if self._thread.ident is None:
+                self._thread.start()
 
     def close(self) -> None:
         """End the thread; operations in flight then advance only while the program waits."""
         self._engine.thread, self._closed = None, True
-        self.wake.set()
-        self._thread.join()
+        self._event.set()
+        if self._thread.ident is not None:
+            self._thread.join()
         atexit.unregister(self.close)
 
     def _run(self) -> None:
-        engine = self._engine
+        engine, asleep = self._engine, True
         while not self._closed:
-            with engine.lock:
-                busy = self.paused > 0 or engine.poll()  # under the lock: a program that pauses polls after this
-            if busy:
-                time.sleep(_SLEEP_SECONDS)
-            else:
-                self.wake.wait()
-                self.wake.clear()
+            if asleep:
+                self._event.wait()
+                self._event.clear()
+            time.sleep(_SLEEP_SECONDS)
+            with engine.lock:  # a program that pauses polls after this
+                self._asleep = asleep = self.paused > 0 or not engine.poll()
 
 
 class Work(Generic[T]):

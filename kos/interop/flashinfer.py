@@ -18,7 +18,7 @@ class CommBackend:
     """The methods that FlashInfer calls, on ``comm``; all are collective.
 
     ``data`` is None, a bool, a number, a str, bytes, or a tuple, list or dict of them: what a Python literal can write.
-    Anything else raises InvalidArgument, as kos does not pickle.
+    Anything else raises InvalidArgument, as kos does not pickle.  Failures raise the other classes of KosError.
     """
 
     def __init__(self, comm: kos.Communicator) -> None:
@@ -33,19 +33,19 @@ class CommBackend:
         return self.comm.size
 
     def allgather(self, data: Any) -> tuple[Any, ...]:
-        """Every rank's ``data``, in rank order."""
+        """Every rank's ``data``, in rank order.  Raises KosError."""
         return tuple(ast.literal_eval(each.decode()) for each in self.comm.all_gather_bytes(_literal(data)))
 
     def bcast(self, data: Any, root: int) -> Any:
-        """The ``data`` of rank ``root``; that of other ranks is ignored."""
+        """The ``data`` of rank ``root``; that of other ranks is ignored.  Raises KosError."""
         return self.allgather(data if self.comm.rank == root else None)[root]
 
     def barrier(self) -> None:
-        """Return once every rank has called it."""
+        """Return once every rank has called it.  Raises KosError."""
         self.comm.barrier()
 
     def Split(self, color: int, key: int) -> CommBackend:
-        """The group of the ranks of the same ``color``, ordered by ``key``."""
+        """The group of the ranks of the same ``color``, ordered by ``key``.  Raises KosError."""
         group = self.comm.split(color, key)
         assert group is not None
         return CommBackend(group)

@@ -11,7 +11,8 @@ and copies the arrays to the callback and back, from and to the GPU too.  JAX de
 such a callback: take gradients first, then reduce them.  A failure within ``jit`` is JAX's ``JaxRuntimeError`` with the
 text of kos's error; the next call on the communicator raises kos's own.
 
-All ranks call the same functions in the same order, with leaves of the same shapes and dtypes.
+All ranks call the same functions in the same order, with leaves of the same shapes and dtypes.  ``options`` are those
+of the method of ``kos.Communicator`` with that name, but for ``out`` and ``async_op``: ``timeout`` is in seconds.
 """
 
 from __future__ import annotations
@@ -35,27 +36,42 @@ Shape = tuple[int, ...]
 
 
 def all_reduce(comm: kos.Communicator, tree: Any, op: Any = kos.ReduceOp.SUM, **options: Any) -> Any:
-    """The reduction over all ranks of each leaf, of the leaf's shape; ``options`` as of ``Communicator.all_reduce``."""
+    """The reduction over all ranks of each leaf, of the leaf's shape.
+
+    Raises InvalidArgument, and what ``Communicator.all_reduce`` raises.
+    """
     return _call(comm, "all_reduce", tree, lambda shape: shape, op=op, **options)
 
 
 def broadcast(comm: kos.Communicator, tree: Any, root: int = 0, **options: Any) -> Any:
-    """The leaves of rank ``root``; the other ranks pass leaves of the same shapes and dtypes."""
+    """The leaves of rank ``root``; the other ranks pass leaves of the same shapes and dtypes.
+
+    Raises InvalidArgument, and what ``Communicator.broadcast`` raises.
+    """
     return _call(comm, "broadcast", tree, lambda shape: shape, root=root, **options)
 
 
 def all_gather(comm: kos.Communicator, tree: Any, **options: Any) -> Any:
-    """All ranks' leaves in rank order: shape ``(size, *leaf.shape)``."""
+    """All ranks' leaves in rank order: shape ``(size, *leaf.shape)``.
+
+    Raises InvalidArgument, and what ``Communicator.all_gather`` raises.
+    """
     return _call(comm, "all_gather", tree, lambda shape: (comm.size, *shape), **options)
 
 
 def reduce_scatter(comm: kos.Communicator, tree: Any, op: Any = kos.ReduceOp.SUM, **options: Any) -> Any:
-    """Rank r's of ``size`` equal shards of the reduction, along the first axis, which ``size`` divides."""
+    """Rank r's of ``size`` equal shards of the reduction, along the first axis, which ``size`` divides.
+
+    Raises InvalidArgument, and what ``Communicator.reduce_scatter`` raises.
+    """
     return _call(comm, "reduce_scatter", tree, _shard_of(comm), op=op, **options)
 
 
 def all_to_all(comm: kos.Communicator, tree: Any, **options: Any) -> Any:
-    """Shard r of every rank's leaf in rank order, along the first axis, which ``size`` divides; the leaf's shape."""
+    """Shard r of every rank's leaf in rank order, along the first axis, which ``size`` divides; the leaf's shape.
+
+    Raises InvalidArgument, and what ``Communicator.all_to_all`` raises.
+    """
     shard = _shard_of(comm)
     return _call(comm, "all_to_all", tree, lambda shape: (comm.size * shard(shape)[0], *shape[1:]), **options)
 

@@ -33,49 +33,50 @@ class Collectives:
     """The operations of Ray's ``BaseGroup`` on the communicator ``comm``.
 
     Ray passes each tensor in a list, with one tensor for each GPU of the process.  kos has one GPU a process.  Raises
-    InvalidArgument for more tensors, and the errors of ``kos.Communicator``: RankLost when another actor has died.
+    InvalidArgument for more tensors, and the other classes of KosError as ``kos.Communicator`` does: RankLost when
+    another actor has died.
     """
 
     comm: kos.Communicator
 
     def allreduce(self, tensors: list[Any], options: Any = None) -> None:
-        """Reduce the tensor over all ranks, in place."""
+        """Reduce the tensor over all ranks, in place.  Raises KosError."""
         self.comm.all_reduce(_single(tensors), _op(options), timeout=_seconds(options))
 
     def reduce(self, tensors: list[Any], options: Any = None) -> None:
-        """Reduce the tensor to ``options.root_rank``, in place; the other ranks keep theirs."""
+        """Reduce the tensor to ``options.root_rank``, in place; the other ranks keep theirs.  Raises KosError."""
         self.comm.reduce(_single(tensors), options.root_rank, _op(options), timeout=_seconds(options))
 
     def broadcast(self, tensors: list[Any], options: Any = None) -> None:
-        """Send the tensor of ``options.root_rank`` to all ranks, in place."""
+        """Send the tensor of ``options.root_rank`` to all ranks, in place.  Raises KosError."""
         self.comm.broadcast(_single(tensors), options.root_rank, timeout=_seconds(options))
 
     def allgather(self, outs: list[list[Any]], tensors: list[Any], options: Any = None) -> None:
-        """Copy the tensor of rank r to ``outs[0][r]``."""
+        """Copy the tensor of rank r to ``outs[0][r]``.  Raises KosError."""
         gathered = self.comm.all_gather(_single(tensors), timeout=_seconds(options))
         for rank, out in enumerate(_single(outs)):
             out[...] = gathered[rank]
 
     def reducescatter(self, outs: list[Any], tensors: list[list[Any]], options: Any = None) -> None:
-        """Reduce ``tensors[0][r]`` over all ranks to rank r, which gets it in ``outs[0]``."""
+        """Reduce ``tensors[0][r]`` over all ranks to rank r, which gets it in ``outs[0]``.  Raises KosError."""
         shards = _single(tensors)
         library: Any = sys.modules[type(shards[0]).__module__.partition(".")[0]]  # numpy, torch or cupy
         self.comm.reduce_scatter(library.stack(shards), _single(outs), _op(options), timeout=_seconds(options))
 
     def barrier(self, options: Any = None) -> None:
-        """Return once every rank has called it."""
+        """Return once every rank has called it.  Raises KosError."""
         self.comm.barrier(timeout=_seconds(options))
 
     def send(self, tensors: list[Any], options: Any) -> None:
-        """Send the tensor to ``options.dst_rank``."""
+        """Send the tensor to ``options.dst_rank``.  Raises KosError."""
         self.comm.send(_single(tensors), options.dst_rank)
 
     def recv(self, tensors: list[Any], options: Any) -> None:
-        """Receive the tensor from ``options.src_rank``, in place."""
+        """Receive the tensor from ``options.src_rank``, in place.  Raises KosError."""
         self.comm.recv(_single(tensors), options.src_rank)
 
     def destroy_group(self) -> None:
-        """Close the communicator."""
+        """Close the communicator.  Raises KosError if operations in flight fail."""
         self.comm.close()
 
 

@@ -21,7 +21,6 @@ from kos.comm.host.backend import HostBackend
 from kos.comm.host.mpi import MPIBackend
 from kos.comm.host.shared import segment
 from kos.comm.host.tcp import TCPBackend
-from kos.comm.rendezvous import base
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveMismatch, KosError, RankLost
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, quiet
@@ -57,10 +56,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     def run(body: Body, hosts: tuple[int, ...] = APART, kind: Callable[..., kos.Communicator] = nccl) -> list[Any]:
         mine = threading.local()
         monkeypatch.setattr(segment, "_host", lambda: f"host {mine.host}")
-        monkeypatch.setattr(base, "host_id", lambda: f"host {mine.host}")
 
         def rank(rendezvous: Rendezvous) -> Any:
             mine.host = hosts[rendezvous.rank]
+            rendezvous._near = {r: None for r in range(len(hosts)) if hosts[r] == mine.host}
             comm = kind(rendezvous)
             try:
                 return body(comm)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import run_ranks, run_threads
 
 COUNT = 300_007  # elements: several segments
+WAIT = 0.3
+"""Seconds, in which a thread that polls wakes some thousand times."""
 
 
 def moves_alone(comm: kos.Communicator, groups: Any = None) -> None:
@@ -77,6 +80,31 @@ def test_threads(size: int) -> None:
 
     results = run_threads(*(lambda rank=rank: body(rank) for rank in range(size)))
     assert results == [None] * size, results
+
+
+def test_sleeps_while_the_program_waits() -> None:
+    """The program polls itself: the thread would take a core from the rank that it waits for."""
+    group = ThreadGroup(2)
+    comm, other = run_threads(*(
+        lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, TIMEOUT), progress_thread=rank == 0)
+        for rank in range(2)
+    ))  # fmt: skip
+    progress: Any = comm.backend.engine.thread
+    thread, x = progress._thread, np.zeros(3)
+    work, later = comm.recv(x, 1, async_op=True), threading.Timer(WAIT, lambda: other.send(np.ones(3), 0))
+    before = wakes(thread)
+    later.start()
+    work.wait()
+    assert wakes(thread) - before < 10 and (x == 1).all()
+    for each in (comm, other):
+        each.abort()
+    later.join()
+
+
+def wakes(thread: threading.Thread) -> int:
+    """How often the thread has slept so far."""
+    lines = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
 
 def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

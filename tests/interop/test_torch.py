@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kos.errors import InvalidArgument
+from tests.comm.tcp_ranks import free_port
 from tests.interop.ranks import run
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
@@ -47,12 +48,28 @@ def test_a_group_can_be_named_by_device():
     assert run(f"{PROGRAMS}:messages", 2, "cpu:kos,cuda:kos") == run(f"{PROGRAMS}:messages", 2, "gloo")
 
 
+def test_a_split_of_a_group_and_its_timeout():
+    (sums, wrong, late), outside, _ = run(f"{PROGRAMS}:split", 3)
+    assert sums == [[4.0], "pair", 2] and outside == []
+    assert wrong == "InvalidArgument: timeout: expected a positive number of seconds, got 0.0"
+    assert "caught collective operation timeout in process group pair" in late
+
+
 def test_errors_name_what_was_expected():
-    sparse, parts, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
+    sparse, parts, missing, unknown, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
     assert "allreduce: expected dense tensors, all on cpu, got one of torch.sparse_coo on cpu" in sparse
     assert "allgather: expected a list of 2 tensors, one for each rank, got 1" in parts
     assert "count 3 against 4" in mismatch
-    assert "Timed out in process group" in timeout and "ranks [1] did not arrive" in timeout
+    assert missing == "TypeError: broadcast: expected (tensors, opts) or (tensor, root, timeout), got 0 and ['root']"
+    assert "reduce: expected (tensors, opts) or (tensor, root, op, timeout), got 2 and ['rank']" in unknown
+    assert "caught collective operation timeout in process group" in timeout and "ranks [1] did not arrive" in timeout
+
+
+def test_a_monitored_barrier_names_the_missing_ranks():
+    none, first, every = run(f"{PROGRAMS}:monitored", 3)[0]
+    assert "Rank 0 timed out in monitoredBarrier after 0 s" in none
+    assert first.endswith("ranks [1, 2] did not arrive: Rank 1 failed to pass monitoredBarrier")
+    assert every.endswith("ranks [1, 2] did not arrive: Ranks 1, 2 failed to pass monitoredBarrier")
 
 
 def test_a_backend_for_gpus_that_does_not_exist():
@@ -84,6 +101,22 @@ def test_a_communicator_of_kos_among_the_ranks_of_a_group(given):
 def test_what_is_built_on_it_gives_the_losses_of_gloo(program):
     ours = run(f"{PROGRAMS}:{program}")
     assert ours == run(f"{PROGRAMS}:{program}", 2, "gloo") and any(ours)
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed")
+def test_a_program_of_accelerate_has_the_losses_of_gloo():
+    def launched(backend):
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        command += ["--main_process_port", str(free_port()), "tests/interop/accelerate_program.py", backend]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    (kind, used, losses), (_, _, expected) = launched("kos"), launched("gloo")
+    assert (kind, used) == ("DistributedDataParallel", "kos") and losses == expected and len(losses) == 4
 
 
 def test_a_sharded_checkpoint_continues_with_the_same_losses(tmp_path):

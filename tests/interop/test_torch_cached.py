@@ -412,5 +412,5 @@ def test_a_tensor_with_a_sign_to_be_applied_is_reduced_in_place():
 def test_failures_of_cached_calls_are_named():
     for rank, (mismatch, again, destroyed, *late) in enumerate(run(f"{PROGRAMS}:cached_errors")):
         assert "count 3 against 4" in mismatch and "failed before" in again and "is closed" in destroyed
-        assert all("Timed out" in text and "not complete after 0.5 s; ranks [1] did not" in text for text in late)
+        assert all("timeout" in text and "not complete after 0.5 s; ranks [1] did not" in text for text in late)
         assert len(late) == 1 - rank

@@ -28,8 +28,9 @@ def test_every_test_that_gloo_passed_passed_or_is_explained():
 
 def test_every_test_that_nccl_passed_passed_or_is_explained():
     table = json.loads(RESULT_CUDA.read_text())["ranks"]
-    assert {ranks: missed(each["tests"], "nccl") for ranks, each in table.items()} == {"2": []}
+    assert "2" in table and table.keys() <= {"2", "4"}
     for each in table.values():
+        assert missed(each["tests"], "nccl") == []
         assert each["counts"]["kos as nccl"]["passed"] >= 140 and each["counts"]["nccl"]["passed"] >= 140
 
 

@@ -104,11 +104,34 @@ def messages() -> dict[str, Any]:
     return found
 
 
+def split() -> list[Any]:
+    """A group of ranks 0 and 2 of three, which they alone make: a sum, a wrong timeout, and one that passes."""
+    world: Any = dist.group.WORLD
+    group, found = world.split_group([0, 2], timeout=timedelta(seconds=30), group_name="pair"), list[Any]()
+    if group is not None:
+        x = torch.full((1,), 1.0 + dist.get_rank())
+        group.allreduce(tensor=x).wait()
+        found.append([x.tolist(), group.group_name, group.size()])
+        for seconds in (0, 0.3):
+            try:
+                group.set_timeout(timedelta(seconds=seconds))
+                if group.rank() == 0:
+                    group.allreduce(x).wait()
+            except (dist.DistBackendError, ValueError) as error:
+                found.append(f"{error.__class__.__name__}: {error}")
+    dist.barrier()
+    return found
+
+
 def group_errors() -> list[str]:
     """A mismatch, a timeout and wrong arguments, each as the text of what is raised; groups of their own."""
     rank, texts = dist.get_rank(), []
     sparse, short = torch.ones(2).to_sparse(), [torch.ones(2)]
-    for wrong in (lambda: dist.all_reduce(sparse), lambda: dist.all_gather(short, torch.ones(2))):
+    group: Any = dist.group.WORLD
+    for wrong in (
+        lambda: dist.all_reduce(sparse), lambda: dist.all_gather(short, torch.ones(2)),
+        lambda: group.broadcast(root=1), lambda: group.reduce(torch.ones(2), 0, rank=1),
+    ):  # fmt: skip
         try:
             wrong()
             texts.append("")
@@ -128,6 +151,20 @@ def group_errors() -> list[str]:
         except dist.DistBackendError as error:
             texts.append(str(error))
     dist.barrier()
+    return texts
+
+
+def monitored() -> list[str]:
+    """The errors of ``monitored_barrier`` on rank 0, which the others do not call; each on a group of its own."""
+    texts = []
+    for seconds, wait_all_ranks in ((0, False), (0.3, False), (0.3, True)):
+        group = dist.new_group()
+        if dist.get_rank() == 0:
+            try:
+                group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks)
+            except dist.DistBackendError as error:
+                texts.append(str(error))
+        dist.barrier()
     return texts
 
 
@@ -246,26 +283,47 @@ def ddp_join(kind: str = "cpu") -> list[list[float]]:
 
 
 def overloads() -> list[Any]:
-    """The methods of a process group, called with one tensor and with their options one by one."""
+    """The methods of a process group in the forms of torch: by position and by name, with options and one by one."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     assert group is not None
     mine, found = torch.arange(4.0) + 10 * rank, list[Any]()
-    outputs = [torch.zeros(4) for _ in range(size)]
+    outputs, shards = [torch.zeros(4) for _ in range(size)], [mine + r for r in range(size)]
+    whole, (message, peer) = torch.zeros(4 * size), ((group.send, {"dstRank": 1}), (group.recv, {"srcRank": 0}))[rank]
     for call, x in (
         (lambda x: group.allreduce(x), mine.clone()),
         (lambda x: group.allreduce(x, dist.ReduceOp.MAX), mine.clone()),
         (lambda x: group.allreduce([x], op=dist.ReduceOp.MAX, timeout=timedelta(seconds=30)), mine.clone()),
         (lambda x: group.broadcast(x, 1), mine.clone()),
         (lambda x: group.broadcast(x, root=1), mine.clone()),
-        (lambda x: group.reduce(x, 0, dist.ReduceOp.MIN), mine.clone()),
+        (lambda x: group.reduce(x if rank == 0 else x.clone(), 0, dist.ReduceOp.MIN), mine.clone()),
         (lambda x: group.allgather(outputs, x), mine),
         (lambda x: group.gather(outputs if rank == 1 else [], x, 1), mine),
-        (lambda x: group.scatter(x, [mine + r for r in range(size)] if rank == 1 else [], 1), torch.zeros(4)),
-        (lambda x: group.reduce_scatter(x, [mine + r for r in range(size)], dist.ReduceOp.MAX), torch.zeros(4)),
+        (lambda x: group.scatter(x, shards if rank == 1 else [], 1), torch.zeros(4)),
+        (lambda x: group.reduce_scatter(x, shards, dist.ReduceOp.MAX), torch.zeros(4)),
         (lambda x: group.barrier(timedelta(seconds=30)), mine),
+        (lambda x: group.barrier(timeout=timedelta(seconds=30)), mine),
+        (lambda x: group.barrier(opts=dist.BarrierOptions()), mine),
+        (lambda x: group.allreduce(tensor=x, op=dist.ReduceOp.MAX), mine.clone()),
+        (lambda x: group.allreduce(tensors=[x], opts=dist.AllreduceOptions()), mine.clone()),
+        (lambda x: group.allreduce_coalesced(tensors=[x]), mine.clone()),
+        (lambda x: group.broadcast(tensor=x, root=1), mine.clone()),
+        (lambda x: group.broadcast(tensors=[x]), mine.clone()),
+        (lambda x: group.reduce(tensor=x if rank == 0 else x.clone(), root=0, op=dist.ReduceOp.MIN), mine.clone()),
+        (lambda x: group.allgather(output_tensors=outputs, input_tensor=x), mine + 1),
+        (lambda x: group.allgather(output_tensors=[outputs], input_tensors=[x]), mine + 2),
+        (lambda x: group.allgather_coalesced(output_lists=[[each] for each in outputs], input_list=[x]), mine + 3),
+        (lambda x: group.gather(output_tensors=outputs if rank == 1 else [], input_tensor=x, root=1), mine),
+        (lambda x: group.scatter(output_tensor=x, input_tensors=shards if rank == 1 else [], root=1), torch.zeros(4)),
+        (lambda x: group.reduce_scatter(output=x, input=shards, op=dist.ReduceOp.MAX), torch.zeros(4)),
+        (lambda x: group.reduce_scatter(output_tensors=[x], input_tensors=[shards]), torch.zeros(4)),
+        (lambda x: group._allgather_base(output=whole, input=x), mine),
+        (lambda x: group._reduce_scatter_base(outputTensor=x, inputTensor=whole), torch.zeros(4)),
+        (lambda x: group.alltoall_base(output=x, input=mine, output_split_sizes=[], input_split_sizes=[]), mine + 9),
+        (lambda x: group.alltoall_base(x, mine, [], [], timeout=timedelta(seconds=30)), mine + 9),
+        (lambda x: message(tensors=[x], tag=3, **peer), mine.clone()),
     ):
         call(x).wait()
-        found.append([x.tolist() if rank == 0 else None, [output.tolist() for output in outputs]])
+        found.append([x.tolist(), [output.tolist() for output in outputs], whole.tolist()])
     return found
 
 

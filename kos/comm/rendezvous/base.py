@@ -172,10 +172,19 @@ class Rendezvous(ABC):
     def _neighbours(self) -> dict[int, int | None]:
         """The group's ranks on this host, and the NUMA node of each."""
         if self._near is None:  # not a cached_property: in Python 3.11 threads would share its lock
-            mine = json.dumps([host_id(), process_numa_node()])
-            ranks = [json.loads(data) for data in self.allgather(mine.encode())]
-            self._near = {rank: node for rank, (host, node) in enumerate(ranks) if host == ranks[self.rank][0]}
+            places = self.allgather(json.dumps(self._own_place()).encode())
+            self._set_neighbours([json.loads(place) for place in places])
+        assert self._near is not None
         return self._near
+
+    def _own_place(self) -> list[Any]:
+        """The host of this rank, and the NUMA node that it is bound to."""
+        return [host_id(), process_numa_node()]
+
+    def _set_neighbours(self, places: Sequence[list[Any]]) -> None:
+        """Set the ranks on this host, given the place of each rank."""
+        here = places[self.rank][0]
+        self._near = {rank: node for rank, (host, node) in enumerate(places) if host == here}
 
 
 def _difference(messages: list[bytes]) -> str:

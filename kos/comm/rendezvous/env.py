@@ -193,8 +193,10 @@ class TCPRendezvous(Rendezvous):
                 self._connection = self._call_hub(host, ports, purpose)
         try:
             self._listener = self.network.listen()
-            mine = self.network.host, self._listener.getsockname()[1]
-            self._addresses = [json.loads(address) for address in self.allgather(json.dumps(mine).encode())]
+            mine = [self.network.host, self._listener.getsockname()[1], *self._own_place()]
+            everyone = [json.loads(each) for each in self.allgather(json.dumps(mine).encode())]
+            self._addresses = [(host, port) for host, port, *_ in everyone]
+            self._set_neighbours([place for _, _, *place in everyone])
         except BaseException:
             self.close()
             raise

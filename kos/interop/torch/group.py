@@ -12,6 +12,7 @@ torch's C++ calls only the operations that DDP and the functional collectives us
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 import time
@@ -31,7 +32,7 @@ from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
 from kos.interop.torch.launch import Cache, Launch, add, cache_key, run, start
 from kos.interop.torch.tensors import Arrays, Tensor, as_array, check_dense, check_parts, op_id, reduce_op, split_counts
-from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
+from kos.interop.torch.works import NONE, CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
 
 log = logging.getLogger(__name__)
 
@@ -44,28 +45,38 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one sig
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # parameter -> field of torch's options
 
 
-def _overloaded(kind: Any, *names: str, tensors: int = 1, before: int | None = None) -> Callable[[Any], Any]:
-    """Let a method also be called like torch's other overload, for example ``allreduce(tensor, op, timeout)``.
+def _overloaded(kind: Any, other: str) -> Callable[[Any], Any]:
+    """Let a method also be called as torch's other overload, whose parameters are ``other``.
 
-    The method takes ``before`` arguments and then options of the class ``kind``, or None.  In the other overload, the
-    first ``tensors`` arguments come without their outer lists, and the options one by one, in the order of ``names``.
-    ``before`` is ``tensors`` unless given.
+    The method takes tensors, and then options of the class ``kind``.  The other overload takes the same without the
+    outer lists, and then the options one by one: ``allreduce(tensor, op, timeout)``.  Both can be called by name.
     """
-    before = tensors if before is None else before
+    names = other.split()
 
     def decorate(method: Any) -> Any:
+        own = list(inspect.signature(method).parameters)[1:-1]  # without self and the options
+        count, renamed = len(own), dict(zip(own, names, strict=False))
+
         @functools.wraps(method)
         def call(self: Any, *args: Any, **keywords: Any) -> Any:
-            given, values = args[:before], args[before:]
-            if any(map(torch.is_tensor, args[:tensors])):
-                given = (*([x] for x in args[:tensors]), *args[tensors:before])
-            if (values and hasattr(values[0], "timeout")) or "opts" in keywords or len(given) < before:
-                return method(self, *given, *values, **keywords)
-            opts = kind()
-            for name, value in {**dict(zip(names, values, strict=False)), **keywords}.items():
-                if value is not None:
-                    setattr(opts, _FIELDS[name], value)
-            return method(self, *given, opts)
+            options = args[count] if len(args) > count and hasattr(args[count], "timeout") else None
+            if options is not None and not keywords:
+                return method(self, *args)
+            values = [*args[:count], *args[count + 1 :]] if options is not None else args
+            given = {**dict(zip(names, values, strict=False)), **{renamed.get(n, n): x for n, x in keywords.items()}}
+            options = given.pop("opts", options)
+            if len(values) > len(names) or not set(names[:count]) <= given.keys() <= set(names):
+                expected = f"({', '.join([*own, 'opts'])}) or ({', '.join(names)})"
+                raise TypeError(f"{method.__name__}: expected {expected}, got {len(args)} and {list(keywords)}")
+            tensors = [given.pop(name) for name in names[:count]]
+            if names[:count] != own and any(map(torch.is_tensor, tensors)):
+                tensors = [[x] for x in tensors]
+            if options is None:
+                options = kind()
+                for name, value in given.items():
+                    if value is not None:
+                        setattr(options, _FIELDS[name], value)
+            return method(self, *tensors, options)
 
         return call
 
@@ -74,7 +85,7 @@ def _overloaded(kind: Any, *names: str, tensors: int = 1, before: int | None = N
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The ``pg_options`` of a group."""
+    """The ``pg_options`` of a group.  Raises InvalidArgument for another backend."""
 
     gpu: str = "auto"
     """The backend of kos for tensors on a GPU: "auto", "nccl" or "peer"."""
@@ -87,8 +98,8 @@ class Options:
 class ProcessGroupKos(_ProcessGroup):
     """A process group of torch over communicators of kos: one for host memory, one for the GPU of this rank.
 
-    Failures raise ``dist.DistBackendError`` with the text of kos, wrong arguments ``kos.errors.InvalidArgument``, which
-    is a ValueError and a RuntimeError.
+    An operation returns a Work, whose ``wait`` raises too.  Failures raise ``dist.DistBackendError`` with the text of
+    kos, wrong arguments ``kos.errors.InvalidArgument``, which is a ValueError and a RuntimeError.
     """
 
     def __init__(
@@ -96,7 +107,7 @@ class ProcessGroupKos(_ProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self._store, self._timeout, self._ranks, self.options = store, timeout.total_seconds(), list(ranks), options
-        self._name = self._description = ""
+        self._name = ""
         self.lock = threading.RLock()  # hooks of DDP may call from the thread that completes futures
         self._sequence = 0
         self._gpu: kos.Communicator | None = None
@@ -149,8 +160,8 @@ class ProcessGroupKos(_ProcessGroup):
         """The error that torch's users expect."""
         if isinstance(error, InvalidArgument):
             return error
-        what = "Timed out in" if isinstance(error, CollectiveTimeout) else "failure in"
-        return dist.DistBackendError(f"kos: {what} process group {self._name or 'default'}: {error}")
+        what = "caught collective operation timeout" if isinstance(error, CollectiveTimeout) else "failure"
+        return dist.DistBackendError(f"kos: {what} in process group {self._name or 'default'}: {error}")
 
     def check(self) -> None:
         """Raise the failure of the GPU's communicator, if it has failed."""
@@ -164,8 +175,7 @@ class ProcessGroupKos(_ProcessGroup):
             deadline = time.monotonic() + seconds
             while not event.query():
                 if time.monotonic() > deadline:
-                    where = f"process group {self._name or 'default'}"
-                    raise dist.DistBackendError(f"kos: Timed out in {where}: not complete after {seconds} s")
+                    raise self.translated(CollectiveTimeout(f"message to this rank: not complete after {seconds} s"))
                 time.sleep(1e-4)
             return
         try:
@@ -189,14 +199,7 @@ class ProcessGroupKos(_ProcessGroup):
     def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
     group_name, _set_group_name = property(getGroupName), setGroupName
-    group_desc, _set_group_desc = property(getGroupDesc), setGroupDesc
 
     def get_group_store(self) -> Any:
         return self._store
@@ -212,7 +215,7 @@ class ProcessGroupKos(_ProcessGroup):
         return False
 
     def eager_connect_single_device(self, device: Any) -> None:
-        """Connect the GPU now: ``init_process_group(device_id=...)``."""
+        """Connect the GPU now: ``init_process_group(device_id=...)``.  Raises DistBackendError, InvalidArgument."""
         self.bound_device_id = device
         self._connect_gpu(device)
 
@@ -226,39 +229,42 @@ class ProcessGroupKos(_ProcessGroup):
         return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The timeout of later calls; the same on all ranks."""
+        """Set the timeout of later calls, which is the same on all ranks; above 0, else raises InvalidArgument."""
+        for comm in filter(None, (self._host, self._gpu)):
+            comm.timeout = timeout.total_seconds()
         self._timeout = timeout.total_seconds()
         self._cache.clear()
-        for comm in filter(None, (self._host, self._gpu)):
-            comm.timeout = self._timeout
 
     _set_default_timeout = set_timeout
 
     def split_group(
         self,
-        new_ranks: list[int],
+        ranks: list[int],
         timeout: timedelta | None = None,
         opts: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> ProcessGroupKos | None:
-        """The group of ``new_ranks`` of this one; None on other ranks, which need not call it."""
-        if self.rank() not in new_ranks:
+        """The group of ``ranks`` of this one; None on other ranks, which need not call it.
+
+        ``timeout`` None is this group's.  Raises DistBackendError if a rank is missing.
+        """
+        if self.rank() not in ranks:
             return None
-        name = group_name or f"{self._name}:split:{','.join(map(str, new_ranks))}"
+        name = group_name or f"{self._name}:split:{','.join(map(str, ranks))}"
         store = torch._C._distributed_c10d.PrefixStore(f"{name}/", self._store)
-        ranks, limit = [self._ranks[rank] for rank in new_ranks], timeout or timedelta(seconds=self._timeout)
-        me, options = new_ranks.index(self.rank()), opts or self.options
-        group = ProcessGroupKos(store, me, len(new_ranks), limit, ranks, options)
+        world, limit = [self._ranks[rank] for rank in ranks], timeout or timedelta(seconds=self._timeout)
+        me, options = ranks.index(self.rank()), opts or self.options
+        group = ProcessGroupKos(store, me, len(ranks), limit, world, options)
         group.setGroupName(name)
-        group.setGroupDesc(group_desc or "undefined")
+        group._set_group_desc(group_desc or "undefined")
         if self._gpu is not None:
             group.eager_connect_single_device(self.device)
         return group
 
     def shutdown(self) -> None:
-        """Wait for the operations in flight, and free all resources; other ranks may do it later."""
+        """Wait for the operations in flight, and free all resources; other ranks may do it later.  Raises nothing."""
         self.send_all()
         self._cache.clear()
         self._scalars.clear()
@@ -270,7 +276,7 @@ class ProcessGroupKos(_ProcessGroup):
                 log.warning("%s: closed after a failure: %s", self._name, error)
 
     def abort(self) -> None:
-        """End the operations in flight; the other ranks raise."""
+        """End the operations in flight; the other ranks raise DistBackendError.  Raises nothing."""
         for comm in filter(None, (self._gpu, self._host)):
             comm.abort(reason="it aborted the process group")
 
@@ -407,9 +413,10 @@ class ProcessGroupKos(_ProcessGroup):
 
     # Collectives.
 
-    @_overloaded(_C._distributed_c10d.AllreduceOptions, "op", "timeout")
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    @_overloaded(_C._distributed_c10d.AllreduceOptions, "tensor op timeout")
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce each tensor over all ranks, in place.  Raises DistBackendError, InvalidArgument."""
+        op = opts.reduceOp
 
         def call(launch: Launch) -> None:
             for tensor in tensors:
@@ -419,9 +426,10 @@ class ProcessGroupKos(_ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    @_overloaded(_C._distributed_c10d.BroadcastOptions, "root", "timeout")
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        root = 0 if opts is None else opts.rootRank
+    @_overloaded(_C._distributed_c10d.BroadcastOptions, "tensor root timeout")
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Copy each tensor of rank ``rootRank`` to all ranks, in place.  Raises DistBackendError, InvalidArgument."""
+        root = opts.rootRank
 
         def call(launch: Launch) -> None:
             for tensor in tensors:
@@ -429,8 +437,9 @@ class ProcessGroupKos(_ProcessGroup):
 
         return self._launch(call, tensors, opts, "broadcast", (root,), len(tensors) > 1)
 
-    @_overloaded(_C._distributed_c10d.ReduceOptions, "root", "op", "timeout")
+    @_overloaded(_C._distributed_c10d.ReduceOptions, "tensor root op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        """Reduce the tensor to rank ``rootRank``, in place.  Raises DistBackendError, InvalidArgument."""
         root, op = opts.rootRank, opts.reduceOp
 
         def call(launch: Launch) -> None:
@@ -439,9 +448,11 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, tensors, opts, "reduce", (root, *op_id(op)))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """``output`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """``all_gather_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
         def call(launch: Launch) -> None:
             for output, input in zip(outputs, inputs, strict=True):
                 launch("all_gather", as_array(input), launch.output(output))
@@ -449,54 +460,62 @@ class ProcessGroupKos(_ProcessGroup):
         count = len(inputs)
         return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", (count,), count > 1)
 
-    @_overloaded(_C._distributed_c10d.AllgatherOptions, "timeout", tensors=2)
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """``outputs[i][r]`` receives input i of rank r, whose size may be the rank's own."""
-        for parts in outputs:
+    @_overloaded(_C._distributed_c10d.AllgatherOptions, "output_tensors input_tensor timeout")
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:
+        """``output_tensors[i][r]`` receives input i of rank r; sizes may differ between ranks.
+
+        Raises DistBackendError, InvalidArgument.
+        """
+        for parts in output_tensors:
             check_parts(parts, self.size(), "allgather")
 
         def call(launch: Launch) -> None:
-            for input, parts in zip(inputs, outputs, strict=True):
+            for input, parts in zip(input_tensors, output_tensors, strict=True):
                 sizes, joined = [part.numel() for part in parts], launch.joined_output(parts)
                 if len(set(sizes)) == 1:
                     launch("all_gather", as_array(input), joined)
                 else:
                     launch("all_gather_v", as_array(input), sizes, joined)
 
-        tensors = [*(part for parts in outputs for part in parts), *inputs]
-        return self._launch(call, tensors, opts, "allgather", (), len(inputs) > 1)
+        tensors = [*(part for parts in output_tensors for part in parts), *input_tensors]
+        return self._launch(call, tensors, opts, "allgather", (), len(input_tensors) > 1)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        """``outputs[r][i]`` receives input i of rank r."""
-        return self.allgather([list(parts) for parts in zip(*outputs, strict=True)], inputs, opts)
+    def allgather_coalesced(self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None) -> Any:
+        """``output_lists[r][i]`` receives input i of rank r.  Raises DistBackendError, InvalidArgument."""
+        outputs = [list(parts) for parts in zip(*output_lists, strict=True)]
+        return self.allgather(outputs, input_list, opts=opts)
 
-    @_overloaded(_C._distributed_c10d.GatherOptions, "root", "timeout", tensors=2)
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
-        parts = outputs[0] if self.rank() == opts.rootRank else []
+    @_overloaded(_C._distributed_c10d.GatherOptions, "output_tensors input_tensor root timeout")
+    def gather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:
+        """``output_tensors[0][r]`` of ``rootRank`` receives input r.  Raises DistBackendError, InvalidArgument."""
+        parts = output_tensors[0] if self.rank() == opts.rootRank else []
         if parts:
             check_parts(parts, self.size(), "gather")
 
         def call(launch: Launch) -> None:
-            launch("gather", as_array(inputs[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
+            launch("gather", as_array(input_tensors[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
 
-        return self._launch(call, [*parts, *inputs], opts, "gather", (opts.rootRank,))
+        return self._launch(call, [*parts, *input_tensors], opts, "gather", (opts.rootRank,))
 
-    @_overloaded(_C._distributed_c10d.ScatterOptions, "root", "timeout", tensors=2)
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
-        parts = inputs[0] if self.rank() == opts.rootRank else []
+    @_overloaded(_C._distributed_c10d.ScatterOptions, "output_tensor input_tensors root timeout")
+    def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
+        """Rank r receives ``input_tensors[0][r]`` of rank ``rootRank``.  Raises DistBackendError, InvalidArgument."""
+        parts = input_tensors[0] if self.rank() == opts.rootRank else []
         if parts:
             check_parts(parts, self.size(), "scatter")
 
         def call(launch: Launch) -> None:
-            launch("scatter", launch.joined(parts) if parts else None, launch.output(outputs[0]), opts.rootRank)
+            launch("scatter", launch.joined(parts) if parts else None, launch.output(output_tensors[0]), opts.rootRank)
 
-        return self._launch(call, [*outputs, *parts], opts, "scatter", (opts.rootRank,))
+        return self._launch(call, [*output_tensors, *parts], opts, "scatter", (opts.rootRank,))
 
-    @_overloaded(_C._distributed_c10d.ReduceScatterOptions, "op", "timeout", tensors=2)
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        """``inputs[0][r]`` is summed for rank r; the sizes may differ between ranks."""
-        output, parts = outputs[0], inputs[0]
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    @_overloaded(_C._distributed_c10d.ReduceScatterOptions, "output input op timeout")
+    def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
+        """``input_tensors[0][r]`` is reduced for rank r; sizes may differ between ranks.
+
+        Raises DistBackendError, InvalidArgument.
+        """
+        output, parts, op = output_tensors[0], input_tensors[0], opts.reduceOp
         check_parts(parts, self.size(), "reduce_scatter")
 
         def call(launch: Launch) -> None:
@@ -508,10 +527,15 @@ class ProcessGroupKos(_ProcessGroup):
 
         return self._launch(call, [output, *parts], opts, "reduce_scatter", op_id(op))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
+    def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Any:
+        """Rank r receives shard r of the reduction, along the first dimension.
+
+        Raises DistBackendError, InvalidArgument.
+        """
+        return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """``reduce_scatter_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         count = len(inputs)
 
@@ -522,11 +546,15 @@ class ProcessGroupKos(_ProcessGroup):
         tensors, arguments = [*outputs, *inputs], (count, *op_id(op))
         return self._launch(call, tensors, opts, "reduce_scatter_single", arguments, count > 1)
 
-    @_overloaded(_C._distributed_c10d.AllToAllOptions, "timeout", tensors=0, before=4)
+    @_overloaded(_C._distributed_c10d.AllToAllOptions, "output input output_split_sizes input_split_sizes timeout")
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
+        self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any
     ) -> Any:
-        """Splits are rows of the first dimension; none: equal shards."""
+        """Shard r goes to rank r.  Splits are rows of the first dimension; none: equal ones.
+
+        Raises DistBackendError, InvalidArgument.
+        """
+        splits = output_splits, input_splits = tuple(output_split_sizes), tuple(input_split_sizes)
 
         def call(launch: Launch) -> None:
             x, out = as_array(input), launch.output(output)
@@ -536,58 +564,77 @@ class ProcessGroupKos(_ProcessGroup):
             counts = (split_counts(input, input_splits, self.size()), split_counts(output, output_splits, self.size()))
             launch("all_to_all_v", x, *counts, out)
 
-        splits = (tuple(output_splits), tuple(input_splits))
         return self._launch(call, [output, input], opts, "all_to_all_single", splits)
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        for parts in (outputs, inputs):
+    def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Any:
+        """``output_tensors[r]`` receives what rank r has for this one.  Raises DistBackendError, InvalidArgument."""
+        for parts in (output_tensors, input_tensors):
             check_parts(parts, self.size(), "alltoall")
 
         def call(launch: Launch) -> None:
-            send, recv = ([part.numel() for part in parts] for parts in (inputs, outputs))
-            launch("all_to_all_v", launch.joined(inputs), send, recv, launch.joined_output(outputs))
+            send, recv = ([part.numel() for part in parts] for parts in (input_tensors, output_tensors))
+            launch("all_to_all_v", launch.joined(input_tensors), send, recv, launch.joined_output(output_tensors))
 
-        return self._launch(call, [*outputs, *inputs], opts, "alltoall", ())
+        return self._launch(call, [*output_tensors, *input_tensors], opts, "alltoall", ())
 
     # The names of torch 2.11 and 2.12.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    @_overloaded(_C._distributed_c10d.BarrierOptions, "timeout", tensors=0)
-    def barrier(self, opts: Any = None) -> Any:
-        """Return once every rank has called it, and its GPU has run the work of the current stream."""
+    @_overloaded(_C._distributed_c10d.BarrierOptions, "timeout")
+    def barrier(self, opts: Any) -> Any:
+        """Return once all ranks are here and their GPUs have run the current stream.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         if self._gpu is not None:
             torch.cuda.current_stream(self.device).synchronize()
         return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", ())
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names all missing ranks after ``timeout``."""
+        """A barrier that names the first missing rank after ``timeout``, or with ``wait_all_ranks`` all of them.
+
+        ``timeout`` None is the group's.  Raises ``dist.DistBackendError`` with the texts of ``dist.monitored_barrier``.
+        """
         opts = dist.BarrierOptions()
-        opts.timeout = timeout or timedelta(seconds=self._timeout)
-        self.barrier(opts).wait()
+        opts.timeout = timedelta(seconds=self._timeout) if timeout is None else timeout
+        if opts.timeout <= NONE:
+            after = f"after {opts.timeout.total_seconds():g} s"
+            raise dist.DistBackendError(f"kos: Rank {self.rank()} timed out in monitoredBarrier {after}")
+        try:
+            self.barrier(opts).wait()
+        except dist.DistBackendError as error:
+            ranks = getattr(error.__cause__, "ranks", ())
+            missing = f"Ranks {', '.join(map(str, ranks))}" if wait_all_ranks else f"Rank {min(ranks, default='?')}"
+            raise dist.DistBackendError(f"{error}: {missing} failed to pass monitoredBarrier") from error.__cause__
 
     # Messages.
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Any:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:
+        """Send one tensor; on a GPU ``tag`` is ignored.  Raises DistBackendError, InvalidArgument."""
         if tensors[0].is_cuda:
-            return self._post(tensors, "send", dst)
-        return self._launch(lambda launch: launch("send", as_array(tensors[0]), dst, tag), tensors, None, "send")
+            return self._post(tensors, "send", dstRank)
+        return self._launch(lambda launch: launch("send", as_array(tensors[0]), dstRank, tag), tensors, None, "send")
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Any:
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:
+        """Receive one tensor of the sent size and dtype, in place.  Raises DistBackendError, InvalidArgument."""
         if tensors[0].is_cuda:
-            return self._post(tensors, "recv", src)
+            return self._post(tensors, "recv", srcRank)
 
         def call(launch: Launch) -> None:
-            if (posted := self._any.take(src, tag, tensors[0], launch)) is not None:
+            if (posted := self._any.take(srcRank, tag, tensors[0], launch)) is not None:
                 launch.works.append(posted)
             else:
-                launch("recv", launch.output(tensors[0]), src, tag)
+                launch("recv", launch.output(tensors[0]), srcRank, tag)
 
         return self._launch(call, tensors, None, "recv")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """In host memory; the source is known once the Work is done."""
+        """Receive into host memory; ``source_rank`` is known once the Work is done.
+
+        Raises DistBackendError, InvalidArgument.
+        """
         if tensors[0].is_cuda:
             raise InvalidArgument("recv: expected a source rank for a tensor on a GPU, got any")
         return AnySourceWork(self, self._any, tensors, tag, self._timeout)
@@ -645,10 +692,10 @@ class ProcessGroupKos(_ProcessGroup):
                     raise InvalidArgument(f"message to this rank: expected {expected} to be received, got {got}")
                 received.detach().copy_(sent.detach().view_as(received))
 
-    def _start_coalescing(self, device: Any) -> None:
+    def _start_coalescing(self, device_type: Any) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: Any) -> CoalescedWork:
+    def _end_coalescing(self, device_type: Any) -> CoalescedWork:
         works, self._coalesced = self._coalesced or [], None
         return CoalescedWork(works)
 

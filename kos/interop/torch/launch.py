@@ -15,7 +15,7 @@ import torch
 
 import kos
 from kos.comm.persistent import Persistent
-from kos.interop.torch.tensors import Arrays, Tensor
+from kos.interop.torch.tensors import Arrays, Memory, Tensor
 from kos.memory.array import Array
 from kos.memory.libraries import plain_array
 
@@ -57,18 +57,11 @@ _UNKNOWN: Any = object()
 """The memory of an argument that cannot be cached."""
 
 
-class _Memory:
-    """Memory of the host by its address, as NumPy reads it."""
-
-    def __init__(self, interface: dict[str, Any]) -> None:
-        self.__array_interface__ = interface
-
-
 def _memory_of(arg: Any, key: tuple[Any, ...]) -> Any:
     """An array at the address of ``arg`` that does not keep its memory alive; other arguments as they are."""
     if isinstance(arg, np.ndarray):
         known = arg.nbytes and arg.__array_interface__["data"][0] in key
-        return np.asarray(_Memory(arg.__array_interface__)) if known else _UNKNOWN
+        return np.asarray(Memory(arg.__array_interface__)) if known else _UNKNOWN
     if not isinstance(arg, torch.Tensor):
         return arg
     array = plain_array(arg) if arg.data_ptr() in key else None

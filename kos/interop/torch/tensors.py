@@ -20,17 +20,8 @@ _OF_NUMPY = {
         "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128",
     )
 }  # fmt: skip
-_OPS = {
-    dist.ReduceOp.SUM: kos.ReduceOp.SUM,
-    dist.ReduceOp.AVG: kos.ReduceOp.AVG,
-    dist.ReduceOp.PRODUCT: kos.ReduceOp.PROD,
-    dist.ReduceOp.MIN: kos.ReduceOp.MIN,
-    dist.ReduceOp.MAX: kos.ReduceOp.MAX,
-    dist.ReduceOp.BAND: kos.ReduceOp.BAND,
-    dist.ReduceOp.BOR: kos.ReduceOp.BOR,
-    dist.ReduceOp.BXOR: kos.ReduceOp.BXOR,
-}
-_BY_NUMBER = {op.value: ours for op, ours in _OPS.items()}  # to hash and compare torch's own takes a microsecond
+_OPS = "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"
+_BY_NUMBER = {getattr(dist.ReduceOp, name).value: kos.ReduceOp[name] for name in _OPS}  # to hash torch's own takes 1 us
 _PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
 _OPS_OF_BOOL = {dist.ReduceOp.SUM.value: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT.value: kos.ReduceOp.MIN}
 """The sum of truth values is "or", as in NCCL, and their product "and"."""
@@ -52,7 +43,7 @@ def reduce_op(op: Any, tensor: Tensor) -> Any:
         return found
     if number == _PREMUL_SUM:
         return kos.PremulSum(float(op.__getstate__()[1]))  # torch 2.11 has no other access to the factor
-    raise InvalidArgument(f"op: expected one of {', '.join(map(str, _OPS))}, got {kind}")
+    raise InvalidArgument(f"op: expected PREMUL_SUM or one of {', '.join(_OPS)}, got {kind}")
 
 
 def check_dense(tensors: Sequence[Tensor], what: str) -> None:
@@ -92,18 +83,20 @@ def as_array(tensor: Tensor) -> Any:
     tensor = tensor.detach()
     if not in_memory(tensor):
         tensor = tensor.contiguous().resolve_conj().resolve_neg()
-    return tensor if tensor.is_cuda or tensor.dtype not in _OF_NUMPY else np.asarray(_Memory(tensor))
+    if tensor.is_cuda or tensor.dtype not in _OF_NUMPY:
+        return tensor
+    interface = {
+        "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": _OF_NUMPY[tensor.dtype],
+        "version": 3,
+    }  # fmt: skip
+    return np.asarray(Memory(interface, tensor))  # after ``Tensor.numpy`` its storage could not be resized
 
 
-class _Memory:
-    """A contiguous tensor in host memory, for NumPy.  After ``Tensor.numpy`` its storage could not be resized."""
+class Memory:
+    """Memory of the host for NumPy, which ``owner`` keeps alive."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor  # keeps the memory alive
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), False), "shape": tuple(tensor.shape), "typestr": _OF_NUMPY[tensor.dtype],
-            "version": 3,
-        }  # fmt: skip
+    def __init__(self, interface: dict[str, Any], owner: Any = None) -> None:
+        self.__array_interface__, self._owner = interface, owner
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
