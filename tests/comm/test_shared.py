@@ -35,7 +35,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
 
     Then the same, with one copy wherever it is possible.
     """
-    for name in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
+    for name in ("DIRECT_BYTES", "CROWDED_BYTES"):
         monkeypatch.setattr(f"kos.comm.host.shared.direct.{name}", 1 << 40 if request.param == "slots" else 0)
     monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
     monkeypatch.setattr("kos.comm.host.shared.plans.ONE_SHOT_BYTES", 512)

@@ -25,7 +25,7 @@ COUNT = 16384  # elements of float64
 
 @pytest.fixture(autouse=True)
 def one_copy_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
+    for limit in ("DIRECT_BYTES", "CROWDED_BYTES"):
         monkeypatch.setattr(direct, limit, 0)
 
 
@@ -115,17 +115,13 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
     assert run(body, 3) == [True] * 3
 
 
-@pytest.mark.parametrize(
-    ("caches", "crowded", "least"), [((b"0", b"0"), True, 2), ((b"0", b"1"), False, 1), ((b"", b""), True, 3)]
-)
-def test_the_least_bytes_depend_on_the_caches_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch, caches: tuple[bytes, bytes], crowded: bool, least: int
+@pytest.mark.parametrize(("crowded", "least"), [(False, 1), (True, 2)])
+def test_the_least_bytes_depend_on_the_number_of_cores(
+    monkeypatch: pytest.MonkeyPatch, crowded: bool, least: int
 ) -> None:
-    for value, limit in enumerate(("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"), 1):
+    for value, limit in enumerate(("DIRECT_BYTES", "CROWDED_BYTES"), 1):
         monkeypatch.setattr(direct, limit, value)
     monkeypatch.setattr("os.cpu_count", lambda: 1 if crowded else 2)
-    remaining = iter(caches)
-    monkeypatch.setattr(direct, "_cache", lambda: next(remaining))
 
     def body(comm: kos.Communicator) -> int:
         return comm.backend._shared.direct.least  # type: ignore[attr-defined, no-any-return]

@@ -284,7 +284,7 @@ def x(parts: int = 1) -> np.ndarray:
 
 @pytest.mark.parametrize(("name", "direct"), [*((name, False) for name in CALLS), ("all_gather", True)])
 def test_only_those_that_are_waited_for_are_named(name: str, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
+    for limit in ("DIRECT_BYTES", "CROWDED_BYTES"):
         monkeypatch.setattr(f"kos.comm.host.shared.direct.{limit}", 0 if direct else 1 << 40)
     begun, over = threading.Event(), threading.Event()
     impatient, call = CALLS[name]

@@ -68,7 +68,7 @@ class SharedCollectives:
         place, published = sequence % RING, self._calls.announce(call)
         if type(plan) is Sum:
             return self._reduce(call, *plan)
-        count, per_stage, _, put, get, flags, reads_all, readers = plan
+        count, per_stage, _, put, get, flags, reads_all, readers, own = plan
         if (
             count > per_stage or self._issued != self._served
             or (stage > self._free and not self._reached(self._gots, stage + 1 - DEPTH))
@@ -100,6 +100,8 @@ class SharedCollectives:
                     self._issued += 1
                     return self._unread(call, error)
             words[my_got] = stage + 1
+            if own is not None:
+                own(stage % DEPTH, 0, count)
             if reads_all:  # a rank puts a stage after it got the one before
                 self._free = stage + 1
             if readers and not crowded:
@@ -122,7 +124,7 @@ class SharedCollectives:
 
     def _run(self, o: Call, plan: Plan, begun: bool = False) -> Steps:
         """The steps of ``plan``; ``begun``: its only stage is put."""
-        count, per_stage, sources, put, get, awaited, _, readers = plan
+        count, per_stage, sources, put, get, awaited, _, readers, own = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
         ticket, self._issued = self._issued, self._issued + 1
@@ -157,6 +159,8 @@ class SharedCollectives:
                     yield from self._unread(o, error)
                     return
             words[mine + GOT] = stage + 1
+            if own is not None:
+                own(slot, start, end)
             start = end
         if not stages:
             while not all_arrived():

@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     flags: Sequence[int] = ()  # those that count the puts of ``sources``
     reads_all: bool = False  # whether ``sources`` are all other ranks
     readers: Sequence[int] = ()  # flags that count the gets of the ranks that read this rank's memory
+    own: Step | None = None  # copies this rank's own data, while other ranks read it
 
 
 class Sum(NamedTuple):
