@@ -20,7 +20,7 @@ import numpy as np
 from kos.comm.host.shared.calls import Calls, Wait
 from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, Unreadable
 from kos.comm.host.shared.plans import Plan, Plans, Sum
-from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING
+from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING, TURNS
 from kos.comm.operation import Call
 from kos.comm.reduction import Reduction
 from kos.comm.rendezvous.base import Rendezvous
@@ -75,7 +75,7 @@ class SharedCollectives:
         ):  # fmt: skip
             return self._run(call, plan)
         if count and put is not None:
-            put(stage % DEPTH, 0, count)
+            put(stage % TURNS, 0, count)
             words[my_put] = stage + 1
         for at in flags:
             while words[at] <= stage:
@@ -95,13 +95,13 @@ class SharedCollectives:
             self._stage = stage + 1
             if get is not None:
                 try:
-                    get(stage % DEPTH, 0, count)
+                    get(stage % TURNS, 0, count)
                 except OSError as error:
                     self._issued += 1
                     return self._unread(call, error)
             words[my_got] = stage + 1
             if own is not None:
-                own(stage % DEPTH, 0, count)
+                own(stage % TURNS, 0, count)
             if reads_all:  # a rank puts a stage after it got the one before
                 self._free = stage + 1
             if readers and not crowded:
@@ -136,7 +136,7 @@ class SharedCollectives:
         self._stage += stages
         start = 0
         for stage in range(first, first + stages):
-            slot, end = stage % DEPTH, min(start + per_stage, count)
+            slot, end = stage % TURNS, min(start + per_stage, count)
             if put is not None and not begun:
                 if not self._reached(self._of_peers[GOT], stage + 1 - DEPTH):
                     yield from self._wait_for(o, GOT, stage + 1 - DEPTH, self._peers)
@@ -210,6 +210,7 @@ class SharedCollectives:
                 start = (stage - first) * per_stage
                 a = x[start : start + per_stage]
                 b = a if out is x else out[start : start + per_stage] if out is not None else None
+            # Always the same slots: ranks write what they have read in any case.
             own, puts, contributions, result, gets = plans.parts(reduction, a.size)[stage % DEPTH]
             if not self._reached(peers[GOT], stage + 1 - DEPTH):
                 yield from self._wait_for(o, GOT, stage + 1 - DEPTH, self._peers)

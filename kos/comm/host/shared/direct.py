@@ -80,7 +80,7 @@ class Direct:
         slots = zip(plans.typed(np.dtype(np.int64)), plans.typed(np.dtype(np.uint8)), strict=True)
         self._tables = [[(words.data, memory.data) for words, memory in zip(*each, strict=True)] for each in slots]
         self._by_slot = [list(slot) for slot in zip(*self._tables, strict=True)]
-        """The slots, by rank and by stage % DEPTH, and the other way round: as words, and as bytes."""
+        """The slots, by rank and by stage % TURNS, and the other way round: as words, and as bytes."""
 
     def make(self, o: Operation) -> Plan | None:
         """The plan of ``o`` in one copy; None if there is none, or if slots are faster."""

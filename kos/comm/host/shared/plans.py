@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.host.shared.segment import DEPTH, PUT, Segment
+from kos.comm.host.shared.segment import DEPTH, PUT, TURNS, Segment
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import Quiet, ReduceOp, Reduction
 
@@ -95,11 +95,13 @@ class Plans:
         return plan
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
-        """The slots as arrays of ``dtype``, by rank and by stage % DEPTH."""
+        """The slots as arrays of ``dtype``, by rank and by stage % TURNS."""
         slots = self._slots.get(dtype)
         if slots is None:
             typed = self._data.view(dtype).reshape(self.size, DEPTH, self.block // dtype.itemsize)
-            slots = self._slots[dtype] = [list(slots) for slots in typed]
+            turns = [(turn // DEPTH, turn % DEPTH) for turn in range(TURNS)]
+            slots = [[typed[(r + shift) % self.size][slot] for shift, slot in turns] for r in range(self.size)]
+            self._slots[dtype] = slots
         return slots
 
     def sum(self, reduction: Reduction, contributions: list[Array], result: Array) -> None:
@@ -196,14 +198,15 @@ class Plans:
 
         def parts(slot: int, a: int, b: int) -> Pairs:
             mine = slots[rank][slot]
-            return [(mine[r * per_stage :][: b - a], x[r, a:b]) for r in (self.peers if plain else range(self.size))]
+            peers = self.peers if plain else range(self.size)
+            return [(mine[self._place(rank, r) * per_stage :][: b - a], x[r, a:b]) for r in peers]
 
         def stage(slot: int, a: int, b: int) -> None:
             for staged, part in parts(slot, a, b):
                 reduction.stage(part, staged)
 
         def contributions(slot: int, a: int, b: int) -> list[Array]:
-            each = [slots[r][slot][rank * per_stage :][: b - a] for r in range(self.size)]
+            each = [slots[r][slot][self._place(r, rank) * per_stage :][: b - a] for r in range(self.size)]
             return [*each[:rank], x[rank, a:b], *each[rank + 1 :]] if plain else each
 
         def get(slot: int, a: int, b: int) -> None:
@@ -211,7 +214,7 @@ class Plans:
 
         put, add = self._moves(count, per_stage, parts) if plain else stage, None
         if count <= per_stage:
-            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(DEPTH)], out)
+            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(TURNS)], out)
         return Plan(count, per_stage, self.peers, put=put, get=add or get)
 
     def _scan(self, o: Operation) -> Plan:
@@ -271,11 +274,14 @@ class Plans:
         def put(slot: int, a: int, b: int) -> Pairs:
             assert x is not None
             mine = slots[rank][slot]
-            return [(mine[(at := r * per_stage) : at + b - a], x[r, a:b]) for r in self.peers]
+            return [(mine[(at := self._place(rank, r) * per_stage) : at + b - a], x[r, a:b]) for r in self.peers]
 
         def get(slot: int, a: int, b: int) -> Pairs:
-            at = rank * per_stage
-            parts = [slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b] for r in sources]
+            ats = [self._place(r, rank) * per_stage for r in sources]
+            parts = [
+                slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b]
+                for r, at in zip(sources, ats, strict=True)
+            ]
             return [(out[i * count + a : i * count + b], part) for i, part in enumerate(parts)]
 
         return Plan(
@@ -295,7 +301,7 @@ class Plans:
                     to[...] = source
 
             return move
-        views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(DEPTH)]
+        views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(TURNS)]
 
         def move_all(slot: int, a: int, b: int) -> None:
             if not views[slot]:
@@ -311,6 +317,10 @@ class Plans:
     def _root(self, o: Operation) -> int:
         assert o.root is not None
         return self._ranks.index(o.root)
+
+    def _place(self, sender: int, receiver: int) -> int:
+        """Which part of the sender's slot holds the data for that receiver: in turn, both write the same memory."""
+        return (receiver - sender) % self.size
 
     def _per_part(self, itemsize: int) -> int:
         """Elements of each rank's part of a slot, of whole cache lines where they fit."""
