@@ -124,7 +124,7 @@ def test_the_least_bytes_depend_on_the_number_of_cores(
     monkeypatch.setattr("os.cpu_count", lambda: 1 if crowded else 2)
 
     def body(comm: kos.Communicator) -> int:
-        return comm.backend._shared.direct.least  # type: ignore[attr-defined, no-any-return]
+        return comm.backend._shared.direct.most  # type: ignore[attr-defined, no-any-return]
 
     assert run(body, 2) == [least] * 2
 

@@ -18,7 +18,7 @@ from tests.comm.ranks import time_out_beside_others
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
 
-EAGER, LONG = direct.DIRECT_BYTES, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
+EAGER, LONG = 128 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def test_more_messages_than_headers() -> None:
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "CREDIT_BYTES", credit := 1 << 17 if count == EAGER else 1 << 16)
+    monkeypatch.setattr(messages, "CREDIT_BYTES", credit := 1 << 19 if count == EAGER else 1 << 16)
     number = 3 * credit // (count + messages.OVERHEAD_BYTES)
 
     def body(comm: kos.Communicator) -> None:

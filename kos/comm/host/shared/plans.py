@@ -28,8 +28,10 @@ WHOLE_BYTES = 512 * 1024
 """The largest stage that other ranks read whole: more would not stay in a core's second-level cache."""
 MOST_PARTS = 64
 """Cached partitions of a stage."""
-_ALIGN = 64
+ALIGN = 64
 """Bytes of a cache line; ranks write to separate lines."""
+MARKED_BYTES = 8 * 1024
+"""The least data that its reader marks (``_moves``)."""
 
 
 class Plan(NamedTuple):
@@ -141,7 +143,7 @@ class Plans:
         if length * reduction.dtype.itemsize <= self.one_shot_bytes:
             everything = slice(0, length)
             return Parts(everything, [(mine[:length], everything)], [s[:length] for s in slots], None, [])
-        line = _ALIGN // reduction.dtype.itemsize
+        line = ALIGN // reduction.dtype.itemsize
         step = -(-length // (self.size * line)) * line
         parts = [slice(min(r * step, length), min((r + 1) * step, length)) for r in range(self.size)]
         own = parts[self.rank]
@@ -178,7 +180,7 @@ class Plans:
     def _adds(self, reduction: Reduction, every: list[list[Array]], out: Array) -> Step:
         """Reduces the contributions of an only stage, given by slot."""
         quietly, ufunc = self._quietly, reduction.ufunc
-        if self.size > 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
+        if len(every[0]) != 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
             ufunc = None
 
         def add(slot: int, a: int, b: int) -> None:
@@ -222,24 +224,34 @@ class Plans:
         assert o.send is not None and o.reduction is not None
         x, reduction, rank = o.send.flat, o.reduction, self.rank
         out, last = o.recv.flat if o.recv is not None else None, rank + (o.name == "scan")
-        slots = self.typed(reduction.carrier)
+        slots, count, plain = self.typed(reduction.carrier), x.size, reduction.is_plain
+        per_stage = min(self.block, WHOLE_BYTES) // reduction.carrier.itemsize
 
-        def put(slot: int, a: int, b: int) -> None:
+        def stage(slot: int, a: int, b: int) -> None:
             reduction.stage(x[a:b], slots[rank][slot][: b - a])
+
+        def contributions(slot: int, a: int, b: int) -> list[Array]:
+            return [x[a:b] if plain and r == rank else slots[r][slot][: b - a] for r in range(last)]
 
         def get(slot: int, a: int, b: int) -> None:
             assert out is not None
-            self.sum(reduction, [slots[r][slot][: b - a] for r in range(last)], out[a:b])
+            self.sum(reduction, contributions(slot, a, b), out[a:b])
 
-        per_stage = min(self.block, WHOLE_BYTES) // reduction.carrier.itemsize
-        return Plan(x.size, per_stage, range(rank), put=put, get=get if out is not None else None)
+        put, add = stage, None
+        if plain:
+            put = self._moves(count, per_stage, lambda slot, a, b: [(slots[rank][slot][: b - a], x[a:b])])
+        if out is not None and count <= per_stage:
+            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(TURNS)], out)
+        last_rank = plain and rank == self.size - 1  # which nobody reads
+        get_all = None if out is None else add or get
+        return Plan(count, per_stage, range(rank), put=None if last_rank else put, get=get_all)
 
     def _broadcast(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None
         x, out, root = o.send.flat, o.recv.flat, self._root(o)
         slots, per_stage = self.typed(x.dtype)[root], min(self.block, WHOLE_BYTES) // x.itemsize
         if self.rank != root:
-            get = self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], slots[slot][: b - a])])
+            get = self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], slots[slot][: b - a])], self.size == 2)
             return Plan(x.size, per_stage, (root,), get=get)
         put = self._moves(x.size, per_stage, lambda slot, a, b: [(slots[slot][: b - a], x[a:b])])
         own = None if x is out else self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], x[a:b])])
@@ -253,6 +265,8 @@ class Plans:
         put = self._moves(x.size, per_stage, lambda slot, a, b: [(slots[rank][slot][: b - a], x[a:b])])
         if o.recv is None:
             return Plan(x.size, per_stage, (), put=put)
+        if o.root is not None:
+            put = None
         out = o.recv.flat.reshape(self.size, -1)
         in_place = np.may_share_memory(x, out[rank])
 
@@ -260,7 +274,8 @@ class Plans:
             theirs = [(out[r, a:b], slots[r][slot][: b - a]) for r in self.peers]
             return theirs if in_place else [(out[rank, a:b], x[a:b]), *theirs]
 
-        return Plan(x.size, per_stage, self.peers, put=put, get=self._moves(x.size, per_stage, get))
+        get_all = self._moves(x.size, per_stage, get, o.root is not None)
+        return Plan(x.size, per_stage, self.peers, put=put, get=get_all)
 
     def _all_to_all(self, o: Operation) -> Plan:
         """all_to_all, and scatter, where only the root has ``send``."""
@@ -286,30 +301,46 @@ class Plans:
 
         return Plan(
             count, per_stage, [r for r in sources if r != rank],
-            put=None if x is None else self._moves(count, per_stage, put), get=self._moves(count, per_stage, get),
+            put=None if x is None else self._moves(count, per_stage, put),
+            get=self._moves(count, per_stage, get, o.root is not None),
         )  # fmt: skip
 
-    def _moves(self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs]) -> Step:
+    def _moves(
+        self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs], marks: bool = False
+    ) -> Step:
         """Copies the second array of each of the ``pairs`` of a stage to the first.
 
         Each slot's pairs of an only stage are made once, as bytes, which a memoryview copies in half of NumPy's time.
+        ``marks``: then writes to each line that it has read in a slot, where no other rank reads.  Its sender always
+        fills the same slots, and writes lines that this core has written in a third of the time.
         """
         if count > per_stage:
 
             def move(slot: int, a: int, b: int) -> None:
                 for to, source in pairs(slot, a, b):
                     to[...] = source
+                    if marks and self._in_slot(source):
+                        source.view(np.uint8)[::ALIGN] = 0
 
             return move
         views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(TURNS)]
+        marked: list[list[Array]] = [[] for _ in range(TURNS)]
 
         def move_all(slot: int, a: int, b: int) -> None:
             if not views[slot]:
-                views[slot] = [(to.view(np.uint8).data, x.view(np.uint8).data) for to, x in pairs(slot, a, b)]
+                each = [(to.view(np.uint8), source.view(np.uint8)) for to, source in pairs(slot, a, b)]
+                views[slot] = [(to.data, source.data) for to, source in each]
+                if marks:
+                    marked[slot] = [x[::ALIGN] for _, x in each if x.size >= MARKED_BYTES and self._in_slot(x)]
             for to, source in views[slot]:
                 to[:] = source
+            for lines in marked[slot]:
+                lines[...] = 0
 
         return move_all
+
+    def _in_slot(self, x: Array) -> bool:
+        return bool(np.may_share_memory(x, self._data))
 
     def _barrier(self, o: Operation) -> Plan:
         return Plan(0, 1, ())
@@ -325,7 +356,7 @@ class Plans:
     def _per_part(self, itemsize: int) -> int:
         """Elements of each rank's part of a slot, of whole cache lines where they fit."""
         part = self.block // self.size
-        return max(part // _ALIGN * _ALIGN, itemsize) // itemsize
+        return max(part // ALIGN * ALIGN, itemsize) // itemsize
 
 
 _PLANS: dict[str, Callable[[Plans, Operation], Plan | Sum]] = {
