@@ -16,6 +16,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
+from kos.comm.host.shared import direct
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from kos.testing.conformance import results
@@ -35,8 +36,9 @@ def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
 
     Then the same, with one copy wherever it is possible.
     """
-    for name in ("DIRECT_BYTES", "CROWDED_BYTES"):
-        monkeypatch.setattr(f"kos.comm.host.shared.direct.{name}", 1 << 40 if request.param == "slots" else 0)
+    if request.param == "slots":
+        monkeypatch.setattr(direct, "OPERATIONS", frozenset())
+    monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
     monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
     monkeypatch.setattr("kos.comm.host.shared.plans.ONE_SHOT_BYTES", 512)
 

@@ -21,11 +21,6 @@ from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
 EAGER, LONG = 128 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
 
 
-@pytest.fixture(autouse=True)
-def _as_many_cores_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "CROWDED_BYTES", EAGER)
-
-
 def boxes(comm: kos.Communicator) -> list[Any]:
     return list(comm.backend.transport._boxes.values())  # type: ignore[attr-defined]
 

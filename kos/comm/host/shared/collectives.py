@@ -38,7 +38,7 @@ class SharedCollectives:
         """``by_messages`` runs an operation on arrays whose memory other ranks cannot read."""
         segment = calls.segment
         self._calls, self._words, self._plans = calls, segment.words, Plans(segment)
-        self.direct, self._by_messages = Direct(rendezvous, segment, self._plans, crowded), by_messages
+        self.direct, self._by_messages = Direct(rendezvous, segment, self._plans), by_messages
         self.rank, self.size = segment.rank, segment.size
         self._lines = [segment.layout.line(rank) for rank in range(self.size)]
         self._mine = self._lines[self.rank]

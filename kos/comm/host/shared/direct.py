@@ -4,14 +4,14 @@ Linux copies between processes (process_vm_readv, "cross memory attach") if one 
 two copies, and its cache lines would come from the core that has just written them.
 
 A rank writes the addresses of its data into its slot, and waits at the end until the other ranks have read the data.
-An all_reduce uses slots, since writing memory that another core has just read takes longer than the copy.  A reduce
-uses slots too: there all ranks add, and here only the root would.
+An all_reduce, a reduce and a scan use slots: there one rank copies while another adds.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -27,12 +27,12 @@ from kos.comm.scheduled import wrong_message
 
 Array = np.ndarray[Any, Any]
 
-DIRECT_BYTES, CROWDED_BYTES = 256 << 10, 128 << 10
+DIRECT_BYTES = 256 << 10
 """The most bytes that a rank reads from another rank through a slot; more are read in one copy.
 
-The second number is for more ranks than cores.  For reductions the sizes are twice as large.  Measured with 2 ranks on 2
-cores of an EPYC 9004, November 2026: an all_gather of 128 KB from each rank takes 29 us in slots and 38 us in one copy,
-and one of 512 KB takes 210 us and 140 us.
+So are the parts of a scatter, an all_to_all or a reduce_scatter that are longer than a rank's part of a slot.  
+Measured with 2 ranks on 2 cores of an EPYC 9004, November 2026: an all_gather of 128 KB from each rank takes 29 us in
+slots and 38 us in one copy, and one of 512 KB takes 210 us and 140 us.
 """
 SPINS, CROWDED_SPINS = 300, 30
 """Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
@@ -44,9 +44,11 @@ ENDING_SECONDS = 1.0
 CHUNK_BYTES = 256 << 10
 """The bytes that are read at a time and then reduced."""
 
-_DIRECT = frozenset({
-    "broadcast", "scatter", "gather", "all_gather", "all_to_all", "reduce_scatter", "scan", "exscan"
+OPERATIONS = frozenset({
+    "broadcast", "scatter", "gather", "all_gather", "all_to_all", "reduce_scatter", "exscan"
 })  # fmt: skip
+_PARTED = frozenset({"scatter", "all_to_all", "reduce_scatter"})
+"""Operations in which a slot has a part for each rank."""
 
 
 class Unreadable(OSError):
@@ -56,7 +58,7 @@ class Unreadable(OSError):
 class Direct:
     """Makes the plans of one rank; collective."""
 
-    def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans, crowded: bool) -> None:
+    def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans) -> None:
         self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
         self._gots, puts = ([segment.layout.line(r) + word for r in range(self.size)] for word in (GOT, PUT))
         self._puts = [puts[r] for r in self.peers]
@@ -77,7 +79,7 @@ class Direct:
         answers = rendezvous.allgather(b"1" if able else b"")
         self.usable = all(answers)
         """Whether every rank can read the memory of every other one."""
-        self.most = CROWDED_BYTES if crowded else DIRECT_BYTES
+        self.most = DIRECT_BYTES
         self._block = plans.block
         slots = zip(plans.typed(np.dtype(np.int64)), plans.typed(np.dtype(np.uint8)), strict=True)
         self._tables = [[(words.data, memory.data) for words, memory in zip(*each, strict=True)] for each in slots]
@@ -89,12 +91,12 @@ class Direct:
         name, me, reduction = o.name.removesuffix("_v"), self.rank, o.reduction
         x, out = (None if each is None else each.flat for each in (o.send, o.recv))
         buffer = o.send or o.recv
-        if not self.usable or name not in _DIRECT or buffer is None or o.options.algorithm != AUTO:
+        if not self.usable or name not in OPERATIONS or buffer is None or o.options.algorithm != AUTO:
             return None
         if reduction is not None and not reduction.is_plain:
             return None
         nbytes = (o.common_count() or 0) * buffer.dtype.itemsize // (self.size if name == "all_to_all" else 1)
-        if name == o.name and nbytes <= (self.most if reduction is None else 2 * self.most):
+        if name == o.name and nbytes <= min(self.most, self._block // self.size if name in _PARTED else self._block):
             return None
         sources, readers = _sources_and_readers(name, me, self.size, o.root)
         counts, starts = [0] * self.size, [0] * self.size  # the elements of this rank that each rank gets
@@ -105,7 +107,7 @@ class Direct:
             counts = [x.size] * self.size
         mine = None if x is None else x[starts[me] : starts[me] + counts[me]]
         offered = [(starts[r], counts[r] if r in readers else 0) for r in range(self.size)]
-        put, gots = self._offer(x, offered, keep="scan" in name and x is out)
+        put, gots = self._offer(x, offered, keep=name == "exscan" and x is out)
         if out is None:
             get, own = self._reads([]), None
         elif reduction is not None and len(sources) > 1:
@@ -117,8 +119,8 @@ class Direct:
     def _offer(self, x: Array | None, parts: list[tuple[int, int]], keep: bool) -> tuple[Step, list[int]]:
         """Offers each rank its part of ``x``, (start, elements); also returns the GOT flags of those that read ``x``.
 
-        The slot holds whether ``x`` can be read, and for each rank the place and the bytes of its part.  The place is an
-        address, or for a small part the negative offset of its copy in the slot.  ``keep``: offers a copy of ``x``,
+        The slot holds whether ``x`` can be read, and for each rank the place and the bytes of its part.  The place is
+        an address, or for a small part the negative offset of its copy in the slot.  ``keep``: offers a copy of ``x``,
         which the operation overwrites.
         """
         words, copies, gots, places, end = [1], [], [], dict[int, int](), -(-8 * (1 + 2 * self.size) // ALIGN) * ALIGN
@@ -138,8 +140,8 @@ class Direct:
             words += where, nbytes
         if gots and data is not None:
             words[0] = int(self.reads(self.rank, address_of(data)))
-        table = memoryview(np.array(words, np.int64))
-        slots = [(words[: table.shape[0]], slot) for words, slot in self._tables[self.rank]]
+        table = memoryview(array("q", words))
+        slots = [(words[: len(table)], slot) for words, slot in self._tables[self.rank]]
         if data is x or not gots:
             data = None
 
@@ -154,7 +156,10 @@ class Direct:
         return put, gots
 
     def _reads(
-        self, reads: list[tuple[int, int, memoryview, Callable[[int, int], None]]], dtype: Any = None, marks: bool = False
+        self,
+        reads: list[tuple[int, int, memoryview, Callable[[int, int], None]]],
+        dtype: Any = None,
+        marks: bool = False,
     ) -> Step:
         """Reads from each source as many bytes, to that memory.  ``marks``: as in ``Plans._moves``."""
         tables, at = self._by_slot, 1 + 2 * self.rank
@@ -201,11 +206,13 @@ class Direct:
         return self._reads(reads, out.dtype, marks), copy
 
     def _reduce(self, mine: Array | None, out: Array, reduction: Reduction, sources: Sequence[int]) -> Step:
-        """Reduces ``mine``, if this rank is a source, and the data of the other sources to ``out``, a chunk at a time."""
+        """Reduces ``mine``, if this rank is a source, and the data of the others to ``out``, a chunk at a time."""
         tables, at, peers = self._by_slot, 1 + 2 * self.rank, [source for source in sources if source != self.rank]
         step = self._scratch.size // len(peers) // out.itemsize
         scratch = self._scratch[: step * len(peers) * out.itemsize].view(out.dtype).reshape(len(peers), step)
-        reads = [(source, row, self.reader(source, address_of(row))) for source, row in zip(peers, scratch, strict=True)]
+        reads = [
+            (source, row, self.reader(source, address_of(row))) for source, row in zip(peers, scratch, strict=True)
+        ]
         slots = self._plans.typed(np.dtype(np.uint8))
         place = sources.index(self.rank) if mine is not None and self.rank in sources else None
 
@@ -238,7 +245,12 @@ class Direct:
         """
         vectors, readv = (ctypes.c_uint64 * 4)(to), self._readv  # two ``struct iovec``, of this rank and of that one
         words = memoryview(vectors).cast("B").cast("Q")
-        one, flags, local, remote = ctypes.c_ulong(1), ctypes.c_ulong(0), ctypes.byref(vectors), ctypes.byref(vectors, 16)
+        one, flags, local, remote = (
+            ctypes.c_ulong(1),
+            ctypes.c_ulong(0),
+            ctypes.byref(vectors),
+            ctypes.byref(vectors, 16),
+        )
         # Made once, as C's types: a conversion at each call takes 0.9 us.
         arguments = ctypes.c_int(self._pids[rank]), local, one, remote, one, flags
 
@@ -289,6 +301,6 @@ def _sources_and_readers(name: str, me: int, size: int, root: int | None) -> tup
         return range(root, root + 1), others if me == root else []
     if root is not None:  # gather
         return range(size), [root] if me != root else []
-    if name in ("scan", "exscan"):
-        return range(me + (name == "scan")), others[me:]
+    if name == "exscan":
+        return range(me), others[me:]
     return range(size), others

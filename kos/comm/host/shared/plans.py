@@ -162,35 +162,58 @@ class Plans:
     def _all_reduce(self, o: Operation) -> Plan | Sum:
         """all_reduce, and reduce; in one shot every rank that has ``out`` reduces all contributions."""
         assert o.send is not None and o.reduction is not None
+        if o.name == "reduce" and self.size == 2:
+            return self._scan(o)
         x, out, reduction = o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction
         if x.size * reduction.dtype.itemsize > self.one_shot_bytes:
             return Sum(x, out, reduction)
         plain, slots = reduction.is_plain, self.parts(reduction, x.size)
-        mine, every = [parts.put[0][0] for parts in slots], [parts.contributions.copy() for parts in slots]
-        for contributions in every if plain else ():
-            contributions[self.rank] = x
+        mine = [parts.put[0][0] for parts in slots]
+
+        def contributions(slot: int, a: int, b: int) -> list[Array]:
+            each = slots[slot].contributions
+            return [x if plain and r == self.rank else part for r, part in enumerate(each)]
 
         def stage(slot: int, a: int, b: int) -> None:
             reduction.stage(x, mine[slot])
 
         put = self._moves(x.size, x.size, lambda slot, a, b: [(mine[slot], x)]) if plain else stage
-        get = None if out is None else self._adds(reduction, every, out)
+        get = None if out is None else self._adds(reduction, x.size, x.size, contributions, out)
         return Plan(x.size, x.size or 1, self.peers if get else (), put=put, get=get)
 
-    def _adds(self, reduction: Reduction, every: list[list[Array]], out: Array) -> Step:
-        """Reduces the contributions of an only stage, given by slot."""
+    def _adds(
+        self, reduction: Reduction, count: int, per_stage: int, contributions: Callable[[int, int, int], list[Array]],
+        out: Array, marks: bool = False,
+    ) -> Step:  # fmt: skip
+        """Reduces the ``contributions`` of a stage; those of an only stage are found once.  ``marks``: ``_moves``."""
         quietly, ufunc = self._quietly, reduction.ufunc
+
+        def add(slot: int, a: int, b: int) -> None:
+            each = contributions(slot, a, b)
+            self.sum(reduction, each, out[a:b])
+            for part in each if marks else ():
+                if (lines := self._lines(part)) is not None:
+                    lines[...] = 0
+
+        if count > per_stage:
+            return add
+        every = [contributions(slot, 0, count) for slot in range(TURNS)]
+        marked = [[lines for part in each if (lines := self._lines(part)) is not None] for each in every]
+        if not marks:
+            marked = [[]] * TURNS
         if len(every[0]) != 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
             ufunc = None
 
-        def add(slot: int, a: int, b: int) -> None:
+        def add_all(slot: int, a: int, b: int) -> None:
             if ufunc is None:
                 self.sum(reduction, every[slot], out)
             else:
                 first, second = every[slot]
                 quietly(ufunc, first, second, out=out)
+            for lines in marked[slot]:
+                lines[...] = 0
 
-        return add
+        return add_all
 
     def _reduce_scatter(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None and o.reduction is not None
@@ -211,40 +234,35 @@ class Plans:
             each = [slots[r][slot][self._place(r, rank) * per_stage :][: b - a] for r in range(self.size)]
             return [*each[:rank], x[rank, a:b], *each[rank + 1 :]] if plain else each
 
-        def get(slot: int, a: int, b: int) -> None:
-            self.sum(reduction, contributions(slot, a, b), out[a:b])
-
-        put, add = self._moves(count, per_stage, parts) if plain else stage, None
-        if count <= per_stage:
-            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(TURNS)], out)
-        return Plan(count, per_stage, self.peers, put=put, get=add or get)
+        put = self._moves(count, per_stage, parts) if plain else stage
+        return Plan(count, per_stage, self.peers, put, self._adds(reduction, count, per_stage, contributions, out))
 
     def _scan(self, o: Operation) -> Plan:
-        """scan, and exscan, in which rank 0 has no ``recv``."""
+        """scan, exscan, in which rank 0 has no ``recv``, and reduce of two ranks: some ranks' inputs, in rank order."""
         assert o.send is not None and o.reduction is not None
-        x, reduction, rank = o.send.flat, o.reduction, self.rank
-        out, last = o.recv.flat if o.recv is not None else None, rank + (o.name == "scan")
-        slots, count, plain = self.typed(reduction.carrier), x.size, reduction.is_plain
-        per_stage = min(self.block, WHOLE_BYTES) // reduction.carrier.itemsize
+        x, out, reduction = o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction
+        rank, count, plain, pair = self.rank, x.size, o.reduction.is_plain, self.size == 2
+        if o.name == "reduce":
+            inputs, puts = range(self.size if out is not None else 0), out is None
+        else:
+            inputs, puts = range(rank + (o.name == "scan")), rank < self.size - 1
+        slots, per_stage = self.typed(reduction.carrier), min(self.block, WHOLE_BYTES) // reduction.carrier.itemsize
 
         def stage(slot: int, a: int, b: int) -> None:
             reduction.stage(x[a:b], slots[rank][slot][: b - a])
 
         def contributions(slot: int, a: int, b: int) -> list[Array]:
-            return [x[a:b] if plain and r == rank else slots[r][slot][: b - a] for r in range(last)]
+            return [x[a:b] if plain and r == rank else slots[r][slot][: b - a] for r in inputs]
 
-        def get(slot: int, a: int, b: int) -> None:
-            assert out is not None
-            self.sum(reduction, contributions(slot, a, b), out[a:b])
-
-        put, add = stage, None
-        if plain:
+        put: Step | None = stage if puts or not plain else None
+        get: Step | None = None
+        if plain and puts:
             put = self._moves(count, per_stage, lambda slot, a, b: [(slots[rank][slot][: b - a], x[a:b])])
-        if out is not None and count <= per_stage:
-            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(TURNS)], out)
-        last_rank = plain and rank == self.size - 1  # which nobody reads
-        get_all = None if out is None else add or get
-        return Plan(count, per_stage, range(rank), put=None if last_rank else put, get=get_all)
+        if out is not None and plain and len(inputs) == 1:
+            get = self._moves(count, per_stage, lambda slot, a, b: [(out[a:b], contributions(slot, a, b)[0])], pair)
+        elif out is not None:
+            get = self._adds(reduction, count, per_stage, contributions, out, pair)
+        return Plan(count, per_stage, [r for r in inputs if r != rank], put=put, get=get)
 
     def _broadcast(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None
@@ -265,8 +283,6 @@ class Plans:
         put = self._moves(x.size, per_stage, lambda slot, a, b: [(slots[rank][slot][: b - a], x[a:b])])
         if o.recv is None:
             return Plan(x.size, per_stage, (), put=put)
-        if o.root is not None:
-            put = None
         out = o.recv.flat.reshape(self.size, -1)
         in_place = np.may_share_memory(x, out[rank])
 
@@ -274,8 +290,8 @@ class Plans:
             theirs = [(out[r, a:b], slots[r][slot][: b - a]) for r in self.peers]
             return theirs if in_place else [(out[rank, a:b], x[a:b]), *theirs]
 
-        get_all = self._moves(x.size, per_stage, get, o.root is not None)
-        return Plan(x.size, per_stage, self.peers, put=put, get=get_all)
+        get_all, root = self._moves(x.size, per_stage, get, o.root is not None), o.root is not None
+        return Plan(x.size, per_stage, self.peers, put=None if root else put, get=get_all)
 
     def _all_to_all(self, o: Operation) -> Plan:
         """all_to_all, and scatter, where only the root has ``send``."""
@@ -305,9 +321,7 @@ class Plans:
             get=self._moves(count, per_stage, get, o.root is not None),
         )  # fmt: skip
 
-    def _moves(
-        self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs], marks: bool = False
-    ) -> Step:
+    def _moves(self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs], marks: bool = False) -> Step:
         """Copies the second array of each of the ``pairs`` of a stage to the first.
 
         Each slot's pairs of an only stage are made once, as bytes, which a memoryview copies in half of NumPy's time.
@@ -319,8 +333,8 @@ class Plans:
             def move(slot: int, a: int, b: int) -> None:
                 for to, source in pairs(slot, a, b):
                     to[...] = source
-                    if marks and self._in_slot(source):
-                        source.view(np.uint8)[::ALIGN] = 0
+                    if marks and (lines := self._lines(source)) is not None:
+                        lines[...] = 0
 
             return move
         views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(TURNS)]
@@ -328,10 +342,10 @@ class Plans:
 
         def move_all(slot: int, a: int, b: int) -> None:
             if not views[slot]:
-                each = [(to.view(np.uint8), source.view(np.uint8)) for to, source in pairs(slot, a, b)]
-                views[slot] = [(to.data, source.data) for to, source in each]
+                each = pairs(slot, a, b)
+                views[slot] = [(to.view(np.uint8).data, source.view(np.uint8).data) for to, source in each]
                 if marks:
-                    marked[slot] = [x[::ALIGN] for _, x in each if x.size >= MARKED_BYTES and self._in_slot(x)]
+                    marked[slot] = [lines for _, source in each if (lines := self._lines(source)) is not None]
             for to, source in views[slot]:
                 to[:] = source
             for lines in marked[slot]:
@@ -339,8 +353,11 @@ class Plans:
 
         return move_all
 
-    def _in_slot(self, x: Array) -> bool:
-        return bool(np.may_share_memory(x, self._data))
+    def _lines(self, x: Array) -> Array | None:
+        """A byte of each cache line of ``x``; None if it is short, or not in a slot."""
+        if x.nbytes < MARKED_BYTES or not np.may_share_memory(x, self._data):
+            return None
+        return x.view(np.uint8)[::ALIGN]
 
     def _barrier(self, o: Operation) -> Plan:
         return Plan(0, 1, ())
