@@ -30,7 +30,7 @@ Array = np.ndarray[Any, Any]
 DIRECT_BYTES = 256 << 10
 """The most bytes that a rank reads from another rank through a slot; more are read in one copy.
 
-So are the parts of a scatter, an all_to_all or a reduce_scatter that are longer than a rank's part of a slot.  
+So are the parts of a scatter, an all_to_all or a reduce_scatter that are longer than a rank's part of a slot.
 Measured with 2 ranks on 2 cores of an EPYC 9004, November 2026: an all_gather of 128 KB from each rank takes 29 us in
 slots and 38 us in one copy, and one of 512 KB takes 210 us and 140 us.
 """
