@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from array import array
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -140,7 +139,7 @@ class Direct:
             words += where, nbytes
         if gots and data is not None:
             words[0] = int(self.reads(self.rank, address_of(data)))
-        table = memoryview(array("q", words))
+        table = np.array(words, np.int64).data
         slots = [(words[: len(table)], slot) for words, slot in self._tables[self.rank]]
         if data is x or not gots:
             data = None
