@@ -107,6 +107,8 @@ class Direct:
         mine = None if x is None else x[starts[me] : starts[me] + counts[me]]
         offered = [(starts[r], counts[r] if r in readers else 0) for r in range(self.size)]
         put, gots = self._offer(x, offered, keep=name == "exscan" and x is out)
+        if o.name == "all_to_all_v":  # two ranks may disagree about their counts, which all ranks report
+            gots = [self._gots[r] for r in self.peers]
         if out is None:
             get, own = self._reads([]), None
         elif reduction is not None and len(sources) > 1:
