@@ -32,7 +32,7 @@ F32 = np.dtype(np.float32)
 
 @pytest.fixture(params=["slots", "direct"])
 def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Slots of one page, so that small arrays take several stages; three or more ranks use no one-shot calls.
+    """Slots of one page, so that small arrays take several stages; short data is marked; no one-shot calls of 3 ranks.
 
     Then the same, with one copy wherever it is possible.
     """
@@ -41,6 +41,7 @@ def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
     monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
     monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
     monkeypatch.setattr("kos.comm.host.shared.plans.ONE_SHOT_BYTES", 512)
+    monkeypatch.setattr("kos.comm.host.shared.plans.MARKED_BYTES", 64)
 
 
 REDUCTIONS = [

@@ -170,6 +170,23 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     run(body, 2)
 
 
+def test_a_receive_takes_no_later_message() -> None:
+    """A message that is taken without a receive is copied twice."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.arange(EAGER, dtype=np.uint8)
+        if comm.rank == 0:
+            for i in range(3):
+                comm.send(x + i, 1, i)
+        comm.barrier()
+        for i in range(3 if comm.rank else 0):
+            assert (comm.recv(np.zeros_like(x), 0, i) == x + i).all()
+            assert not boxes(comm)[0].arrived
+        assert_nothing_is_left(comm)
+
+    run(body, 2)
+
+
 def test_timeout_of_a_message_gives_up_no_other() -> None:
     run(time_out_beside_others, 2)
 
