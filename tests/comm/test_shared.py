@@ -272,3 +272,17 @@ def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for reason in run(body, 2):
         assert "rank 0 cannot map the memory of rank 0: [Errno 1] Operation not permitted" in reason
+
+
+@on_each_rank(run, 2)
+def test_a_rank_that_reads_its_own_slot_leaves_it_to_the_other(comm: kos.Communicator, /) -> None:
+    """Contributions that are scaled lie in the slots of both ranks, and the next rank may come later."""
+    for i in range(6):
+        x = np.full(4096, (1.0 + comm.rank + i) / 3)  # no byte is 0
+        if comm.rank == 1:
+            comm.recv(np.empty(1), 0)
+        work = comm.scan(x, PremulSum(2.0), async_op=True)
+        if comm.rank == 0:
+            work.done()
+            comm.send(np.zeros(1), 1)
+        assert (work.wait() == sum(2 * ((1.0 + rank + i) / 3) for rank in range(comm.rank + 1))).all()

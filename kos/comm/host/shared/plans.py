@@ -241,7 +241,8 @@ class Plans:
         """scan, exscan, in which rank 0 has no ``recv``, and reduce of two ranks: some ranks' inputs, in rank order."""
         assert o.send is not None and o.reduction is not None
         x, out, reduction = o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction
-        rank, count, plain, pair = self.rank, x.size, o.reduction.is_plain, self.size == 2
+        rank, count, plain = self.rank, x.size, o.reduction.is_plain
+        lone = plain and self.size == 2  # else a rank reads its own slot too
         if o.name == "reduce":
             inputs, puts = range(self.size if out is not None else 0), out is None
         else:
@@ -259,9 +260,9 @@ class Plans:
         if plain and puts:
             put = self._moves(count, per_stage, lambda slot, a, b: [(slots[rank][slot][: b - a], x[a:b])])
         if out is not None and plain and len(inputs) == 1:
-            get = self._moves(count, per_stage, lambda slot, a, b: [(out[a:b], contributions(slot, a, b)[0])], pair)
+            get = self._moves(count, per_stage, lambda slot, a, b: [(out[a:b], contributions(slot, a, b)[0])], lone)
         elif out is not None:
-            get = self._adds(reduction, count, per_stage, contributions, out, pair)
+            get = self._adds(reduction, count, per_stage, contributions, out, lone)
         return Plan(count, per_stage, [r for r in inputs if r != rank], put=put, get=get)
 
     def _broadcast(self, o: Operation) -> Plan:
