@@ -155,7 +155,7 @@ MUTATIONS = [
     Mutation(HOST + "backend.py", 'f"{self.ledger.names(late)} did not arrive"', '""',
              "tests/comm/test_shared_failures.py -k comes_late"),
     Mutation(HOST + "backend.py", 'f"still waiting for {self.ledger.names(late)}" if late else None', "None",
-             "tests/comm/test_tcp_backend.py -k all_hear_of_a_collective"),
+             "tests/comm/test_tcp_failures.py -k all_hear_of_a_collective"),
     Mutation(HOST + "backend.py", "os.register_at_fork(after_in_child=_open.clear)", "",
              "tests/comm/test_jobs.py -k forked"),
     Mutation(HOST + "tcp.py", "ABORT, str(self.broken or reason)", 'ABORT, ""',

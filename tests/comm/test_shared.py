@@ -16,6 +16,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
+from kos.comm.host.shared import direct
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from kos.testing.conformance import results
@@ -31,14 +32,16 @@ F32 = np.dtype(np.float32)
 
 @pytest.fixture(params=["slots", "direct"])
 def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Slots of one page, so that small arrays take several stages; three or more ranks use no one-shot calls.
+    """Slots of one page, so that small arrays take several stages; short data is marked; no one-shot calls of 3 ranks.
 
     Then the same, with one copy wherever it is possible.
     """
-    for name in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
-        monkeypatch.setattr(f"kos.comm.host.shared.direct.{name}", 1 << 40 if request.param == "slots" else 0)
+    if request.param == "slots":
+        monkeypatch.setattr(direct, "OPERATIONS", frozenset())
+    monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
     monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
     monkeypatch.setattr("kos.comm.host.shared.plans.ONE_SHOT_BYTES", 512)
+    monkeypatch.setattr("kos.comm.host.shared.plans.MARKED_BYTES", 64)
 
 
 REDUCTIONS = [
@@ -269,3 +272,17 @@ def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for reason in run(body, 2):
         assert "rank 0 cannot map the memory of rank 0: [Errno 1] Operation not permitted" in reason
+
+
+@on_each_rank(run, 2)
+def test_a_rank_that_reads_its_own_slot_leaves_it_to_the_other(comm: kos.Communicator, /) -> None:
+    """Contributions that are scaled lie in the slots of both ranks, and the next rank may come later."""
+    for i in range(6):
+        x = np.full(4096, (1.0 + comm.rank + i) / 3)  # no byte is 0
+        if comm.rank == 1:
+            comm.recv(np.empty(1), 0)
+        work = comm.scan(x, PremulSum(2.0), async_op=True)
+        if comm.rank == 0:
+            work.done()
+            comm.send(np.zeros(1), 1)
+        assert (work.wait() == sum(2 * ((1.0 + rank + i) / 3) for rank in range(comm.rank + 1))).all()

@@ -25,18 +25,21 @@ COUNT = 16384  # elements of float64
 
 @pytest.fixture(autouse=True)
 def one_copy_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"):
-        monkeypatch.setattr(direct, limit, 0)
+    monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
 
 
 def contributions(comm: kos.Communicator) -> np.ndarray:
     return np.full(COUNT, 1.0 + comm.rank)
 
 
+@pytest.mark.parametrize("most", [0, 13_000, 1 << 18])
 @pytest.mark.parametrize("size", [2, 3])
-def test_counts_of_each_rank(size: int) -> None:
+def test_counts_of_each_rank(size: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of up to ``most`` bytes lie in the slot."""
+    monkeypatch.setattr(direct, "DIRECT_BYTES", most)
+
     def body(comm: kos.Communicator) -> None:
-        rank, counts = comm.rank, [3 * r for r in range(size)]  # rank 0 has none
+        rank, counts = comm.rank, [1500 * r for r in range(size)]  # rank 0 has none
         starts = np.cumsum([0, *counts])
         whole = np.concatenate([np.full(count, r) for r, count in enumerate(counts)])
         mine = np.full(counts[rank], rank)
@@ -48,9 +51,9 @@ def test_counts_of_each_rank(size: int) -> None:
             assert part.tolist() == mine.tolist()
             total = comm.reduce_scatter_v(whole + rank, counts, np.empty_like(mine))
             assert total.tolist() == (size * mine + sum(range(size))).tolist()
-            to_each = [rank + r for r in range(size)]
+            to_each = [1500 * (rank + r) for r in range(size)]
             got = comm.all_to_all_v(np.full(sum(to_each), rank), to_each, to_each)
-            assert got.tolist() == [r for r in range(size) for _ in range(rank + r)]
+            assert got.tolist() == [r for r in range(size) for _ in range(1500 * (rank + r))]
         assert starts[-1] == whole.size
 
     run(body, size)
@@ -84,6 +87,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Such as that of a device.  The operations before and after it are in flight at the same time."""
+
     def body(comm: kos.Communicator) -> None:
         ours = comm.backend._shared.direct
         before = comm.all_gather(contributions(comm), async_op=True)
@@ -113,24 +117,6 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
         return "process_vm_readv is not permitted" in comm.explain()
 
     assert run(body, 3) == [True] * 3
-
-
-@pytest.mark.parametrize(
-    ("caches", "crowded", "least"), [((b"0", b"0"), True, 2), ((b"0", b"1"), False, 1), ((b"", b""), True, 3)]
-)
-def test_the_least_bytes_depend_on_the_caches_of_the_cores(
-    monkeypatch: pytest.MonkeyPatch, caches: tuple[bytes, bytes], crowded: bool, least: int
-) -> None:
-    for value, limit in enumerate(("DIRECT_BYTES", "NEAR_BYTES", "CROWDED_BYTES"), 1):
-        monkeypatch.setattr(direct, limit, value)
-    monkeypatch.setattr("os.cpu_count", lambda: 1 if crowded else 2)
-    remaining = iter(caches)
-    monkeypatch.setattr(direct, "_cache", lambda: next(remaining))
-
-    def body(comm: kos.Communicator) -> int:
-        return comm.backend._shared.direct.least  # type: ignore[attr-defined, no-any-return]
-
-    assert run(body, 2) == [least] * 2
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -14,16 +14,11 @@ import kos
 from kos.comm.host.shared import direct, messages
 from kos.comm.host.shared.segment import ANSWERS, HEADERS, STARTED
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-from tests.comm.ranks import time_out_beside_others
+from tests.comm.ranks import receive_in_another_order, time_out_beside_others
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
 
-EAGER, LONG = 256 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
-
-
-@pytest.fixture(autouse=True)
-def _one_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "_cache", lambda: b"0")
+EAGER, LONG = 128 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
 
 
 def boxes(comm: kos.Communicator) -> list[Any]:
@@ -40,22 +35,11 @@ def assert_nothing_is_left(comm: kos.Communicator) -> None:
 @pytest.mark.parametrize("count", [0, 1, EAGER, EAGER + 1, LONG])
 @pytest.mark.parametrize("readable", [True, False])
 def test_messages_that_nobody_asked_for_yet(count: int, readable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Received in another order than sent, whatever their length; those of one tag stay in order."""
     if not readable:
         monkeypatch.setattr(direct.Direct, "_read_token", lambda *_: b"")
-    print("seed", seed := int(np.random.SeedSequence().generate_state(1)[0]))
-    data = np.random.default_rng(seed).integers(0, 256, (2, 4, count), np.uint8)
 
     def body(comm: kos.Communicator) -> None:
-        me, peer = comm.rank, 1 - comm.rank
-        works = [comm.send(data[me, i], peer, tag, async_op=True) for i, tag in enumerate([1, 2, 2, 1])]
-        comm.barrier()  # whatever can come has come
-        for i, tag in [(1, 2), (2, 2), (0, 1), (3, 1)]:
-            got = np.full(count, 0xAA, np.uint8)
-            comm.recv(got, peer, tag)
-            assert (got == data[peer, i]).all(), i
-        for work in works:
-            work.wait()
+        receive_in_another_order(comm, count)
         assert_nothing_is_left(comm)
 
     TCPRanks(2).run(body)
@@ -153,7 +137,7 @@ def test_more_messages_than_headers() -> None:
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "CREDIT_BYTES", credit := 1 << 20 if count == EAGER else 1 << 16)
+    monkeypatch.setattr(messages, "CREDIT_BYTES", credit := 1 << 19 if count == EAGER else 1 << 16)
     number = 3 * credit // (count + messages.OVERHEAD_BYTES)
 
     def body(comm: kos.Communicator) -> None:
@@ -170,6 +154,23 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
             assert sum(kept) + len(kept) * messages.OVERHEAD_BYTES <= credit
             for i in range(number):
                 assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
+        assert_nothing_is_left(comm)
+
+    run(body, 2)
+
+
+def test_a_receive_takes_no_later_message() -> None:
+    """A message that is taken without a receive is copied twice."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.arange(EAGER, dtype=np.uint8)
+        if comm.rank == 0:
+            for i in range(3):
+                comm.send(x + i, 1, i)
+        comm.barrier()
+        for i in range(3 if comm.rank else 0):
+            assert (comm.recv(np.zeros_like(x), 0, i) == x + i).all()
+            assert not boxes(comm)[0].arrived
         assert_nothing_is_left(comm)
 
     run(body, 2)

@@ -20,7 +20,7 @@ import numpy as np
 from kos.comm.host.shared.calls import Calls, Wait
 from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, Unreadable
 from kos.comm.host.shared.plans import Plan, Plans, Sum
-from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING
+from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING, TURNS
 from kos.comm.operation import Call
 from kos.comm.reduction import Reduction
 from kos.comm.rendezvous.base import Rendezvous
@@ -38,7 +38,7 @@ class SharedCollectives:
         """``by_messages`` runs an operation on arrays whose memory other ranks cannot read."""
         segment = calls.segment
         self._calls, self._words, self._plans = calls, segment.words, Plans(segment)
-        self.direct, self._by_messages = Direct(rendezvous, segment, self._plans, crowded), by_messages
+        self.direct, self._by_messages = Direct(rendezvous, segment, self._plans), by_messages
         self.rank, self.size = segment.rank, segment.size
         self._lines = [segment.layout.line(rank) for rank in range(self.size)]
         self._mine = self._lines[self.rank]
@@ -68,14 +68,14 @@ class SharedCollectives:
         place, published = sequence % RING, self._calls.announce(call)
         if type(plan) is Sum:
             return self._reduce(call, *plan)
-        count, per_stage, _, put, get, flags, reads_all, readers = plan
+        count, per_stage, _, put, get, flags, reads_all, readers, own = plan
         if (
             count > per_stage or self._issued != self._served
             or (stage > self._free and not self._reached(self._gots, stage + 1 - DEPTH))
         ):  # fmt: skip
             return self._run(call, plan)
         if count and put is not None:
-            put(stage % DEPTH, 0, count)
+            put(stage % TURNS, 0, count)
             words[my_put] = stage + 1
         for at in flags:
             while words[at] <= stage:
@@ -95,11 +95,13 @@ class SharedCollectives:
             self._stage = stage + 1
             if get is not None:
                 try:
-                    get(stage % DEPTH, 0, count)
+                    get(stage % TURNS, 0, count)
                 except OSError as error:
                     self._issued += 1
                     return self._unread(call, error)
             words[my_got] = stage + 1
+            if own is not None:
+                own(stage % TURNS, 0, count)
             if reads_all:  # a rank puts a stage after it got the one before
                 self._free = stage + 1
             if readers and not crowded:
@@ -122,7 +124,7 @@ class SharedCollectives:
 
     def _run(self, o: Call, plan: Plan, begun: bool = False) -> Steps:
         """The steps of ``plan``; ``begun``: its only stage is put."""
-        count, per_stage, sources, put, get, awaited, _, readers = plan
+        count, per_stage, sources, put, get, awaited, _, readers, own = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
         ticket, self._issued = self._issued, self._issued + 1
@@ -134,7 +136,7 @@ class SharedCollectives:
         self._stage += stages
         start = 0
         for stage in range(first, first + stages):
-            slot, end = stage % DEPTH, min(start + per_stage, count)
+            slot, end = stage % TURNS, min(start + per_stage, count)
             if put is not None and not begun:
                 if not self._reached(self._of_peers[GOT], stage + 1 - DEPTH):
                     yield from self._wait_for(o, GOT, stage + 1 - DEPTH, self._peers)
@@ -157,6 +159,8 @@ class SharedCollectives:
                     yield from self._unread(o, error)
                     return
             words[mine + GOT] = stage + 1
+            if own is not None:
+                own(slot, start, end)
             start = end
         if not stages:
             while not all_arrived():
@@ -206,6 +210,7 @@ class SharedCollectives:
                 start = (stage - first) * per_stage
                 a = x[start : start + per_stage]
                 b = a if out is x else out[start : start + per_stage] if out is not None else None
+            # Always the same slots: ranks write what they have read in any case.
             own, puts, contributions, result, gets = plans.parts(reduction, a.size)[stage % DEPTH]
             if not self._reached(peers[GOT], stage + 1 - DEPTH):
                 yield from self._wait_for(o, GOT, stage + 1 - DEPTH, self._peers)

@@ -4,23 +4,20 @@ Linux copies between processes (process_vm_readv, "cross memory attach") if one 
 two copies, and its cache lines would come from the core that has just written them.
 
 A rank writes the addresses of its data into its slot, and waits at the end until the other ranks have read the data.
-An all_reduce uses slots, since writing memory that another core has just read takes longer than the copy.  A reduce
-uses slots too: there all ranks add, and here only the root would.
+An all_reduce, a reduce and a scan use slots: there one rank copies while another adds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kos.comm.host.shared.plans import Plan, Plans, Step
+from kos.comm.host.shared.plans import ALIGN, MARKED_BYTES, Plan, Plans, Step
 from kos.comm.host.shared.segment import GOT, PUT, Segment
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import Reduction
@@ -29,13 +26,12 @@ from kos.comm.scheduled import wrong_message
 
 Array = np.ndarray[Any, Any]
 
-DIRECT_BYTES, NEAR_BYTES, CROWDED_BYTES = 32 << 10, 512 << 10, 128 << 10
-"""The least bytes that a rank reads from another rank in one copy.
+DIRECT_BYTES = 256 << 10
+"""The most bytes that a rank reads from another rank through a slot; more are read in one copy.
 
-The second number is for ranks whose cores share a last-level cache, the third for more ranks than cores.  Below this
-size slots are faster.  For a reduce_scatter the first and the last are twice as large.  Measured with 2 ranks on 2
-cores of an EPYC 9005, November 2026: a broadcast of 64 KB takes 14 us in one copy and 6 us through slots, where the
-cores share a cache.  Where they do not, on an EPYC 9004, it takes 12 us and 32 us.
+So are the parts of a scatter, an all_to_all or a reduce_scatter that are longer than a rank's part of a slot.
+Measured with 2 ranks on 2 cores of an EPYC 9004, November 2026: an all_gather of 128 KB from each rank takes 29 us in
+slots and 38 us in one copy, and one of 512 KB takes 210 us and 140 us.
 """
 SPINS, CROWDED_SPINS = 300, 30
 """Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
@@ -47,33 +43,27 @@ ENDING_SECONDS = 1.0
 CHUNK_BYTES = 256 << 10
 """The bytes that are read at a time and then reduced."""
 
-_FROM_ROOT = ("broadcast", "scatter")
-_WHOLE = ("broadcast", "gather", "all_gather")
-"""Operations in which a slot, which holds ``NEAR_BYTES``, is one rank's data for all others."""
-_DIRECT = frozenset({*_FROM_ROOT, "gather", "all_gather", "all_to_all", "reduce_scatter"})
+OPERATIONS = frozenset({
+    "broadcast", "scatter", "gather", "all_gather", "all_to_all", "reduce_scatter", "exscan"
+})  # fmt: skip
+_PARTED = frozenset({"scatter", "all_to_all", "reduce_scatter"})
+"""Operations in which a slot has a part for each rank."""
 
 
 class Unreadable(OSError):
     """Linux cannot copy from the memory of an array, such as memory of a device.  All ranks raise it."""
 
 
-class _Vector(ctypes.Structure):
-    """``struct iovec``."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
 class Direct:
     """Makes the plans of one rank; collective."""
 
-    def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans, crowded: bool) -> None:
+    def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans) -> None:
         self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
         self._gots, puts = ([segment.layout.line(r) + word for r in range(self.size)] for word in (GOT, PUT))
         self._puts = [puts[r] for r in self.peers]
         self._readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
         if self._readv is not None:
-            self._readv.restype, vectors = ctypes.c_ssize_t, (ctypes.c_void_p, ctypes.c_ulong)
-            self._readv.argtypes = ctypes.c_int, *vectors, *vectors, ctypes.c_ulong
+            self._readv.restype = ctypes.c_ssize_t
         self._scratch = np.empty(min(CHUNK_BYTES, plans.block), np.uint8)
         self._byte = address_of(self._scratch)
         token = np.frombuffer(os.urandom(16), np.uint8)
@@ -85,114 +75,167 @@ class Direct:
             self._read_token(rank, at, token.nbytes) == each[mine.nbytes :]
             for rank, ((_, at), each) in enumerate(zip(places, everyone, strict=True))
         )
-        answers = rendezvous.allgather(b"1" + _cache() if able else b"")
+        answers = rendezvous.allgather(b"1" if able else b"")
         self.usable = all(answers)
         """Whether every rank can read the memory of every other one."""
-        near = len(set(answers)) == 1 and len(answers[0]) > 1
-        self.least = NEAR_BYTES if near else CROWDED_BYTES if crowded else DIRECT_BYTES
-        self._tables = plans.typed(np.dtype(np.int64))
-        self._offers = [[memoryview(table) for table in slot] for slot in zip(*self._tables, strict=True)]  # by slot
+        self.most = DIRECT_BYTES
+        self._block = plans.block
+        slots = zip(plans.typed(np.dtype(np.int64)), plans.typed(np.dtype(np.uint8)), strict=True)
+        self._tables = [[(words.data, memory.data) for words, memory in zip(*each, strict=True)] for each in slots]
+        self._by_slot = [list(slot) for slot in zip(*self._tables, strict=True)]
+        """The slots, by rank and by stage % TURNS, and the other way round: as words, and as bytes."""
 
     def make(self, o: Operation) -> Plan | None:
         """The plan of ``o`` in one copy; None if there is none, or if slots are faster."""
-        name, buffer, me = o.name.removesuffix("_v"), o.send or o.recv, self.rank
-        if not self.usable or name not in _DIRECT or buffer is None or o.options.algorithm != AUTO:
+        name, me, reduction = o.name.removesuffix("_v"), self.rank, o.reduction
+        x, out = (None if each is None else each.flat for each in (o.send, o.recv))
+        buffer = o.send or o.recv
+        if not self.usable or name not in OPERATIONS or buffer is None or o.options.algorithm != AUTO:
+            return None
+        if reduction is not None and not reduction.is_plain:
             return None
         nbytes = (o.common_count() or 0) * buffer.dtype.itemsize // (self.size if name == "all_to_all" else 1)
-        least = self.least if o.reduction is None else 2 * self.least
-        if name == o.name and nbytes < least + (name in _WHOLE):
+        if name == o.name and nbytes <= min(self.most, self._block // self.size if name in _PARTED else self._block):
             return None
-        sources, readers = range(self.size), self.peers
-        if name in _FROM_ROOT:
-            assert o.root is not None
-            sources, readers = range(o.root, o.root + 1), self.peers if me == o.root else []
-        elif name == "gather":
-            readers = [r for r in self.peers if r == o.root]
-        x, out = (None if each is None else each.flat for each in (o.send, o.recv))
-        counts, starts = [0] * self.size, [0] * self.size  # the elements of this rank that each rank reads
+        sources, readers = _sources_and_readers(name, me, self.size, o.root)
+        counts, starts = [0] * self.size, [0] * self.size  # the elements of this rank that each rank gets
         if x is not None and ("scatter" in name or name == "all_to_all"):
             counts = list(o.send_counts or [x.size // self.size] * self.size)
             starts = [0, *accumulate(counts)]
         elif x is not None:
             counts = [x.size] * self.size
         mine = None if x is None else x[starts[me] : starts[me] + counts[me]]
-        if o.reduction is None:
-            get = self._copy(mine, out, sources, o.recv_counts)
-        elif o.reduction.is_plain:
-            assert mine is not None and out is not None
-            get = self._reduce(mine, out, o.reduction)
+        offered = [(starts[r], counts[r] if r in readers else 0) for r in range(self.size)]
+        put, gots = self._offer(x, offered, keep=name == "exscan" and x is out)
+        if o.name == "all_to_all_v":  # two ranks may disagree about their counts, which all ranks report
+            gots = [self._gots[r] for r in self.peers]
+        if out is None:
+            get, own = self._reads([]), None
+        elif reduction is not None and len(sources) > 1:
+            get, own = self._reduce(mine, out, reduction, sources), None
         else:
-            return None
-        gots = [self._gots[r] for r in readers]
-        return Plan(1, 1, self.peers, self._offer(x if readers else None, starts, counts), get, self._puts, True, gots)
+            get, own = self._copy(mine, out, sources, o.recv_counts, marks=o.root is not None)
+        return Plan(1, 1, self.peers, put, get, self._puts, True, gots, own)
 
-    def _offer(self, x: Array | None, starts: list[int], counts: list[int]) -> Step:
-        """Writes into the slot whether ``x`` can be read, and for each rank the address and bytes of its part."""
-        parts = [1]
-        if x is not None:
-            address, itemsize = address_of(x), x.itemsize
-            parts[0] = not x.size or self.reads(self.rank, address)
-            for start, count in zip(starts, counts, strict=False):
-                parts += address + start * itemsize, count * itemsize
-        values = np.array(parts, np.int64)
-        slots = [slot[: len(parts)] for slot in self._tables[self.rank]]
+    def _offer(self, x: Array | None, parts: list[tuple[int, int]], keep: bool) -> tuple[Step, list[int]]:
+        """Offers each rank its part of ``x``, (start, elements); also returns the GOT flags of those that read ``x``.
+
+        The slot holds whether ``x`` can be read, and for each rank the place and the bytes of its part.  The place is
+        an address, or for a small part the negative offset of its copy in the slot.  ``keep``: offers a copy of ``x``,
+        which the operation overwrites.
+        """
+        words, copies, gots, places, end = [1], [], [], dict[int, int](), -(-8 * (1 + 2 * self.size) // ALIGN) * ALIGN
+        data = None if x is None else np.empty_like(x) if keep else x
+        for rank, (start, count) in enumerate(parts):
+            nbytes = 0 if x is None else count * x.itemsize
+            where = -places.get(start, end)
+            if not nbytes or x is None or data is None:
+                where = 0
+            elif nbytes > self.most or (start not in places and end + nbytes > self._block):
+                where = address_of(data) + start * x.itemsize
+                gots.append(self._gots[rank])
+            elif start not in places:
+                places[start] = end
+                copies.append((end, end + nbytes, as_bytes(x[start : start + count])))
+                end += -(-nbytes // ALIGN) * ALIGN
+            words += where, nbytes
+        if gots and data is not None:
+            words[0] = int(self.reads(self.rank, address_of(data)))
+        table = np.array(words, np.int64).data
+        slots = [(words[: len(table)], slot) for words, slot in self._tables[self.rank]]
+        if data is x or not gots:
+            data = None
 
         def put(slot: int, a: int, b: int) -> None:
-            slots[slot][...] = values
+            words, memory = slots[slot]
+            words[:] = table
+            for at, end, part in copies:
+                memory[at:end] = part
+            if data is not None:
+                data[...] = x
 
-        return put
+        return put, gots
 
-    def _copy(
-        self, mine: Array | None, out: Array | None, sources: Sequence[int], counts: Sequence[int] | None
+    def _reads(
+        self,
+        reads: list[tuple[int, int, memoryview, Callable[[int, int], None]]],
+        dtype: Any = None,
+        marks: bool = False,
     ) -> Step:
-        """Copies ``mine`` and the data of the other sources to ``out``, in rank order."""
-        reads, own, end, at = [], None, 0, 1 + 2 * self.rank
-        if out is not None:
-            address, itemsize = address_of(out), out.itemsize
-            for source, count in zip(sources, counts or [out.size // len(sources)] * len(sources), strict=True):
-                to = address + end * itemsize
-                if source != self.rank:
-                    reads.append((source, count * itemsize, self.reader(source, to)))
-                elif mine is not None and address_of(mine) != to:
-                    own = out[end : end + count]
-                end += count
-        offers = self._offers
+        """Reads from each source as many bytes, to that memory.  ``marks``: as in ``Plans._moves``."""
+        tables, at = self._by_slot, 1 + 2 * self.rank
 
         def get(slot: int, a: int, b: int) -> None:
-            offered = offers[slot]
-            for offer in offered:
+            offers = tables[slot]
+            for offer, _ in offers:
                 if not offer[0]:
                     raise Unreadable
-            for source, nbytes, read in reads:
-                offer = offered[source]
+            for source, nbytes, to, read in reads:
+                offer, memory = offers[source]
+                where = offer[at]
                 if offer[at + 1] != nbytes:
-                    assert out is not None
-                    raise wrong_message(self.rank, (nbytes, out.dtype), source, (offer[at + 1], out.dtype))
-                read(offer[at], nbytes)
-            if own is not None:
-                own[...] = mine
+                    raise wrong_message(self.rank, (nbytes, dtype), source, (offer[at + 1], dtype))
+                if where > 0:
+                    read(where, nbytes)
+                else:
+                    part = memory[-where : nbytes - where]
+                    to[:] = part
+                    if marks and nbytes >= MARKED_BYTES:
+                        np.frombuffer(part, np.uint8)[::ALIGN] = 0
 
         return get
 
-    def _reduce(self, x: Array, out: Array, reduction: Reduction) -> Step:
-        """Reduces ``x`` and the data of the other ranks to ``out``, a chunk at a time."""
-        step, offers, at = self._scratch.size // len(self.peers) // x.itemsize, self._offers, 1 + 2 * self.rank
-        typed = self._scratch[: step * len(self.peers) * x.itemsize].view(x.dtype).reshape(len(self.peers), step)
-        first, scratch = address_of(typed), list(typed)
-        reads = [(source, self.reader(source, first + k * step * x.itemsize)) for k, source in enumerate(self.peers)]
+    def _copy(
+        self, mine: Array | None, out: Array, sources: Sequence[int], counts: Sequence[int] | None, marks: bool
+    ) -> tuple[Step, Step | None]:
+        """Copies the data of the other sources to ``out``, in rank order; and what copies ``mine``."""
+        reads, own, end = [], None, 0
+        for source, count in zip(sources, counts or [out.size // len(sources)] * len(sources), strict=True):
+            part = out[end : end + count]
+            end += count
+            if source != self.rank:
+                reads.append((source, part.nbytes, as_bytes(part), self.reader(source, address_of(part))))
+            elif mine is not None and address_of(mine) != address_of(part):
+                own = as_bytes(part), as_bytes(mine)
+        if own is None:
+            return self._reads(reads, out.dtype, marks), None
+        to, x = own
+
+        def copy(slot: int, a: int, b: int) -> None:
+            to[:] = x
+
+        return self._reads(reads, out.dtype, marks), copy
+
+    def _reduce(self, mine: Array | None, out: Array, reduction: Reduction, sources: Sequence[int]) -> Step:
+        """Reduces ``mine``, if this rank is a source, and the data of the others to ``out``, a chunk at a time."""
+        tables, at, peers = self._by_slot, 1 + 2 * self.rank, [source for source in sources if source != self.rank]
+        step = self._scratch.size // len(peers) // out.itemsize
+        scratch = self._scratch[: step * len(peers) * out.itemsize].view(out.dtype).reshape(len(peers), step)
+        reads = [
+            (source, row, self.reader(source, address_of(row))) for source, row in zip(peers, scratch, strict=True)
+        ]
+        slots = self._plans.typed(np.dtype(np.uint8))
+        place = sources.index(self.rank) if mine is not None and self.rank in sources else None
 
         def get(slot: int, a: int, b: int) -> None:
-            offered = offers[slot]
-            for offer in offered:
+            offers = tables[slot]
+            for offer, _ in offers:
                 if not offer[0]:
                     raise Unreadable
-            for start in range(0, x.size, step):
-                mine = x[start : start + step]
-                for source, read in reads:
-                    read(offered[source][at] + start * x.itemsize, mine.nbytes)
-                parts = [part[: mine.size] for part in scratch]
-                parts.insert(self.rank, mine)
-                self._plans.sum(reduction, parts, out[start : start + step])
+            for start in range(0, out.size, step):
+                to = out[start : start + step]
+                parts = []
+                for source, row, read in reads:
+                    where = offers[source][0][at]
+                    if where > 0:
+                        read(where + start * to.itemsize, to.nbytes)
+                        parts.append(row[: to.size])
+                    else:
+                        first = start * to.itemsize - where
+                        parts.append(slots[source][slot][first : first + to.nbytes].view(to.dtype))
+                if place is not None and mine is not None:
+                    parts.insert(place, mine[start : start + step])
+                self._plans.sum(reduction, parts, to)
 
         return get
 
@@ -201,11 +244,20 @@ class Direct:
 
         It raises OSError if Linux refuses the call or the process has ended.
         """
-        local, remote, readv = _Vector(to), _Vector(), self._readv
-        arguments = self._pids[rank], ctypes.byref(local), 1, ctypes.byref(remote), 1, 0
+        vectors, readv = (ctypes.c_uint64 * 4)(to), self._readv  # two ``struct iovec``, of this rank and of that one
+        words = memoryview(vectors).cast("B").cast("Q")
+        one, flags, local, remote = (
+            ctypes.c_ulong(1),
+            ctypes.c_ulong(0),
+            ctypes.byref(vectors),
+            ctypes.byref(vectors, 16),
+        )
+        # Made once, as C's types: a conversion at each call takes 0.9 us.
+        arguments = ctypes.c_int(self._pids[rank]), local, one, remote, one, flags
 
         def read(address: int, nbytes: int) -> None:
-            remote.address, local.nbytes, remote.nbytes = address, nbytes, nbytes
+            words[1] = words[3] = nbytes
+            words[2] = address
             count = readv(*arguments)
             if count == nbytes:
                 return
@@ -238,13 +290,18 @@ def address_of(x: Array) -> int:
     return start
 
 
-def _cache() -> bytes:
-    """The number of the last-level cache that all cores of this process share; empty if there is none."""
-    number = b""
-    with contextlib.suppress(OSError):
-        for core in os.sched_getaffinity(0):
-            other = Path(f"/sys/devices/system/cpu/cpu{core}/cache/index3/id").read_bytes()
-            if number not in (b"", other):
-                return b""
-            number = other
-    return number
+def as_bytes(x: Array) -> memoryview:
+    """The memory of a contiguous array: NumPy would take twice the time to copy a small one."""
+    return x.view(np.uint8).data
+
+
+def _sources_and_readers(name: str, me: int, size: int, root: int | None) -> tuple[Sequence[int], Sequence[int]]:
+    """The ranks whose data rank ``me`` gets, maybe its own, and the other ranks that get its data."""
+    others = [rank for rank in range(size) if rank != me]
+    if root is not None and name in ("broadcast", "scatter"):
+        return range(root, root + 1), others if me == root else []
+    if root is not None:  # gather
+        return range(size), [root] if me != root else []
+    if name == "exscan":
+        return range(me), others[me:]
+    return range(size), others

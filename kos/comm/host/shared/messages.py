@@ -24,6 +24,7 @@ from kos.comm.failures import again
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
 from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, address_of
+from kos.comm.host.shared.plans import ALIGN, MARKED_BYTES
 from kos.comm.host.shared.segment import ANSWERS, HEADERS, MAIL_HEAD
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.scheduled import wrong_message
@@ -86,7 +87,7 @@ class SharedMessages:
                     spins -= 1
                     if crowded:
                         sched_yield()
-                box.take()
+                box.take(message)
                 if message.answer:
                     message.answered()
                 if not spins or message.request is not None or message.error is not None:
@@ -151,7 +152,7 @@ class _Box:
         self.words = self.bytes.cast("Q")
         self._out, self.into = out // 8, into // 8
         self._out_room, self._in_room, self._room = out + MAIL_HEAD, into + MAIL_HEAD, layout.room
-        self._eager = min(self._room // 4, mail.direct.least)
+        self._eager = min(self._room // 8, mail.direct.most)
         self._sent = self._at = self._eager_bytes = 0  # messages, the first free byte of the room, bytes ever sent
         self.free = [self._out + _ANSWERS + index for index in range(ANSWERS)]  # words for answers
         self.taken = 0  # messages
@@ -195,10 +196,10 @@ class _Box:
         words[out + _SENT] = sent + 1
         return True
 
-    def take(self) -> None:
-        """Take all messages that have arrived."""
+    def take(self, until: _Message | None = None) -> None:
+        """Take the messages that have arrived, or those up to the receive ``until``, which may be copied less often."""
         words, into = self.words, self.into
-        while words[into] != self.taken:
+        while words[into] != self.taken and (until is None or not until.complete):
             header = into + _HEADERS + 8 * (self.taken % HEADERS)
             what, nbytes, where = words[header], words[header + _BYTES], words[header + _WHERE]
             data: Any = self.bytes[(at := self._in_room + where) : at + nbytes] if what < _RTS else where
@@ -209,6 +210,8 @@ class _Box:
                     break
             else:
                 self.arrived.append((what, nbytes, bytes(data) if what < _RTS else where, words[header + _ANSWER]))
+            if what < _RTS and nbytes >= MARKED_BYTES:  # the sender uses these lines again, as in ``plans.py``
+                np.frombuffer(data, np.uint8)[::ALIGN] = 0
             self.taken += 1
             words[into + _TAKEN] = self.taken
 

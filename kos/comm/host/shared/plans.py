@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.host.shared.segment import DEPTH, PUT, Segment
+from kos.comm.host.shared.segment import DEPTH, PUT, TURNS, Segment
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import Quiet, ReduceOp, Reduction
 
@@ -28,8 +28,10 @@ WHOLE_BYTES = 512 * 1024
 """The largest stage that other ranks read whole: more would not stay in a core's second-level cache."""
 MOST_PARTS = 64
 """Cached partitions of a stage."""
-_ALIGN = 64
+ALIGN = 64
 """Bytes of a cache line; ranks write to separate lines."""
+MARKED_BYTES = 8 * 1024
+"""The least data that its reader marks (``_moves``)."""
 
 
 class Plan(NamedTuple):
@@ -43,6 +45,7 @@ class Plan(NamedTuple):
     flags: Sequence[int] = ()  # those that count the puts of ``sources``
     reads_all: bool = False  # whether ``sources`` are all other ranks
     readers: Sequence[int] = ()  # flags that count the gets of the ranks that read this rank's memory
+    own: Step | None = None  # copies this rank's own data, while other ranks read it
 
 
 class Sum(NamedTuple):
@@ -94,11 +97,13 @@ class Plans:
         return plan
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
-        """The slots as arrays of ``dtype``, by rank and by stage % DEPTH."""
+        """The slots as arrays of ``dtype``, by rank and by stage % TURNS."""
         slots = self._slots.get(dtype)
         if slots is None:
             typed = self._data.view(dtype).reshape(self.size, DEPTH, self.block // dtype.itemsize)
-            slots = self._slots[dtype] = [list(slots) for slots in typed]
+            turns = [(turn // DEPTH, turn % DEPTH) for turn in range(TURNS)]
+            slots = [[typed[(r + shift) % self.size][slot] for shift, slot in turns] for r in range(self.size)]
+            self._slots[dtype] = slots
         return slots
 
     def sum(self, reduction: Reduction, contributions: list[Array], result: Array) -> None:
@@ -138,7 +143,7 @@ class Plans:
         if length * reduction.dtype.itemsize <= self.one_shot_bytes:
             everything = slice(0, length)
             return Parts(everything, [(mine[:length], everything)], [s[:length] for s in slots], None, [])
-        line = _ALIGN // reduction.dtype.itemsize
+        line = ALIGN // reduction.dtype.itemsize
         step = -(-length // (self.size * line)) * line
         parts = [slice(min(r * step, length), min((r + 1) * step, length)) for r in range(self.size)]
         own = parts[self.rank]
@@ -157,35 +162,58 @@ class Plans:
     def _all_reduce(self, o: Operation) -> Plan | Sum:
         """all_reduce, and reduce; in one shot every rank that has ``out`` reduces all contributions."""
         assert o.send is not None and o.reduction is not None
+        if o.name == "reduce" and self.size == 2:
+            return self._scan(o)
         x, out, reduction = o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction
         if x.size * reduction.dtype.itemsize > self.one_shot_bytes:
             return Sum(x, out, reduction)
         plain, slots = reduction.is_plain, self.parts(reduction, x.size)
-        mine, every = [parts.put[0][0] for parts in slots], [parts.contributions.copy() for parts in slots]
-        for contributions in every if plain else ():
-            contributions[self.rank] = x
+        mine = [parts.put[0][0] for parts in slots]
+
+        def contributions(slot: int, a: int, b: int) -> list[Array]:
+            each = slots[slot].contributions
+            return [x if plain and r == self.rank else part for r, part in enumerate(each)]
 
         def stage(slot: int, a: int, b: int) -> None:
             reduction.stage(x, mine[slot])
 
         put = self._moves(x.size, x.size, lambda slot, a, b: [(mine[slot], x)]) if plain else stage
-        get = None if out is None else self._adds(reduction, every, out)
+        get = None if out is None else self._adds(reduction, x.size, x.size, contributions, out)
         return Plan(x.size, x.size or 1, self.peers if get else (), put=put, get=get)
 
-    def _adds(self, reduction: Reduction, every: list[list[Array]], out: Array) -> Step:
-        """Reduces the contributions of an only stage, given by slot."""
+    def _adds(
+        self, reduction: Reduction, count: int, per_stage: int, contributions: Callable[[int, int, int], list[Array]],
+        out: Array, marks: bool = False,
+    ) -> Step:  # fmt: skip
+        """Reduces the ``contributions`` of a stage; those of an only stage are found once.  ``marks``: ``_moves``."""
         quietly, ufunc = self._quietly, reduction.ufunc
-        if self.size > 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
-            ufunc = None
 
         def add(slot: int, a: int, b: int) -> None:
+            each = contributions(slot, a, b)
+            self.sum(reduction, each, out[a:b])
+            for part in each if marks else ():
+                if (lines := self._lines(part)) is not None:
+                    lines[...] = 0
+
+        if count > per_stage:
+            return add
+        every = [contributions(slot, 0, count) for slot in range(TURNS)]
+        marked = [[lines for part in each if (lines := self._lines(part)) is not None] for each in every]
+        if not marks:
+            marked = [[]] * TURNS
+        if len(every[0]) != 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
+            ufunc = None
+
+        def add_all(slot: int, a: int, b: int) -> None:
             if ufunc is None:
                 self.sum(reduction, every[slot], out)
             else:
                 first, second = every[slot]
                 quietly(ufunc, first, second, out=out)
+            for lines in marked[slot]:
+                lines[...] = 0
 
-        return add
+        return add_all
 
     def _reduce_scatter(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None and o.reduction is not None
@@ -195,47 +223,54 @@ class Plans:
 
         def parts(slot: int, a: int, b: int) -> Pairs:
             mine = slots[rank][slot]
-            return [(mine[r * per_stage :][: b - a], x[r, a:b]) for r in (self.peers if plain else range(self.size))]
+            peers = self.peers if plain else range(self.size)
+            return [(mine[self._place(rank, r) * per_stage :][: b - a], x[r, a:b]) for r in peers]
 
         def stage(slot: int, a: int, b: int) -> None:
             for staged, part in parts(slot, a, b):
                 reduction.stage(part, staged)
 
         def contributions(slot: int, a: int, b: int) -> list[Array]:
-            each = [slots[r][slot][rank * per_stage :][: b - a] for r in range(self.size)]
+            each = [slots[r][slot][self._place(r, rank) * per_stage :][: b - a] for r in range(self.size)]
             return [*each[:rank], x[rank, a:b], *each[rank + 1 :]] if plain else each
 
-        def get(slot: int, a: int, b: int) -> None:
-            self.sum(reduction, contributions(slot, a, b), out[a:b])
-
-        put, add = self._moves(count, per_stage, parts) if plain else stage, None
-        if count <= per_stage:
-            add = self._adds(reduction, [contributions(slot, 0, count) for slot in range(DEPTH)], out)
-        return Plan(count, per_stage, self.peers, put=put, get=add or get)
+        put = self._moves(count, per_stage, parts) if plain else stage
+        return Plan(count, per_stage, self.peers, put, self._adds(reduction, count, per_stage, contributions, out))
 
     def _scan(self, o: Operation) -> Plan:
-        """scan, and exscan, in which rank 0 has no ``recv``."""
+        """scan, exscan, in which rank 0 has no ``recv``, and reduce of two ranks: some ranks' inputs, in rank order."""
         assert o.send is not None and o.reduction is not None
-        x, reduction, rank = o.send.flat, o.reduction, self.rank
-        out, last = o.recv.flat if o.recv is not None else None, rank + (o.name == "scan")
-        slots = self.typed(reduction.carrier)
+        x, out, reduction = o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction
+        rank, count, plain = self.rank, x.size, o.reduction.is_plain
+        lone = plain and self.size == 2  # else a rank reads its own slot too
+        if o.name == "reduce":
+            inputs, puts = range(self.size if out is not None else 0), out is None
+        else:
+            inputs, puts = range(rank + (o.name == "scan")), rank < self.size - 1
+        slots, per_stage = self.typed(reduction.carrier), min(self.block, WHOLE_BYTES) // reduction.carrier.itemsize
 
-        def put(slot: int, a: int, b: int) -> None:
+        def stage(slot: int, a: int, b: int) -> None:
             reduction.stage(x[a:b], slots[rank][slot][: b - a])
 
-        def get(slot: int, a: int, b: int) -> None:
-            assert out is not None
-            self.sum(reduction, [slots[r][slot][: b - a] for r in range(last)], out[a:b])
+        def contributions(slot: int, a: int, b: int) -> list[Array]:
+            return [x[a:b] if plain and r == rank else slots[r][slot][: b - a] for r in inputs]
 
-        per_stage = min(self.block, WHOLE_BYTES) // reduction.carrier.itemsize
-        return Plan(x.size, per_stage, range(rank), put=put, get=get if out is not None else None)
+        put: Step | None = stage if puts or not plain else None
+        get: Step | None = None
+        if plain and puts:
+            put = self._moves(count, per_stage, lambda slot, a, b: [(slots[rank][slot][: b - a], x[a:b])])
+        if out is not None and plain and len(inputs) == 1:
+            get = self._moves(count, per_stage, lambda slot, a, b: [(out[a:b], contributions(slot, a, b)[0])], lone)
+        elif out is not None:
+            get = self._adds(reduction, count, per_stage, contributions, out, lone)
+        return Plan(count, per_stage, [r for r in inputs if r != rank], put=put, get=get)
 
     def _broadcast(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None
         x, out, root = o.send.flat, o.recv.flat, self._root(o)
         slots, per_stage = self.typed(x.dtype)[root], min(self.block, WHOLE_BYTES) // x.itemsize
         if self.rank != root:
-            get = self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], slots[slot][: b - a])])
+            get = self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], slots[slot][: b - a])], self.size == 2)
             return Plan(x.size, per_stage, (root,), get=get)
         put = self._moves(x.size, per_stage, lambda slot, a, b: [(slots[slot][: b - a], x[a:b])])
         own = None if x is out else self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], x[a:b])])
@@ -256,7 +291,8 @@ class Plans:
             theirs = [(out[r, a:b], slots[r][slot][: b - a]) for r in self.peers]
             return theirs if in_place else [(out[rank, a:b], x[a:b]), *theirs]
 
-        return Plan(x.size, per_stage, self.peers, put=put, get=self._moves(x.size, per_stage, get))
+        get_all, root = self._moves(x.size, per_stage, get, o.root is not None), o.root is not None
+        return Plan(x.size, per_stage, self.peers, put=None if root else put, get=get_all)
 
     def _all_to_all(self, o: Operation) -> Plan:
         """all_to_all, and scatter, where only the root has ``send``."""
@@ -270,39 +306,59 @@ class Plans:
         def put(slot: int, a: int, b: int) -> Pairs:
             assert x is not None
             mine = slots[rank][slot]
-            return [(mine[(at := r * per_stage) : at + b - a], x[r, a:b]) for r in self.peers]
+            return [(mine[(at := self._place(rank, r) * per_stage) : at + b - a], x[r, a:b]) for r in self.peers]
 
         def get(slot: int, a: int, b: int) -> Pairs:
-            at = rank * per_stage
-            parts = [slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b] for r in sources]
+            ats = [self._place(r, rank) * per_stage for r in sources]
+            parts = [
+                slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b]
+                for r, at in zip(sources, ats, strict=True)
+            ]
             return [(out[i * count + a : i * count + b], part) for i, part in enumerate(parts)]
 
         return Plan(
             count, per_stage, [r for r in sources if r != rank],
-            put=None if x is None else self._moves(count, per_stage, put), get=self._moves(count, per_stage, get),
+            put=None if x is None else self._moves(count, per_stage, put),
+            get=self._moves(count, per_stage, get, o.root is not None),
         )  # fmt: skip
 
-    def _moves(self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs]) -> Step:
+    def _moves(self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs], marks: bool = False) -> Step:
         """Copies the second array of each of the ``pairs`` of a stage to the first.
 
         Each slot's pairs of an only stage are made once, as bytes, which a memoryview copies in half of NumPy's time.
+        ``marks``: then writes to each line that it has read in a slot, where no other rank reads.  Its sender always
+        fills the same slots, and writes lines that this core has written in a third of the time.
         """
         if count > per_stage:
 
             def move(slot: int, a: int, b: int) -> None:
                 for to, source in pairs(slot, a, b):
                     to[...] = source
+                    if marks and (lines := self._lines(source)) is not None:
+                        lines[...] = 0
 
             return move
-        views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(DEPTH)]
+        views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(TURNS)]
+        marked: list[list[Array]] = [[] for _ in range(TURNS)]
 
         def move_all(slot: int, a: int, b: int) -> None:
             if not views[slot]:
-                views[slot] = [(to.view(np.uint8).data, x.view(np.uint8).data) for to, x in pairs(slot, a, b)]
+                each = pairs(slot, a, b)
+                views[slot] = [(to.view(np.uint8).data, source.view(np.uint8).data) for to, source in each]
+                if marks:
+                    marked[slot] = [lines for _, source in each if (lines := self._lines(source)) is not None]
             for to, source in views[slot]:
                 to[:] = source
+            for lines in marked[slot]:
+                lines[...] = 0
 
         return move_all
+
+    def _lines(self, x: Array) -> Array | None:
+        """A byte of each cache line of ``x``; None if it is short, or not in a slot."""
+        if x.nbytes < MARKED_BYTES or not np.may_share_memory(x, self._data):
+            return None
+        return x.view(np.uint8)[::ALIGN]
 
     def _barrier(self, o: Operation) -> Plan:
         return Plan(0, 1, ())
@@ -311,10 +367,14 @@ class Plans:
         assert o.root is not None
         return self._ranks.index(o.root)
 
+    def _place(self, sender: int, receiver: int) -> int:
+        """Which part of the sender's slot holds the data for that receiver: in turn, both write the same memory."""
+        return (receiver - sender) % self.size
+
     def _per_part(self, itemsize: int) -> int:
         """Elements of each rank's part of a slot, of whole cache lines where they fit."""
         part = self.block // self.size
-        return max(part // _ALIGN * _ALIGN, itemsize) // itemsize
+        return max(part // ALIGN * ALIGN, itemsize) // itemsize
 
 
 _PLANS: dict[str, Callable[[Plans, Operation], Plan | Sum]] = {

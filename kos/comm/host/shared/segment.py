@@ -42,6 +42,11 @@ FAILURE_BYTES = 4096
 
 DEPTH = 2
 """Slots of a rank: one is filled while the other is read."""
+TURNS = 2 * DEPTH
+"""Stages after which a rank uses a slot again: meanwhile the next rank has used it.
+
+A core writes lines that it has read in a fifth of the time that it takes to write its own, which others have read.
+"""
 BLOCK_BYTES = 512 * 1024
 """Bytes of a slot: large enough to amortise the waits, small enough to stay in the reader's cache."""
 SLOTS_BYTES = 16 << 20
