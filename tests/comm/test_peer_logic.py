@@ -321,7 +321,7 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
         comm.barrier(stream=5)
         assert x[SIZE - 1].numpy().tolist() == [10 + (me - 1) % SIZE] * 2
         for other in (Array.zeros(6, np.float32, 0), np.zeros(6, np.float32)):
-            with pytest.raises(InvalidArgument, match=r"^x: expected an array of .* float32\[6\] of other memory"):
+            with pytest.raises(InvalidArgument, match=r"^x: expected an array of .* float32\[6\] in other memory"):
                 comm.views(other)
         for empty in (comm.allocate((0, 2), np.float32), x[:0], x[SIZE:]):
             assert [view.shape for view in comm.views(empty)] == [(0, 2)] * SIZE

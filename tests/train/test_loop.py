@@ -277,7 +277,7 @@ def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Pa
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
     said = capsys.readouterr().out
-    done = "(nothing to do: --steps is 2, a larger one goes on)"
+    done = "(nothing to do: --steps is 2; for more steps, set it higher)"
     assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 {done}\n" in said
     assert said.count("more steps: ") == 1, "a command that does 4 steps in all would do one more"
     assert tensors_of_run(tmp_path / "b") == tensors_of_run(tmp_path / "a")
