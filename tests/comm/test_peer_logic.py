@@ -158,7 +158,7 @@ def test_an_all_to_all_into_symmetric_memory(
     ranks.run(body)
 
 
-def test_a_rank_alone_exchanges_with_itself(ranks: ThreadRanks) -> None:
+def test_a_group_of_one_rank_exchanges_with_itself(ranks: ThreadRanks) -> None:
     def body(gpu: Any) -> None:
         alone = gpu.comm.split(gpu.comm.rank)
         for name in ("all_gather", "all_to_all", "broadcast", "scatter"):
