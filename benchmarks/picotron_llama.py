@@ -39,7 +39,7 @@ FLASH_ATTN: dict[str, dict[str, Any]] = {  # flash-attn's functions that picotro
 
 
 class PicotronTraining(TorchTraining):
-    """Training of picotron's weights in ``config.dtype``, without an fp32 copy. ConfigError: a tied head, or clipping.
+    """Training of picotron's weights in ``config.dtype``, without an fp32 copy. ConfigError for a tied head, clipping.
 
     With ``fused`` in ``variant`` picotron takes its path with flash-attn. Without flash-attn, both paths use PyTorch's
     flash attention.
@@ -64,7 +64,7 @@ class PicotronTraining(TorchTraining):
 
     def _make_model(self, shape: LlamaConfig, words: set[str]) -> Any:
         length, split, script = self.config.seq_len, self.split, self.script
-        if self.size == 1:  # TorchTraining needs no group then
+        if self.size == 1:  # for which TorchTraining creates no group
             torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
         script.setup_process_group_manager(split.tp, split.cp, split.pp, split.dp)
         mesh = script.pgm.process_group_manager

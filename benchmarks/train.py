@@ -292,8 +292,8 @@ def measure(
 def first_step_only(options: argparse.Namespace, dtype: str) -> bool:
     """Whether only the first step's losses can be compared.
 
-    picotron's AdamW updates bfloat16 weights. Updates of less than half a unit in the last place vanish. While the
-    learning rate warms up, these are nearly all.
+    picotron's AdamW updates bfloat16 weights. Updates of less than half a unit in the last place are lost. While the
+    learning rate warms up, nearly all updates are that small.
     """
     return options.compare == "picotron" and dtype.startswith("bfloat16")
 

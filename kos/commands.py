@@ -51,8 +51,9 @@ def pip_install(*words: str, here: bool = True) -> str:
 def mpirun(ranks: int, here: bool = True) -> list[str]:
     """The words that start ``ranks`` ranks: the mpirun beside this Python, else that on the PATH.
 
-    If an mpirun has started this process, they have its options. For root, and ``here`` for more ranks than cores, they
-    always have Open MPI's flag: the environment may allow it for this process alone, as that of ``make train``.
+    If an mpirun has started this process, the words contain its options. They always contain Open MPI's flag for root,
+    and, if the ranks run on this host (``here``), that for more ranks than cores: the environment may allow these for
+    this process alone, as that of ``make train`` does.
     """
     launcher = find_mpirun()
     options = _options_of_mpirun() or ["-n", str(ranks)]
@@ -69,22 +70,22 @@ def mpirun(ranks: int, here: bool = True) -> list[str]:
 
 
 def _options_of_mpirun() -> list[str]:
-    """The options of the mpirun that is this process's parent, as the user typed them; none if there is no such one."""
+    """The options of the mpirun that is this process's parent, as the user typed them; empty if there is none."""
     try:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[:-1]
     except (OSError, ValueError):
         return []
     if not words or Path(words[0]).name not in ("mpirun", "mpiexec", "orterun", "prterun"):
         return []
-    for own in (sys.orig_argv, sys.orig_argv[1:]):  # a script is the second word: its Python is the first
+    for own in (sys.orig_argv, sys.orig_argv[1:]):  # of a script: the first word is its Python
         at = len(words) - len(own)
         if at > 0 and Path(words[at]).name == Path(own[0]).name and words[at + 1 :] == own[1:]:
-            return [] if ":" in words[:at] else words[1:at]  # several programs
+            return [] if ":" in words[:at] else words[1:at]  # for several programs
     return []
 
 
 def _cores() -> int:
-    """The cores that Open MPI counts; it may have bound this process to one of them."""
+    """The number of cores that Open MPI counts: those of mpirun, which may have bound this process to one of them."""
     pid = os.getppid() if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ else 0
     allowed = os.sched_getaffinity(pid)
     try:

@@ -304,7 +304,7 @@ def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> tuple[str, str
     """Right, hung or what is wrong; and the story."""
     if not ended:
         left = [r for r in range(trial.size) if r != trial.victim and not (folder / f"{r}.json").exists()]
-        late = f"no end within {trial.timeout + MARGIN:g} s: of ranks {left} (none: all did report)"
+        late = f"no end within {trial.timeout + MARGIN:g} s: no report of ranks {left}"
         return HUNG, f"{late}\n{log[-4000:]}"
     for rank in range(trial.size):
         if rank == trial.victim:

@@ -144,5 +144,5 @@ def test_results_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("all_reduce", 8, "aaaaaaa"), ("all_reduce", 64, "bbbbbbb"), ("broadcast", 8, "aaaaaaa"),
     ]  # fmt: skip
     assert joined(str(tmp_path / "all"), first)["rows"][1]["commit"] == "bbbbbbb"
-    with pytest.raises(SystemExit, match="^kos: error: expected results of one hardware, got g, h"):
+    with pytest.raises(SystemExit, match="^kos: error: expected results of the same hardware, got g, h"):
         joined(first, file("4", "aaaaaaa", sent, hardware="g"))

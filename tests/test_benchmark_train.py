@@ -307,7 +307,7 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
 def test_bfloat16_losses_of_picotron_are_compared_at_the_first_step(
     dtype: str, losses: list[float], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And must be finite afterwards; kos' losses are 5, 4."""
+    """Later losses must be finite. Those of kos are 5 and 4."""
     groups = [_group("kos", [5.0, 4.0]), _group("flash", losses)]
     monkeypatch.setattr(train, "unavailable", lambda: "")
     monkeypatch.setattr(train.report, "provenance", lambda *_: {})

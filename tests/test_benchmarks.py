@@ -132,7 +132,7 @@ def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[
         return split(reduced)
     if op == "scatter":
         return split(x[0])
-    if op == "all_to_all":  # a rank has the least for itself, thrice as much for the next
+    if op == "all_to_all":  # a rank's own piece is the smallest, the next thrice that
         pieces = [split(i, rank) for rank, i in enumerate(x)]
         return [np.concatenate([row[rank] for row in pieces]) for rank in range(n)]
     return [np.concatenate(x)] * n if op == "all_gather" else [np.concatenate(x)] + [None] * (n - 1)
@@ -162,7 +162,7 @@ def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
                     continue
                 recv = space.slots[1].recv
                 assert in_place or (recv.view(np.uint8) == 255).all(), "an output was not poisoned"
-                if not in_place or op not in ("broadcast", "scan") or space is not spaces[0]:  # whose is there already
+                if not in_place or op not in ("broadcast", "scan") or space is not spaces[0]:  # it is there already
                     assert untouched > recv.size // (4 * ranks), "an operation that did nothing passed"
                 recv[:] = result
                 space.check(1, iteration)
@@ -179,7 +179,7 @@ def test_values_that_have_no_exact_result_are_refused() -> None:
         Case.of("all_reduce", 64, "float8_e5m2", "sum", 8, True)
     with pytest.raises(InvalidArgument, match="avg: is exact"):
         Case.of("all_reduce", 96, "float32", "avg", 3, True)
-    with pytest.raises(InvalidArgument, match="avg: expected another operation than exscan, which has no average"):
+    with pytest.raises(InvalidArgument, match="avg: expected an operation that has an average, got exscan"):
         Case.of("exscan", 96, "float32", "avg", 2, True)
 
 

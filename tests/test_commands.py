@@ -72,7 +72,7 @@ def test_a_program_of_this_folder_is_not_one_of_the_path(environment: Path, monk
         ("", 0, 1, []),
     ],
 )
-def test_mpirun_starts_for_root_and_on_few_cores_too(
+def test_flags_of_mpirun_for_root_and_for_few_cores(
     environment: Path, monkeypatch: pytest.MonkeyPatch, said: str, user: int, cores: int, flags: list[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)

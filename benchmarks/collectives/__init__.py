@@ -22,15 +22,15 @@ every element of every output is compared with what must be there, bit by bit.  
 that differ over all ranks and iterations.  The values are small integers, so that sums are exact in the type
 and no order of additions changes them.
 
-Uneven parts, of the operations that end in ``_v``: ranks 0, 2, ... have half of an equal part, ranks 1, 3, ... one and
-a half; the last of an odd number of ranks has an equal part.  In ``all_to_all_v`` a rank's piece for itself is the
-first of these, that for the next rank the second, and so on.  NCCL has no such functions: its rows are groups of sends
-and receives, for ``reduce_scatter_v`` a group of reduces.
+The operations that end in ``_v`` have uneven parts: ranks 0, 2, ... have half of an equal part, ranks 1, 3, ... one and
+a half.  The last of an odd number of ranks has an equal part.  In ``all_to_all_v`` a rank's piece for itself has the
+first of these sizes, its piece for the next rank the second, and so on.  NCCL has no such functions: its rows are
+groups of sends and receives, and groups of reduces for ``reduce_scatter_v``.
 
-``routing``, measured only where it is named, is the ``all_to_all_v`` that sends tokens of 7,168 elements to the ranks
-of their 8 of 64 experts, drawn alike with a fixed seed; each token goes once to a rank.  Its sizes are a rank's
-tokens: ``--collective routing --dtype bfloat16 --sizes 1792K,112M`` is 128 and 8,192 tokens a rank.  Its busbw is what
-the busiest rank sends to others, or receives from them, over the time.
+``routing`` is measured only if it is named.  It is the ``all_to_all_v`` of a mixture of experts.  Each token has 7,168
+elements and goes to the ranks of its 8 of 64 experts, once to each rank.  The experts are drawn uniformly, with a fixed
+seed.  A size is that of a rank's tokens: ``--collective routing --dtype bfloat16 --sizes 1792K,112M`` is 128 and 8,192
+tokens a rank.  Its busbw is what the busiest rank sends to others, or receives from them, over the time.
 
 ``limit_us`` is the physical limit of the row.  Host: every rank must read its input and write its output, so it
 is the time of a plain copy of as many bytes, by all ranks at once, in slots, batches and mode as the row's, plus

@@ -42,8 +42,8 @@ PLACES = {
 """By operation, whether a rank's input and its output have all of the row's elements, or a rank's part of them."""
 OPERATIONS = tuple(PLACES)
 ROUTING = "routing"
-"""``all_to_all_v`` of a mixture of experts: measured where it is named, with sizes that are a rank's tokens."""
-TOKEN, EXPERTS, CHOSEN = 7168, 64, 8
+"""The ``all_to_all_v`` of a mixture of experts, measured only if named.  Its size is that of a rank's tokens."""
+TOKEN, EXPERTS, TOP_K = 7168, 64, 8
 """Elements of a token, experts of all ranks together, experts of a token."""
 IN_PLACE = ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "scan", "exscan")
 
@@ -65,7 +65,7 @@ _LARGEST_INTEGER = {
 def busbw_factor(op: str, ranks: int) -> float:
     """Bus bandwidth over algorithm bandwidth: the part of the row's bytes that each link must carry.
 
-    As in doc/PERFORMANCE.md of nccl-tests.  With uneven parts the busiest link is that of the rank whose own is least.
+    As in doc/PERFORMANCE.md of nccl-tests.  With uneven parts the rank with the smallest part has the busiest link.
     """
     if op == "all_reduce":
         return 2 * (ranks - 1) / ranks
@@ -76,7 +76,7 @@ def busbw_factor(op: str, ranks: int) -> float:
 
 
 def bandwidths(factor: float, nbytes: int, time_us: float) -> tuple[float, float]:
-    """Algorithm and bus bandwidth of a row in GB/s (10^9 bytes)."""
+    """Algorithm and bus bandwidth of a row in GB/s (10^9 bytes); ``factor`` is their ratio."""
     algbw = nbytes / time_us / 1e3
     return algbw, algbw * factor
 
@@ -84,20 +84,20 @@ def bandwidths(factor: float, nbytes: int, time_us: float) -> tuple[float, float
 def uneven(count: int, ranks: int) -> list[int]:
     """The ranks' parts of ``count``, a multiple of ``ranks``, in the operations that end in ``_v``.
 
-    Ranks 0, 2, ... have half of an equal part less (rounded down), ranks 1, 3, ... that much more; the last of an odd
-    number of ranks has an equal part.
+    Ranks 0, 2, ... have an equal part less half of it (rounded down), and ranks 1, 3, ... as much more.  The last of an
+    odd number of ranks has an equal part.
     """
     part = count // ranks
     return [part if r == ranks - 1 and ranks % 2 else part + (-1, 1)[r % 2] * (part // 2) for r in range(ranks)]
 
 
 def routed(tokens: int, rank: int, ranks: int) -> list[int]:
-    """To how many of a rank's ``tokens`` each rank is a destination.
+    """How many of a rank's ``tokens`` go to each rank.
 
-    A token's experts are drawn alike and without repetition; each rank holds as many experts, and a token goes once to
-    each rank that holds one of its own.
+    The experts of a token are drawn uniformly, without repetition.  All ranks hold the same number of experts.  A token
+    goes once to each rank that holds one of its experts.
     """
-    chosen = np.random.default_rng(rank).random((tokens, EXPERTS)).argpartition(CHOSEN, axis=1)[:, :CHOSEN]
+    chosen = np.random.default_rng(rank).random((tokens, EXPERTS)).argpartition(TOP_K, axis=1)[:, :TOP_K]
     holders = chosen * ranks // EXPERTS
     return [int((holders == r).any(axis=1).sum()) for r in range(ranks)]
 
@@ -145,7 +145,7 @@ class Case:
 
     @cached_property
     def pieces(self) -> list[list[int]]:
-        """Elements by sending and receiving rank, itself included, of the operations that only move, but broadcast."""
+        """Elements from each rank to each, itself included, of operations that only move data, except broadcast."""
         n, parts = self.ranks, self.parts
         if self.op == ROUTING:
             return [[TOKEN * tokens for tokens in routed(self.count // TOKEN, rank, n)] for rank in range(n)]
@@ -163,7 +163,7 @@ class Case:
         return sum(self.pieces[rank][:to]) if self.function.startswith(("all_to_all", "scatter")) else 0
 
     def counts(self, rank: int) -> tuple[list[int], list[int]]:
-        """Of an all_to_all_v, a rank's elements for each rank and from each rank; empty for other operations."""
+        """A rank's elements for each rank and from each rank in an all_to_all_v; empty for other operations."""
         if self.function != "all_to_all_v":
             return [], []
         return self.pieces[rank], [row[rank] for row in self.pieces]
@@ -187,7 +187,7 @@ class Case:
 
     @property
     def busbw_factor(self) -> float:
-        """What the busiest link must carry, over ``count``."""
+        """Elements that the busiest link must carry, divided by ``count``."""
         if self.op != ROUTING:
             return busbw_factor(self.op, self.ranks)
         ends = (self.sends, self.receives)
@@ -251,7 +251,7 @@ def value_range(case: Case) -> tuple[int, int]:
     if high - low < 2:
         raise InvalidArgument(f"{case.redop}: no values of {name} have an exact result on {n} ranks")
     if case.redop == "avg" and case.op in ("scan", "exscan"):
-        raise InvalidArgument(f"avg: expected another operation than {case.op}, which has no average")
+        raise InvalidArgument(f"avg: expected an operation that has an average, got {case.op}")
     if case.redop == "avg" and (n & (n - 1) or not case.dtype.is_float):
         raise InvalidArgument(f"avg: is exact, and so checked, for floats on 2, 4, 8... ranks, got {name} on {n}")
     return low, high

@@ -1,7 +1,7 @@
-"""Several results as one: ``python -m benchmarks.collectives.join FILE... --json JOINED``.
+"""Join several results into one: ``python -m benchmarks.collectives.join FILE... --json JOINED``.
 
-For a run that is too long for one command.  A row replaces that of the same case in an earlier file.  Where the files
-are of several commits, each row keeps its own.
+For a run that is too long for one command.  A row replaces the row of the same case in an earlier file.  If the files
+are of several commits, each row names its commit.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ CASE = ("op", "backend", "algorithm", "dtype", "bytes", "ranks", "mode", "redop"
 
 
 def join(results: list[Row]) -> Row:
-    """One result of all rows.  Raises ConfigError where they were measured on different machines."""
+    """One result with all rows.  ConfigError if they were measured on different machines."""
     for key in ("hardware", "driver"):
         if len(found := {result[key] for result in results}) > 1:
-            raise ConfigError(f"expected results of one {key}, got {', '.join(sorted(map(str, found)))}")
+            raise ConfigError(f"expected results of the same {key}, got {', '.join(sorted(map(str, found)))}")
     commits = {row.get("commit") or result["commit"] for result in results for row in result["rows"]}
     rows: dict[tuple[Any, ...], Row] = {}
     for result in results:

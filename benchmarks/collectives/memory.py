@@ -107,7 +107,7 @@ class Space:
         self._tables = {key: memory.load(period, data.lengths[key]) for key, period in data.tables.items()}
         step = ALIGNMENT // case.dtype.itemsize
         rank = data.input.table
-        sends, receives = (-(-elements // step) * step for elements in case.largest)  # windows are alike on all ranks
+        sends, receives = (-(-elements // step) * step for elements in case.largest)  # equal windows on all ranks
         stride = max(sends, receives) if case.in_place else sends + receives
         slab = allocate((slots + 1) * stride, case.dtype)
         self.slots: list[Slot] = []

@@ -21,7 +21,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     names = ", ".join
-    add("--collective", default="all_reduce", help=f"all of {names(OPERATIONS)}, or some of them and {ROUTING}")
+    add("--collective", default="all_reduce", help=f"all, or some of {names(OPERATIONS)}; or {ROUTING}, by name only")
     add("--sizes", default="1K:64M:x4", help="bytes: first:last:xFACTOR, or a list (default %(default)s)")
     add("--dtype", default="float32", help=f"element type, of {names(MEASURED)} (default %(default)s)")
     add("--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")

@@ -56,10 +56,10 @@ class RawNCCL(Implementation):
         if op in ("gather", "scatter"):
             return partial(getattr(nccl, op), *ends, case.parts[0], kind, ROOT, *last)
         return partial(self._grouped, [partial(function, *arguments, *last)
-                                       for function, *arguments in self._parts(case, *ends, kind)])  # fmt: skip
+                                       for function, *arguments in self._group_of(case, *ends, kind)])  # fmt: skip
 
-    def _parts(self, case: Case, send: int, recv: int, kind: int) -> Iterator[tuple[Any, ...]]:
-        """The calls of a group that do what NCCL has no function for: reduces, or sends and receives."""
+    def _group_of(self, case: Case, send: int, recv: int, kind: int) -> Iterator[tuple[Any, ...]]:
+        """The calls of the group for an operation that NCCL lacks: reduces, or sends and receives."""
         nccl, me, size = self._nccl, self._rank, case.dtype.itemsize
         if case.op == "reduce_scatter_v":
             for root, part in enumerate(case.parts):

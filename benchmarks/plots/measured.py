@@ -29,7 +29,7 @@ Series = dict[int, float]
 
 
 def on_gpus(ranks: int, name: str, op: str = "all_reduce", mode: str = "graph", value: str = "time_us") -> Series:
-    """Of an operation, out of place where the implementation does that."""
+    """Values of an operation by size, out of place if the implementation can do that."""
     wanted: dict[str, Any] = {**GPU_LINES[name], "op": op, "mode": mode, "in_place": name in IN_PLACE_ONLY}
     rows = select(f"collectives-h200-{ranks}", **wanted)
     if not rows and name == "NCCL" and op in ("gather", "scatter", "send_recv"):  # grouped by kos' backend ``nccl``
@@ -48,10 +48,10 @@ def gpu_limits(ranks: int, op: str = "all_reduce") -> Series:
 
 
 def others(ranks: int) -> list[str]:
-    """The operations besides all_reduce that were measured on so many GPUs."""
+    """The operations besides all_reduce that were measured on ``ranks`` GPUs."""
     rows = load(f"collectives-h200-{ranks}")["rows"]
     found = {row["op"]: None for row in rows}
-    return [op for op in dict.fromkeys((*NINE, *found)) if op in found and op != "all_reduce"]
+    return [op for op in dict.fromkeys((*SHOWN_OPERATIONS, *found)) if op in found and op != "all_reduce"]
 
 
 def all_reduce_host(machine: str, ranks: int, name: str, mode: str = "eager", in_place: bool = True) -> Series:
@@ -122,11 +122,11 @@ def variant(row: Row) -> str:
 
 OTHERS_ON = (2, 4)
 """Numbers of GPUs whose files may hold operations besides all_reduce."""
-NINE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
-        "send_recv")  # fmt: skip
+SHOWN_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
+                    "scatter", "send_recv")  # fmt: skip
 COMPARED = ("kos, any buffers", "kos, symmetric buffers", "NCCL", "NCCL, symmetric windows")
 SHOWN_SIZES = (1 << 10, 8 << 10, 128 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
-"""Of the operations besides all_reduce, in tables."""
+"""Sizes in the tables of operations besides all_reduce."""
 
 
 ATTENTION = [  # preset of the file, label

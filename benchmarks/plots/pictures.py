@@ -98,7 +98,7 @@ def all_reduce_hosts() -> Any:
 def collectives() -> Any:
     """Nine operations on 4 GPUs."""
     figure, panels = new(7.0, rows=3, columns=3, sharex=True)
-    for axes, op in zip(panels.flat, measured.NINE, strict=True):
+    for axes, op in zip(panels.flat, measured.SHOWN_OPERATIONS, strict=True):
         for name in measured.COMPARED:
             line(axes, name, measured.on_gpus(4, name, op))
         bound = measured.gpu_limits(4, op)

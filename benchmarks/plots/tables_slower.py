@@ -1,4 +1,4 @@
-"""Where a peer's collectives are faster than those of kos: by size, how many times as long kos takes."""
+"""Sizes at which collectives of another library are faster, and how many times as long kos takes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.plots.measured import Series
 from benchmarks.plots.results import select, size, table
 
 FROM = 1.02
-"""Less is not told from noise."""
+"""The smallest ratio of times that is listed: smaller ones may be noise."""
 
 
 def gpus() -> str:
@@ -23,7 +23,7 @@ def gpus() -> str:
 
 
 def hosts() -> str:
-    """Calls back to back beside Open MPI: all_reduce in place, of the others broadcast."""
+    """Calls back to back beside Open MPI.  all_reduce and broadcast are in place, the others out of place."""
     rows = []
     for machine, title in (("xeon", "Xeon"), ("epyc", "EPYC")):
         for ranks in (2, 4):
@@ -47,7 +47,7 @@ def fastest(*lines: Series) -> Series:
 
 
 def spans(kos: Series, peer: Series) -> str:
-    """Sizes at which kos takes longer, neighbours together, and how many times as long."""
+    """Ranges of sizes at which kos takes longer, and how many times as long."""
     found: list[list[tuple[int, float]]] = [[]]
     for nbytes in sorted(set(kos) & set(peer)):
         ratio = kos[nbytes] / peer[nbytes]

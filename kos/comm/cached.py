@@ -5,8 +5,8 @@ operation, reduce op, root or message, output and streams equal those of the cac
 only marks it, so an array that is used once, such as a view, is not cached.  A hit takes a third of the time of a full
 call.
 
-On GPUs a hit also equals the cached call in whether a graph captures it, where its route or its memory depends on that.
-The driver is queried once for both, and only then.
+On GPUs the route or the memory of a call may depend on whether a graph captures it.  A hit then equals the cached call
+in that too.  Only then is the driver queried, once for both.
 
 The cache holds weak references to arrays on GPUs.  An ndarray may change its shape, and keeps its address only while a
 view of it exists.  So the cache holds ndarrays, at most ``HELD_BYTES`` in all, and compares shapes, dtypes and flags.
@@ -70,7 +70,7 @@ class _DeviceEntry(_Entry):
         in_windows = type(route.launch) is InWindows
         self.captured = None if route.fixed and not in_windows else is_captured(call.stream)
         """Whether a graph captured the call, if its route or its launch depends on that."""
-        if in_windows and not self.captured:  # a hit is never captured: its launch need not look for a graph
+        if in_windows and not self.captured:  # no hit is captured: its launch need not query that
             call.route = replace(route, launch=route.launch.launch)
 
     def matches(self, x: Any, out: Any) -> bool:

@@ -277,7 +277,7 @@ class Operations:
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
 
-        As ``scan``, but rank 0 has no result: it keeps its ``x`` and ``out``, and gets None.
+        Like ``scan``, but rank 0 has no result: its ``x`` and ``out`` do not change, and it gets None.
 
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """

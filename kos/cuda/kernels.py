@@ -228,8 +228,8 @@ class Kernel:
         ``grid`` and ``block`` are int or tuple, ``shared`` the dynamic shared memory of a block in bytes.
         ``cooperative`` guarantees that all blocks run at once, or refuses.  ``overlap`` lets the launch begin before
         the kernel queued before it has ended (programmatic dependent launch): the kernel must wait for it itself.
-        At a launch on a default stream the device must be current; the context of another stream is its own.  One
-        thread at a time may call the function.
+        For a launch on a default stream the device must be current; any other stream has its own context.  One thread
+        at a time may call the function.
         """
         self._allow(shared)
         config = _launch_config(grid, block, shared, cooperative, overlap)

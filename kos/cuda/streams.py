@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LEGACY = 1
 """Handle of the legacy default stream (CU_STREAM_LEGACY), as in DLPack and ``__cuda_array_interface__``."""
 PER_THREAD = 2
-"""Handle of the per-thread default stream.  This and the legacy one are streams of the device that is current."""
+"""Handle of the per-thread default stream.  Both default streams are streams of the current device."""
 
 
 def create_stream(device: int, *, urgent: bool = False) -> Stream:

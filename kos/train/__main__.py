@@ -26,7 +26,7 @@ TURN_SECONDS = 0.3
 
 ECHO_SECONDS = 3.0
 """How long a rank that lost another waits before it says so: under mpirun the other's exit ends it first.
-It does not wait for a rank whose process ended without a report."""
+It does not wait if the process of the other rank ended without a report."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +83,7 @@ def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
     ranks have the same error, the lowest of them prints it, once.
     """
     Stop.ignore()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # half a second later mpirun kills
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
     shared = isinstance(error, KosError) and error.on_every_rank
     likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
     if (shared or likely) and rank != 0:

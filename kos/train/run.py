@@ -40,7 +40,7 @@ from kos.train.engine.choose import choose_device, layout_of, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.parallel.failures import alike, alone, same_on_all, stop_together, together
+from kos.train.parallel.failures import alone, raised_on_every_rank, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands, trackers
@@ -78,10 +78,10 @@ class Trainer:
         same_on_all(comm, {name: value for name, value in self._asked.items() if name not in PATHS})
         self.profiler = Profiler()
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
-        with alike():
+        with raised_on_every_rank():
             layout = layout_of(config, comm.size)
         self.mesh, device = Mesh(world, layout), choose_device(config.device, comm)
-        with alike():
+        with raised_on_every_rank():
             self.config = config = config.for_world(layout.dp, device)
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
@@ -100,7 +100,7 @@ class Trainer:
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.data = self._load_data()
             same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
-            with alike():
+            with raised_on_every_rank():
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             if self.source is not None:
                 alone(comm, self._check_source)
@@ -257,7 +257,7 @@ class Trainer:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
 
     def _close_groups(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Of a run that failed the world's abort ends them: ranks out of step cannot close them together."""
+        """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
         broken = failed is not None and not issubclass(failed, Stopped)
         self.engine.close(broken)
         if not broken:
@@ -306,7 +306,7 @@ class Trainer:
             try:
                 if self.start:
                     over = self.start >= config.steps and not config.profile
-                    done = f" (nothing to do: --steps is {config.steps}, a larger one goes on)" * over
+                    done = f" (nothing to do: --steps is {config.steps}; for more steps, set it higher)" * over
                     self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
                 if config.profile:
                     return self.console.say(
@@ -317,7 +317,7 @@ class Trainer:
                 stop_together(self.comm, self.stop)
                 self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
                 if self.comm.rank == 0:
-                    self.stop.go_on = f"; to go on: {commands.resume(self.out, self.comm.size)}"
+                    self.stop.advice = f"; to go on: {commands.resume(self.out, self.comm.size)}"
                 self.console.close()
                 stopped = train(self.engine, config, self)
                 self._finish_save()
@@ -461,7 +461,7 @@ class Trainer:
 
     def _conclude(self, stopped: bool) -> None:
         text, config, step = "", self.config, self.step
-        self.stop.plan, self.stop.go_on = "ending the sample, all steps are saved", ""
+        self.stop.plan, self.stop.advice = "ending the sample, all steps are saved", ""
         if step == config.steps and config.sample_tokens and not stopped:
             next_logits, model = self.engine.sampler(), self.mesh.model
 
@@ -493,7 +493,7 @@ class Trainer:
 
 
 def _layout_in(description: Mapping[str, Any]) -> list[Any]:
-    """What distinguishes the layouts of two runs."""
+    """Ranks, tp, pp and cp of a run: equal lists are the same layout."""
     asked = description.get("config", {})
     return [description.get("ranks"), *(asked.get(axis, 1) for axis in ("tp", "pp", "cp"))]
 

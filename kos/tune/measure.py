@@ -42,7 +42,7 @@ other route is faster by more than ``_NOISE`` microseconds and 0.5%, and also fa
 _CHOICE = 1.1
 """A choice between an eager and a graph route takes a tenth of the time of a small call."""
 _EAGER_UP_TO = 4 * MB
-"""The largest eager calls that are measured: larger ones take as long as in a graph."""
+"""Bytes of the largest eager calls that are measured: larger ones take as long as in a graph."""
 _UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
@@ -75,9 +75,9 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
         here, next_ = times[size], times.get(larger, {})
         fastest = min(here, key=lambda name: here[name])
         lead = here.get(former, math.inf) - here[fastest]
-        stays = fastest == min(next_, key=lambda name: next_[name], default=None)
-        lasts = stays and lead > max(_NOISE, here[fastest] / 200)
-        if former and (lasts or here[fastest] * (_TIE - 1) < lead):
+        next_too = fastest == min(next_, key=lambda name: next_[name], default=None)
+        ahead = next_too and lead > max(_NOISE, here[fastest] / 200)
+        if former and (ahead or here[fastest] * (_TIE - 1) < lead):
             rows.append((crossing(times, smaller, size, former, fastest), former))
             former = fastest
         former, smaller = former or fastest, size
@@ -92,8 +92,8 @@ def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
     return round(a * (b / a) ** part)
 
 
-def alone(times: Times) -> list[int]:
-    """The sizes at which another route is the fastest than at the sizes before and after: perhaps by chance."""
+def outliers(times: Times) -> list[int]:
+    """The sizes whose fastest route differs from the one that both neighbouring sizes share: perhaps by chance."""
     fastest = [(nbytes, min(us, key=lambda name: us[name])) for nbytes, us in sorted(times.items())]
     return [at for (_, a), (at, b), (_, c) in zip(fastest, fastest[1:], fastest[2:], strict=False) if a == c != b]
 
@@ -192,7 +192,7 @@ class Tuner:
         return self.peer.backend
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool, larger: Times) -> tuple[Route, Times]:
-        """The faster backend, by size, and the times; ``larger``: those of sizes that are not measured here."""
+        """The faster backend by size, and the times.  ``larger``: the times of sizes that are not measured again."""
         whole = operation in ("all_gather", "gather", "scatter")
         most = self.largest // (self.size if whole else 1)
 
@@ -205,7 +205,7 @@ class Tuner:
             }
 
         times = {n: larger[n] if n in larger else measured(n) for n in self.sizes if n <= most}
-        for nbytes in alone(times):
+        for nbytes in outliers(times):
             again = measured(nbytes)
             times[nbytes] = {name: min(us, again[name]) for name, us in times[nbytes].items()}
         for nbytes, us in times.items():

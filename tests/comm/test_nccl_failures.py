@@ -322,7 +322,7 @@ def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypat
         gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
 
 
-@pytest.mark.parametrize("status", [2, 3, 6])  # as NCCL ends when a rank dies amid its start
+@pytest.mark.parametrize("status", [2, 3, 6])  # what NCCL reports if a rank dies while it starts
 def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(
     status: int, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,16 +354,16 @@ def test_an_error_of_nccl_is_explained_by_the_rank_that_is_gone(
 
 @on_each_rank(FakeRanks(1).run)
 def test_a_failure_does_not_wait_for_graphs(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL's abort waits until no graph has its kernels (commDestroySync in NCCL's init.cc, from 2.26)."""
-    graphs_are_gone, heard = threading.Event(), threading.Event()
+    """NCCL's abort waits until no graph holds its kernels (commDestroySync in NCCL's init.cc, from 2.26)."""
+    graphs_are_gone, notified = threading.Event(), threading.Event()
     monkeypatch.setattr(fake, "comm_abort", lambda comm: graphs_are_gone.wait(60))
     monkeypatch.setattr(driver.cu, "cuStreamQuery", lambda stream: (600,))
-    gpu.comm.on_failure(lambda error: heard.set())
+    gpu.comm.on_failure(lambda error: notified.set())
     work = gpu.comm.all_reduce_init(Array.zeros(5, np.float32, 0)).start()
     began = time.monotonic()
     with pytest.raises(CollectiveTimeout, match="not complete"):
         work.synchronize(0.1)
-    assert heard.wait(10) and time.monotonic() - began < 15
+    assert notified.wait(10) and time.monotonic() - began < 15
     graphs_are_gone.set()
 
 

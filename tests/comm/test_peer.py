@@ -275,7 +275,7 @@ def test_views_put_and_get(gpu: Any, /) -> None:
     x = comm.allocate((n, 100_000), np.float32)
     views = comm.views(x)
     for turn in range(20):
-        comm.barrier(stream=stream)  # the former turn was read
+        comm.barrier(stream=stream)  # all ranks have read the former values
         for r, view in enumerate(views):
             view[me].copy_from(np.full(100_000, 1000 * turn + 10 * me + r, np.float32), stream)
         comm.barrier(stream=stream)
@@ -287,7 +287,7 @@ def test_views_put_and_get(gpu: Any, /) -> None:
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all"])
 @on_each_rank("ranks.run")
 def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from ``_COPIES_FROM`` bytes on; in graphs too, in place and out of place."""
+    """The path from ``_COPIES_FROM`` bytes on: in graphs too, in place and out of place."""
     comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 400_000  # too large for packets
     if n == 1:
         pytest.skip("one rank copies nothing")

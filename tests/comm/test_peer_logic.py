@@ -158,7 +158,7 @@ def test_an_all_to_all_into_symmetric_memory(
     ranks.run(body)
 
 
-def test_a_rank_alone_exchanges_with_itself(ranks: ThreadRanks) -> None:
+def test_a_group_of_one_rank_exchanges_with_itself(ranks: ThreadRanks) -> None:
     def body(gpu: Any) -> None:
         alone = gpu.comm.split(gpu.comm.rank)
         for name in ("all_gather", "all_to_all", "broadcast", "scatter"):
@@ -321,7 +321,7 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
         comm.barrier(stream=5)
         assert x[SIZE - 1].numpy().tolist() == [10 + (me - 1) % SIZE] * 2
         for other in (Array.zeros(6, np.float32, 0), np.zeros(6, np.float32)):
-            with pytest.raises(InvalidArgument, match=r"^x: expected an array of .* float32\[6\] of other memory"):
+            with pytest.raises(InvalidArgument, match=r"^x: expected an array of .* float32\[6\] in other memory"):
                 comm.views(other)
         for empty in (comm.allocate((0, 2), np.float32), x[:0], x[SIZE:]):
             assert [view.shape for view in comm.views(empty)] == [(0, 2)] * SIZE

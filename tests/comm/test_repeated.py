@@ -274,12 +274,12 @@ def test_auto_repeats_where_a_graph_goes_another_way_too(
 @pytest.mark.parametrize("route_depends", [False, True], ids=["one route", "another in a graph"])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["any", "symmetric"])
 @pytest.mark.parametrize("stream", [Stream(5), None], ids=["a stream", "legacy"])
-def test_a_repeated_call_asks_at_most_once_whether_its_stream_is_captured(
+def test_a_repeated_call_queries_the_capture_at_most_once(
     of_graphs: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None, symmetric: bool, route_depends: bool
 ) -> None:
     function, queries = driver.cu.cuStreamIsCapturing, list[int]()
     monkeypatch.setattr(driver.cu, "cuStreamIsCapturing", lambda stream: queries.append(stream) or function(stream))
-    monkeypatch.setattr(NCCLBackend, "marks", 0)  # or the watchdog has a call marked, which asks again
+    monkeypatch.setattr(NCCLBackend, "marks", 0)  # else the watchdog marks a call, which queries again
 
     def body(comm: kos.Communicator, log: test_auto.Log) -> None:
         count = 8 if route_depends else 1000

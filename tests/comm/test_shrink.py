@@ -211,7 +211,7 @@ def test_the_job_ends_after_a_rank_has(tmp_path: Path, end: str) -> None:
 import select
 def say(*words):
     print(*words, flush=True)
-    with open(f"{tmp_path}/said {{comm.rank}}", "w") as file:  # of 240 jobs the output of 2 lacked a line
+    with open(f"{tmp_path}/said {{comm.rank}}", "w") as file:  # 2 of 240 jobs lost a line of output
         print(*words, file=file)
 with kos.init("mpi", timeout=60) as comm:
     comm.all_reduce(np.ones(3))

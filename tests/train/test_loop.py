@@ -277,7 +277,7 @@ def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Pa
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
     said = capsys.readouterr().out
-    done = "(nothing to do: --steps is 2, a larger one goes on)"
+    done = "(nothing to do: --steps is 2; for more steps, set it higher)"
     assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 {done}\n" in said
     assert said.count("more steps: ") == 1, "a command that does 4 steps in all would do one more"
     assert tensors_of_run(tmp_path / "b") == tensors_of_run(tmp_path / "a")
@@ -458,10 +458,10 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize("call", ["send", "recv"])
-def test_a_rank_that_dies_in_a_pipeline_takes_no_advice_along(
+def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
     text: Path, tmp_path: Path, schedule: str, call: str
 ) -> None:
-    """While messages are under way in the other direction: the first cause, the step, and once how to go on."""
+    """Also while messages go in the other direction: the first cause, the step, and once the command to resume."""
     shape: dict[str, Any] = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
     said: dict[int, str] = {}
 
@@ -472,7 +472,7 @@ def test_a_rank_that_dies_in_a_pipeline_takes_no_advice_along(
         except RankLost as error:
             said[comm.rank] = str(error)
 
-    for fault in range(51, 64, 8):  # in the fourth step, 16 messages each: two are tried before the first
+    for fault in range(51, 64, 8):  # in the fourth step of 16 messages: two trial steps precede step 1
         shutil.rmtree(tmp_path, ignore_errors=True)
         said.clear()
         spawn(run, 3, timeout=100, faults=[Fault("crash", 1, fault, call=call)])

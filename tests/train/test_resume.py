@@ -154,8 +154,8 @@ def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> N
     assert "in all: 1 step of " in said and ", 1 validation of " in said
 
 
-def test_a_folder_that_was_moved_goes_on(text: Path, tmp_path: Path) -> None:
-    """By the command that a run prints, with the new place in it; a copy of config.json alone is no run."""
+def test_a_run_resumes_in_a_moved_folder(text: Path, tmp_path: Path) -> None:
+    """With the printed command and the new path in it.  A copy of config.json alone is no run."""
     _train(text, tmp_path / "a", steps=2)
     (tmp_path / "a").rename(tmp_path / "b")
     config = parse(["--config", str(tmp_path / "b/config.json"), "--resume", "auto", "--steps", "3"])

@@ -194,8 +194,8 @@ def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], e
     assert said.err.startswith("kos: error:") and expected in said.err and "expected" in said.err
 
 
-def test_words_of_a_sample_are_not_glued_to_the_prompt() -> None:
-    """Of token numbers, and of a tokenizer that drops the space before a text's first word."""
+def test_a_sample_keeps_the_space_after_the_prompt() -> None:
+    """For token numbers, and for a tokenizer that drops the space before a text's first word."""
 
     def next_logits(tokens: np.ndarray) -> np.ndarray:
         return np.eye(9)[(tokens[0, -1] + 1) % 9]

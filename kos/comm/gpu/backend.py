@@ -529,13 +529,13 @@ class DeviceBackend(Backend):
         """Let kernels that wait for other ranks end, without waiting for that."""
 
     def abort_device(self) -> None:
-        """End what is in flight on the GPU, now, without the other ranks, and wait until the GPU is idle."""
+        """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""
         self.signal_abort()
         if not mpi_job.in_thread(self._drain, _ABORT_SECONDS):
             log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
 
     def _drain(self) -> None:
-        with suppress(CudaError):  # of a broken context, which runs nothing any more
+        with suppress(CudaError):  # a broken context runs nothing any more
             driver.synchronize(self.device)
 
     def unwatch(self) -> None:

@@ -197,7 +197,7 @@ class NCCLBackend(DeviceBackend):
             rest.callback(self._token.close)
             rest.callback(lambda: self._windows.free(self._windows.unused()))
             if comm is not None:
-                rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close (NCCL waits for graphs)")
+                rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close (NCCL waits for CUDA graphs)")
             rest.callback(setattr, self, "_comm", None)
             self._windows.free(self._windows.unused())
 
@@ -212,13 +212,13 @@ class NCCLBackend(DeviceBackend):
                 self._ending = self._begin(partial(binding.abort, comm), "nccl: abort")
 
     def abort_device(self) -> None:
-        """Also wait for NCCL to free its memory, but not for long: it waits for all graphs that hold its kernels."""
+        """Also wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""
         super().abort_device()
         ending, self._ending = self._ending, None
         if ending is None or not wait([ending], _FREE_SECONDS).done:
             return
         error = ending.exception()
-        if error is not None and not isinstance(self.broken, CudaError):  # else it follows from that one
+        if error is not None and not isinstance(self.broken, CudaError):  # else this error follows from it
             log.warning("rank %d: abort of NCCL: %s", self.rank, error)
 
     def inspect(self, o: Call) -> None:

@@ -149,7 +149,7 @@ def error_of(error: Exception, what: str) -> KosError | None:
     if type(error).__name__ != "NCCLError" or status is None:
         return None
     kind: type[KosError] = CollectiveError
-    if status in (_SYSTEM_ERROR, _INTERNAL_ERROR, _REMOTE_ERROR):  # mostly: another rank is gone
+    if status in (_SYSTEM_ERROR, _INTERNAL_ERROR, _REMOTE_ERROR):  # in most cases another rank is gone
         kind = EndedEarly
     elif status == _CUDA_ERROR:
         kind = CudaError

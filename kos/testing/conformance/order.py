@@ -97,7 +97,7 @@ def views_put_and_get(comm: Communicator) -> None:
         comm.views(x.copy())
     for empty in (comm.allocate((0, 3), np.float32), x[:0], x[n:]):
         assert [view.shape for view in comm.views(empty)] == [(0, 3)] * n
-    with raises(InvalidArgument, r"x: expected an array of allocate, .*, got float32\[0\] of other memory"):
+    with raises(InvalidArgument, r"x: expected an array of allocate, .*, got float32\[0\] in other memory"):
         comm.views(np.empty(0, np.float32))
     del x, other, empty  # views keep the memory
     views[(me + 1) % n][:] = me

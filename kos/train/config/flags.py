@@ -215,7 +215,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_config_file(path: Path) -> Mapping[str, Any]:
     """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part).
 
-    That run is where the file is beside its checkpoints, also if the folder was moved.
+    If the folder ``checkpoints`` is beside that config.json, ``out`` is the folder of the file: it may have been moved.
     """
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")

@@ -23,7 +23,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.parallel import schedules
 from kos.train.parallel.data import DataParallel, TreeSum, make_buckets, shard_batch
-from kos.train.parallel.failures import alike
+from kos.train.parallel.failures import raised_on_every_rank
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
@@ -66,7 +66,7 @@ class Engine(Step):
         assert config.micro_batch_size is not None  # for_world has chosen it
         self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
         self.accumulation_steps = len(self.micro_batches)
-        with alike():
+        with raised_on_every_rank():
             split_of(config, model, mesh)  # raises where it does not fit the ranks
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, self.accumulation_steps, config.pp_chunks)
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
@@ -102,7 +102,7 @@ class Engine(Step):
         raise NotImplementedError
 
     def close(self, failed: bool = False) -> None:
-        """Close the pipeline's communicators. If a rank ``failed``, the abort of the world ends them."""
+        """Close the pipeline's communicators. After a failure (``failed``) the abort of the world ends them."""
         if not failed:
             self.pipeline.close()
 

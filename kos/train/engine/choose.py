@@ -15,7 +15,7 @@ from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import DRIVER
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.parallel.failures import alike
+from kos.train.parallel.failures import raised_on_every_rank
 from kos.train.parallel.mesh import Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
@@ -31,7 +31,7 @@ def make_engine(
     if config.device == "cuda":
         if config.deterministic and mesh.tp.size > 1:
             why = "where sums over features are not split"
-            with alike():
+            with raised_on_every_rank():
                 raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {mesh.tp.size}")
         from kos.train.engine.cuda import CudaEngine
 

@@ -38,7 +38,7 @@ PACKAGES = (
 def thread_pools() -> ThreadpoolController:
     """Those of BLAS. To be called before other threads import: the look-up holds the loader's lock and waits for
     Python's, an import the other way round."""
-    from threadpoolctl import ThreadpoolController  # here: the benchmarks of collectives do without it
+    from threadpoolctl import ThreadpoolController  # here, since the benchmarks of collectives do not need it
 
     return ThreadpoolController()
 

@@ -53,5 +53,6 @@ def sample_text(
     """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
     ids = tokenizer.encode(prompt).tolist()
     tokens = [*generate(next_logits, context, ids or [tokenizer.start], count, stop=tokenizer.eos, **options)]
-    before, whole = tokenizer.decode(ids), tokenizer.decode([*ids, *tokens])  # with the space between two words
+    before = tokenizer.decode(ids)
+    whole = tokenizer.decode([*ids, *tokens])  # with the space between prompt and sample
     return prompt + (whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens))

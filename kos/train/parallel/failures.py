@@ -79,8 +79,8 @@ def _run_and_compare(
 
 
 @contextmanager
-def alike() -> Iterator[None]:
-    """A ConfigError inside is that of every rank, as settings are that ``same_on_all`` has compared."""
+def raised_on_every_rank() -> Iterator[None]:
+    """Mark a ConfigError as one that every rank raises: that of settings that ``same_on_all`` has compared."""
     try:
         yield
     except ConfigError as error:

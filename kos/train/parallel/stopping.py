@@ -17,7 +17,10 @@ from kos.errors import KosError
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 """What asks for it: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
 
-KILLED = "mpirun kills its ranks half a second after Ctrl-C or a rank's loss (SIGUSR1 to mpirun, or make train, waits)"
+KILLED = (
+    "mpirun kills its ranks half a second after Ctrl-C or the loss of a rank"
+    " (with SIGUSR1 to mpirun, or with make train, it waits)"
+)
 """What Open MPI does after it has sent SIGTERM to its ranks."""
 
 
@@ -35,9 +38,9 @@ class Stop:
         self._number = SIGNALS[0]  # of the signal
         self.plan = "stopping before the first step"
         """What a stop does now."""
-        self.go_on = ""
-        """What to say to the user of a job whose ranks mpirun kills."""
-        self.advised = False  # whether that was said
+        self.advice = ""
+        """How to resume; printed if mpirun is about to kill the ranks."""
+        self.advised = False  # whether it was printed
         self._listens = False
 
     def listen(self) -> None:
@@ -54,8 +57,8 @@ class Stop:
             while (number := os.read(reader, 1)[0]) not in SIGNALS:
                 pass
             killed = number != signal.SIGUSR1 and "OMPI_COMM_WORLD_SIZE" in os.environ
-            self.advised = killed and bool(self.go_on)
-            say(f"kos: {self.plan}; {KILLED + self.go_on if killed else 'Ctrl-C again to end now'}")
+            self.advised = killed and bool(self.advice)
+            say(f"kos: {self.plan}; {KILLED + self.advice if killed else 'Ctrl-C again to end now'}")
 
         reader, writer = os.pipe()
         os.set_blocking(writer, False)

@@ -43,7 +43,7 @@ def sample(out: Path, config: TrainConfig) -> str:
 
 
 def plot(out: Path) -> str | None:
-    """A picture of the metrics of the run in ``out``; None without matplotlib."""
+    """To plot the metrics of the run in ``out``; None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     return shlex.join([python(), "-m", "kos.train.tools.plot", str(out)])

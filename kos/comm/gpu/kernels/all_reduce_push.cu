@@ -9,7 +9,7 @@
 // only when all ranks have pushed, so they have started; in place, they have read the input that it overwrites.  A
 // barrier at the end ensures that all sums have arrived.  An output that is not symmetric is collected in staging
 // memory, ``piece`` elements at a time, and copied by its own rank.  A reduce-scatter omits the last step: a sum stays
-// on the rank that added it.  So half of a block pushes and the other half adds, and the wire is busy all the time.
+// on the rank that added it.  Half of a block pushes and the other half adds, so that the links are busy all the time.
 #include "channel.cuh"
 #include "reduce.cuh"
 
@@ -18,7 +18,7 @@
 #define REDUCE_SCATTER 2
 
 #ifndef THREADS
-#define THREADS 512 /* that push, and that add: the same, or as many others */
+#define THREADS 512 /* that push; the same threads add, or as many others */
 #endif
 
 constexpr int PER_VECTOR = 16 / sizeof(Bits);
@@ -129,7 +129,7 @@ struct Share {
     }
 };
 
-// All batches; the next one is on the wire while one is added, by the same threads or by the other half of the block.
+// All batches.  While one is added, the next one is sent: by the same threads, or by the other half of the block.
 template <int TARGETS, bool HALVES>
 __device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, unsigned batches, bool plain) {
     const unsigned before = channel.batches, t = threadIdx.x % THREADS, half = threadIdx.x / THREADS;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, u
             if (plain) s.push<true>(g, t);
             else s.push<false>(g, t);
             part_barrier(half, THREADS);
-            channel.tell(PUSHED, before + g + 1, t);
+            channel.notify(PUSHED, before + g + 1, t);
         }
         if (half != HALVES || g == 0) continue;
         channel.await(PUSHED, before + g, t, 1);
@@ -151,7 +151,7 @@ __device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, u
         else s.add<false, TARGETS>(g - 1, t);
         if (g + 1 >= batches) continue;
         part_barrier(half, THREADS);
-        channel.tell(TAKEN, before + g, t);
+        channel.notify(TAKEN, before + g, t);
     }
     channel.batches += batches;
     channel.barrier(2);

@@ -120,7 +120,7 @@ struct Channel {
 
     // Release, by thread t after a barrier of its part of the block: all reads and writes of that part precede its
     // counter in the other ranks' slabs.
-    __device__ __forceinline__ void tell(Flag flag, unsigned counter, unsigned t) const {
+    __device__ __forceinline__ void notify(Flag flag, unsigned counter, unsigned t) const {
         if (t < RANKS && t != rank) store_release(context->slab[t] + line() + flag + 4 * rank, counter);
     }
 
@@ -141,7 +141,7 @@ struct Channel {
     __device__ __forceinline__ void barrier(int phase) {
         ++barriers;
         __syncthreads();
-        tell(ARRIVED, barriers, threadIdx.x);
+        notify(ARRIVED, barriers, threadIdx.x);
         await(ARRIVED, barriers, threadIdx.x, phase);
         __syncthreads();
     }

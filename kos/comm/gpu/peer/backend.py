@@ -138,7 +138,7 @@ class PeerBackend(DeviceBackend):
     def views(self, x: Buffer) -> list[Any]:
         memory = self._engine.memory_of(x.pointer, x.nbytes) if x.device == self.device else None
         if memory is None:
-            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got {x} of other memory")
+            raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got {x} in other memory")
         offset, owner = x.pointer - memory.pointer, MappedPart(memory, x.array)
         stream = getattr(x.array, "stream", None)
         parts = ((base + offset, x.shape, x.dtype, self.device) for base in memory.pointers)
@@ -256,7 +256,7 @@ class PeerBackend(DeviceBackend):
     def _launch(self, run: Run, stream: int) -> None:
         """Queue it behind the last operation, wherever that was queued: the kernels share the slab.
 
-        A launch on a default stream goes to the current device, on another stream to the device of the stream.
+        A launch on a default stream goes to the current device.  On another stream it goes to the device of the stream.
         """
         if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
             return run(stream)
@@ -373,15 +373,15 @@ class PeerBackend(DeviceBackend):
             beside = self.beside(o)
             direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
             if direct is not None:
-                way = self._engine.writes_by("all_gather", send[1], beside)
-                route.kernel = self._engine.route(Launch(way), recv[1], recv[0])
+                algorithm = self._engine.write_algorithm("all_gather", send[1], beside)
+                route.kernel = self._engine.route(Launch(algorithm), recv[1], recv[0])
                 return direct
         if o.name == "all_to_all":
             part = send[1] // self.size
             direct = self._engine.bind_all_to_all(send[0], recv[0], part)
             if direct is not None:
-                way = self._engine.writes_by("all_to_all", part)
-                route.kernel = self._engine.route(Launch(way), recv[1], recv[0])
+                algorithm = self._engine.write_algorithm("all_to_all", part)
+                route.kernel = self._engine.route(Launch(algorithm), recv[1], recv[0])
                 return direct
         pieces = exchange_of(o, self.rank, self.size)
         return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o))

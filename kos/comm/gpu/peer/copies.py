@@ -27,13 +27,13 @@ _BLOCKS = 132
 
 
 def _wait(before: int, after: int, event: Event) -> None:
-    """What stream ``after`` does next follows what ``before`` has been given."""
+    """Let stream ``after`` wait for what has been queued on stream ``before``."""
     event.record(before)
     event.hold(after)
 
 
 def _on_device(device: int, run: Run, stream: Any) -> None:
-    """Copies, unlike kernels, need a current device on any stream."""
+    """Run with ``device`` current.  Unlike kernels, copies need a current device on any stream."""
     with driver.on_device(device):
         run(stream)
 
@@ -64,7 +64,7 @@ class Copies:
         stride = step * itemsize
         start = self._staging_memory(min(launch.pieces, 2) * size * stride)
         staging = [start + half * size * stride for half in range(2)]
-        copy = self._second()
+        copy = self._second_stream()
         events, others = [Event(self._device) for _ in range(2 * len(cuts) + 2)], self._others
         add = partial(kernel.bind, launch.blocks or _BLOCKS, launch.threads, rank)
         sums = [
@@ -122,10 +122,11 @@ class Copies:
         return partial(_on_device, self._device, run)
 
     def move(self, barrier: Run, nbytes: int, places: Sequence[tuple[int, int]]) -> Run:
-        """Copy ``nbytes`` to each rank: from and to where ``places[r]`` says, (target, source), as this rank sees it.
+        """Copy ``nbytes`` to each rank r.  ``places[r]``: pointers of target and source, as this rank sees them.
 
-        This rank's own are copied beside the others, on a stream of their own, unless they are where they belong."""
-        rank, copy, events = self._rank, self._second(), (Event(self._device), Event(self._device))
+        This rank's copy to itself runs beside the others on a second stream, unless its target is its source.
+        """
+        rank, copy, events = self._rank, self._second_stream(), (Event(self._device), Event(self._device))
         own = [] if places[rank][0] == places[rank][1] else [places[rank]]
         pushes = [places[peer] for peer in self._others]
 
@@ -143,8 +144,8 @@ class Copies:
 
         return partial(_on_device, self._device, run)
 
-    def _second(self) -> int:
-        """The stream of copies beside a caller's."""
+    def _second_stream(self) -> int:
+        """Handle of the stream for copies that run beside the caller's stream."""
         if self._stream is None:
             self._stream = create_stream(self._device)
         return streams.handle(self._stream)

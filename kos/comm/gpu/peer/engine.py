@@ -54,10 +54,10 @@ BESIDE_BLOCKS = 8
 multiprocessors.  Not measured."""
 
 _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
-"""Bytes of one rank's pieces to all others, up to which they travel as packets: usually, and where a rank sends on what
-it receives, and so saves a second wait for a batch.  Packets take twice the bytes."""
+"""Bytes of one rank's pieces to all others, up to which they are sent as packets.  The second limit holds where ranks
+forward what they receive, since packets then save a second wait for a batch.  Packets take twice the bytes."""
 _COPIES_FROM = 160 << 20
-"""The same from which copy engines move what all-gather and all-to-all write to symmetric outputs."""
+"""The same from which copy engines carry all-gather and all-to-all into symmetric outputs."""
 _DIRECT_FROM = 512 << 10
 """The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
 _SHARE, _SMALL_SHARE = 8192, 1024
@@ -379,8 +379,8 @@ class PeerEngine:
         """The all-to-all of ``nbytes`` from each rank to each into symmetric memory; None as in ``bind_all_gather``."""
         return self._bind_writes("all_to_all", send, recv, nbytes)
 
-    def writes_by(self, name: str, nbytes: int, beside: bool = False) -> str:
-        """What writes ``nbytes`` from each rank to each to symmetric memory: the kernel ``name`` or copy engines."""
+    def write_algorithm(self, name: str, nbytes: int, beside: bool = False) -> str:
+        """What writes ``nbytes`` from each rank to symmetric memory of each: the kernel ``name`` or copy engines."""
         return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
 
     def _bind_writes(self, name: str, send: int, recv: int, nbytes: int, beside: bool = False) -> Run | None:
@@ -388,7 +388,7 @@ class PeerEngine:
         by_packets = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM and not beside
         if place is None or nbytes % 16 or not nbytes or by_packets:
             return None
-        if self.writes_by(name, nbytes, beside) == "copies":
+        if self.write_algorithm(name, nbytes, beside) == "copies":
             stride, outputs = nbytes * (name == "all_to_all"), self._everywhere(recv)
             places = [(to + self.rank * nbytes, send + r * stride) for r, to in enumerate(outputs)]
             return self._copies.move(self.bind_barrier(overlap=False), nbytes, places)

@@ -50,7 +50,7 @@ class SharedArrays:
                 return [_typed(memory, r * part + offset, x.nbytes, x.shape, x.dtype.numpy) for r in range(size)]
         if self._refusal:
             raise BackendUnavailable(f"views: the ranks share no memory: {self._refusal}")
-        raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got {x} of other memory")
+        raise InvalidArgument(f"x: expected an array of allocate, or a part of one, got {x} in other memory")
 
 
 def _map(file: int) -> Array:
@@ -61,5 +61,5 @@ def _map(file: int) -> Array:
 
 
 def _typed(memory: Array, start: int, nbytes: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    # In two steps: an empty slice of NumPy begins where its base does, and lies at no rank's place.
+    # In two steps: in NumPy an empty slice begins where its base does, which is not at the rank's part.
     return memory[start:][:nbytes].view(dtype).reshape(shape)
