@@ -282,6 +282,7 @@ class Operations:
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        plain = plain and (self.rank > 0 or out is None or out is x)  # rank 0 checks any other out at each call
         if plain and self._cache.repeat(self, "exscan", x, out if self.rank else None, op):
             return None if self.rank == 0 else x if out is None else out
         options = self._options("exscan", stream, async_op, timeout, algorithm)
@@ -294,7 +295,7 @@ class Operations:
         if name != "reduce" and op is ReduceOp.AVG:
             names = ", ".join(each.name for each in ReduceOp if each is not op)
             raise InvalidArgument(f"op: expected one of {names} for {name}, got AVG")
-        if name == "exscan" and out is not None and not gets:
+        if name == "exscan" and not gets:
             in_and_out(x, out, options.stream)  # so that a wrong out is an error on every rank
         send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)

@@ -33,9 +33,9 @@ Error = TypeVar("Error", bound=KosError)
 _CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
 
 RECENT_SECONDS = 10.0
-"""Added to a wait's timeout: an older failure of a rank is not the reason why it is closed or late."""
-ABRUPT_SECONDS = 1.0
-"""An older failure of a rank is not the reason why its process ended without a report."""
+"""An older failure of a rank is not the reason why its process ended.  Added to the timeout of a wait, it is the same
+for a rank that is closed or late.
+"""
 
 
 class EndedEarly(RankLost):

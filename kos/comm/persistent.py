@@ -17,7 +17,7 @@ T = TypeVar("T")
 class Persistent(Generic[T]):
     """An operation that is checked once and started many times, always on the same arrays."""
 
-    __slots__ = ("__weakref__", "_call", "_captured", "_comm", "_complete", "_queued", "_work")
+    __slots__ = ("__weakref__", "_call", "_captured", "_comm", "_complete", "_queued", "_windows", "_work")
 
     def __init__(self, comm: Any, operation: Operation) -> None:
         self._comm, self._call = comm, Call(operation, comm.name)
@@ -28,6 +28,7 @@ class Persistent(Generic[T]):
         comm._persistents.add(self)
 
     def _prepare(self) -> None:
+        self._windows = self._comm._cache.windows
         self._comm.backend.prepare(self._call)
         self._queued = self._comm.backend.queued(self._call)
         fixed = self._call.route is None or self._call.route.fixed
@@ -46,7 +47,9 @@ class Persistent(Generic[T]):
         # Does not test whether the operation is complete: ranks could disagree.
         if self._work is not None and not self._work.reported:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {call}")
-        if self._captured is not None and self._captured != (capture_of(call.stream) != 0):
+        if self._windows != comm._cache.windows:
+            self._prepare()  # it may be bound to memory that is not registered any more
+        elif self._captured is not None and self._captured != (capture_of(call.stream) != 0):
             self._prepare()  # in a graph another backend may be faster
         if comm._batch is not None:
             return comm._batch.add(call, self)

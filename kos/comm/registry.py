@@ -78,7 +78,10 @@ def probe_all(backends: dict[str, type[Backend]], rendezvous: Rendezvous) -> dic
     probes = {}
     for name, kind in backends.items():
         try:
-            probes[name] = kind.probe(rendezvous)
+            probe: Any = kind.probe(rendezvous)
+            if not isinstance(probe, Probe):
+                raise TypeError(f"expected a Probe, got {probe!r}")
+            probes[name] = probe
         except Exception as error:  # in a backend of another package
             probes[name] = Probe(False, f"its probe failed: {type(error).__name__}: {error}")
     return probes

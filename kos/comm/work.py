@@ -143,10 +143,10 @@ class ProgressThread:
     def wake(self) -> None:
         """Poll from now on, unless the program waits.  The caller holds the engine's lock."""
         if self._asleep and not self.paused:
-            self._asleep = False
-            self._event.set()
             if self._thread.ident is None:
                 self._thread.start()
+            self._asleep = False
+            self._event.set()
 
     def close(self) -> None:
         """End the thread; operations in flight then advance only while the program waits."""

@@ -205,7 +205,7 @@ class Tuner:
             }
 
         times = {n: larger[n] if n in larger else measured(n) for n in self.sizes if n <= most}
-        for nbytes in outliers(times):
+        for nbytes in (each for each in outliers(times) if each not in larger):
             again = measured(nbytes)
             times[nbytes] = {name: min(us, again[name]) for name, us in times[nbytes].items()}
         for nbytes, us in times.items():

@@ -338,3 +338,20 @@ def test_the_others_need_not_wait_for_what_is_refused() -> None:
         return float(out[1])
 
     assert spawn(body, 2, timeout=10) == [1, 3]
+
+
+def test_exscan_refuses_the_same_on_every_rank() -> None:
+    """Also where its rank 0, which has no result, has cached the call."""
+
+    def body(comm: kos.Communicator) -> None:
+        x, out = np.ones(4), np.empty(4)
+        for _ in range(4):
+            comm.exscan(x, out=out)
+        with pytest.raises(InvalidArgument, match="out: "):
+            comm.exscan(x, out=np.empty(4, np.int32))
+        x.flags.writeable = False
+        with pytest.raises(InvalidArgument, match="x: "):
+            comm.exscan(x)
+        comm.barrier()
+
+    spawn(body, 2)

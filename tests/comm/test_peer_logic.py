@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -32,7 +34,7 @@ from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import Stream
-from tests.comm.fake_peer import HostKernel, HostMemory, ThreadRanks, no_gpus
+from tests.comm.fake_peer import HostKernel, HostMemory, Memory, ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
@@ -166,6 +168,32 @@ def test_a_group_of_one_rank_exchanges_with_itself(ranks: ThreadRanks) -> None:
             getattr(alone, name)(x, out=out)
             np.testing.assert_array_equal(out.numpy(), np.arange(9))
         alone.close()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_calls_on_memory_that_is_not_registered_any_more(ranks: ThreadRanks, persistent: bool) -> None:
+    def body(gpu: Any) -> None:
+        memory = Memory(4 * 400_000 + 8192)
+        start = memory.pointer + -memory.pointer % 4096
+        comm, x = gpu.comm, Array(start, (400_000,), np.float32, 0, owner=memory)
+        window, prepared = comm.register(x), Prepared(comm)
+        call = comm.all_reduce_init(x).start if persistent else partial(comm.all_reduce, x)
+
+        def reduce() -> None:
+            x.copy_from(np.full(x.shape, comm.rank, np.float32))
+            call()
+            assert (x.numpy() == sum(range(SIZE))).all()
+
+        for _ in range(3):
+            reduce()
+        assert not prepared.by(reduce)
+        del window
+        gc.collect()
+        comm.barrier()
+        comm.allocate(4, np.float32)  # frees what has no arrays on any rank
+        assert prepared.by(reduce)
 
     ranks.run(body)
 

@@ -121,6 +121,14 @@ def test_a_probe_that_raises_is_a_backend_that_cannot_be_used() -> None:
         init("raising")
 
 
+def test_a_probe_that_returns_no_probe_is_a_backend_that_cannot_be_used() -> None:
+    hasty: Any = type("Hasty", (MockBackend,), {"probe": classmethod(lambda kind, rendezvous: True)})
+    kos.register_backend("hasty", hasty)
+    with pytest.raises(BackendUnavailable, match="hasty: its probe failed: TypeError: expected a Probe, got True"):
+        init("hasty")
+    init("mock").close()
+
+
 def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     kos.register_backend("another", Another)
 

@@ -303,6 +303,33 @@ def test_a_killed_or_stopped_rank_is_named(memory: str, signal: str) -> None:
         assert killed or stopped in output, output
 
 
+ENDS_FOR_IT = """
+import os, signal, time
+import kos, numpy as np
+comm = kos.init(timeout=30)
+row, column = comm.grid((2, 2))
+comm.barrier()
+if comm.rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+if comm.rank == 1:  # waits for rank 3, and ends without a word
+    try:
+        row.all_reduce(np.ones(4))
+    finally:
+        os._exit(1)
+time.sleep(2.5)
+try:
+    column.all_reduce(np.ones(4)) if comm.rank == 0 else comm.barrier()
+except kos.errors.RankLost as error:
+    print(error.ranks, error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_ended_because_of_another_is_not_blamed_later(memory: str) -> None:
+    results = run_processes(ENDS_FOR_IT, 4)
+    assert all(results[rank][1].startswith("(3,) ") for rank in (0, 2)), results
+
+
 LIMITED = """
 import os, resource
 import kos

@@ -192,6 +192,8 @@ class DeviceBackend(Backend):
         """An address may be another window's from now on, for every backend of the communicator."""
         for each in self.together:
             each._routes.clear()
+            each.cache.clear()
+            each.cache.windows += 1
 
     def start(self, call: Call) -> Work[Any] | None:
         if self.broken is not None:
@@ -535,7 +537,7 @@ class DeviceBackend(Backend):
             log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
 
     def _drain(self) -> None:
-        with suppress(CudaError):  # a broken context runs nothing any more
+        with suppress(CudaError), relaxed_capture():  # a broken context runs nothing any more
             driver.synchronize(self.device)
 
     def unwatch(self) -> None:

@@ -79,10 +79,10 @@ class NCCLBackend(DeviceBackend):
         self._nccl = binding.library()
         self._handle = comm
         self._joining = self._join(rendezvous) if comm is None else None
-        self._ending: Future[Any] | None = None  # the abort of the communicator
+        self._ending: Future[Any] | None = None  # the abort of the communicator, once begun
         self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
-        self._windows = Windows(rendezvous, self.device, self._free_window, lambda: self._handle is None)
+        self._windows = Windows(rendezvous, self.device, self._free_window, self._has_ended)
         watchdog.add(self)
 
     @classmethod
@@ -195,11 +195,11 @@ class NCCLBackend(DeviceBackend):
         with ExitStack() as rest:  # runs all steps even if one fails
             rest.callback(super().close)
             rest.callback(self._token.close)
-            rest.callback(lambda: self._windows.free(self._windows.unused()))
+            rest.callback(self._free_own_unused)
             if comm is not None:
                 rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close (NCCL waits for CUDA graphs)")
             rest.callback(setattr, self, "_comm", None)
-            self._windows.free(self._windows.unused())
+            self._free_own_unused()
 
     def signal_abort(self) -> None:
         """Begin to abort the communicator, on a thread.
@@ -210,16 +210,24 @@ class NCCLBackend(DeviceBackend):
             comm, self._comm = self._handle, None
             if comm is not None:
                 self._ending = self._begin(partial(binding.abort, comm), "nccl: abort")
+                self._ending.add_done_callback(self._aborted)
 
     def abort_device(self) -> None:
         """Also wait for NCCL to free its memory, but only briefly: NCCL waits for all graphs that hold its kernels."""
         super().abort_device()
-        ending, self._ending = self._ending, None
-        if ending is None or not wait([ending], _FREE_SECONDS).done:
-            return
+        if self._ending is not None:
+            wait([self._ending], _FREE_SECONDS)
+
+    def _aborted(self, ending: Future[Any]) -> None:
+        """Log the error of an abort, and free the windows that it has left without arrays."""
         error = ending.exception()
         if error is not None and not isinstance(self.broken, CudaError):  # else this error follows from it
             log.warning("rank %d: abort of NCCL: %s", self.rank, error)
+        self._windows.free(self._windows.unused())
+
+    def _has_ended(self) -> bool:
+        """Whether NCCL uses no memory of this communicator any more."""
+        return self._handle is None and (self._ending is None or self._ending.done())
 
     def inspect(self, o: Call) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None
@@ -271,6 +279,10 @@ class NCCLBackend(DeviceBackend):
             self.synchronize()
             self._windows.free(unused)
         self.forget_routes()
+
+    def _free_own_unused(self) -> None:
+        if self._handle is not None or self._has_ended():
+            self._windows.free(self._windows.unused())
 
     def _free_window(self, memory: WindowMemory) -> None:
         try:

@@ -17,7 +17,7 @@ from kos.comm.host.backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import ABORTED, Calls, between_hosts, open_segment
 from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with the other ranks', as far as those have come."""
@@ -143,6 +143,8 @@ class Shared:
             if self.calls is None or time.monotonic() > deadline:
                 return self._unexplained(error)
             time.sleep(0.01)
+        if isinstance(error, EndedEarly) and error.unexplained is CollectiveError:  # it may have a cause of its own
+            return again(known, f"{known}; here: {error}")
         return known
 
     def _unexplained(self, error: EndedEarly) -> KosError:

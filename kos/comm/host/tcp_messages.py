@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.failures import ABRUPT_SECONDS, from_record, to_record
+from kos.comm.failures import RECENT_SECONDS, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, Fingerprints, described, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
@@ -238,7 +238,7 @@ class Peer:
         self.rank, self.mesh, self.sock = rank, mesh, sock
         self.gone: str | None = None  # the reason, once the rank has closed or is lost
         self._cause: KosError | None = None  # the failure that made it abort
-        self._cause_window: float | None = ABRUPT_SECONDS  # maximum age of a failure that may be the cause
+        self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
         self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
         self._arrived: dict[int, deque[_Arrival]] = {}  # messages without a receive, by tag
         self._outgoing: deque[_Outgoing] = deque()

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
+from kos.comm.failures import RECENT_SECONDS, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.host.shared.board import SharedBoard, fitting
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Segment, started
@@ -199,7 +199,7 @@ class Calls(Fingerprints):
             return ledger.lost(rank, "it closed its communicator", what, cause, 0.0)
         if closed:
             return ledger.lost(rank, "its process ended", what)
-        return None if ended is None else ledger.lost(rank, ended, what, None, ABRUPT_SECONDS)
+        return None if ended is None else ledger.lost(rank, ended, what, None, RECENT_SECONDS)
 
     def _causes(self) -> SharedBoard:
         """The failures because of which ranks have closed this group.  In the world they are the last failures."""
