@@ -15,7 +15,7 @@ from kos.comm.failures import Ledger
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.notices import MPINotices, Notices
-from kos.errors import BackendUnavailable, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 _REPORT_SECONDS = 2.0  # limit for MPI's report of a rank that has ended
@@ -107,30 +107,52 @@ class MPIRendezvous(Rendezvous):
         return MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
 
     def _wait_for_survivors(self) -> None:
-        """Return when all live ranks have called ``shrink``.
+        """Return when all live ranks have called ``shrink``, and none of them waits for a rank that is lost.
 
         MPI_Comm_shrink would spin without a timeout.  Open MPI 5.0.11 does not report a rank that exits with a nonzero
-        code to the others.
+        code, or only to some ranks.  A rank that hears of none tells the others before it raises.
         """
-        nothing, board, world = np.empty(0, np.uint8), self.ledger.board, self.ledger.world
-        awaited: dict[int, Any] = {}
-        for rank in set(range(self.size)) - {self.rank}:
+        began = time.monotonic()
+        arrived = self._exchange_with(sorted({*range(self.size)} - {self.rank}), began)
+        self._exchange_with(arrived, began)
+
+    def _exchange_with(self, ranks: list[int], began: float) -> list[int]:
+        """Send a word to each of ``ranks``, and wait for theirs: those that are not lost.
+
+        A word is -1, or the rank for which its sender has waited in vain: RankLost then.
+        """
+        board, world, word = self.ledger.board, self.ledger.world, np.array(-1)
+        awaited: dict[int, tuple[Any, np.ndarray]] = {}
+        for rank in ranks:
             with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
-                mpi_job.keep_unfinished(self._shrink_comm.Isend(nothing, rank))
-                awaited[rank] = self._shrink_comm.Irecv(nothing, rank)
-        backoff, began, unreported_at = mpi_job.Backoff(), time.monotonic(), None
+                mpi_job.keep_unfinished(self._shrink_comm.Isend(word, rank))
+                heard = np.array(-1)
+                awaited[rank] = self._shrink_comm.Irecv(heard, rank), heard
+        backoff, unreported_at, arrived = mpi_job.Backoff(), None, list[int]()
         with self.waiting():
-            while awaited := {rank: request for rank, request in awaited.items() if not mpi_job.is_over(request)}:
+            while awaited:
+                for rank in [rank for rank, (request, _) in awaited.items() if mpi_job.is_over(request)]:
+                    _, heard = awaited.pop(rank)
+                    arrived.append(rank)
+                    if heard >= 0:
+                        raise self._unreported(int(heard))
                 now, failed = time.monotonic(), mpi_job.failed_ranks(self._shrink_comm)
-                awaited = {rank: request for rank, request in awaited.items() if rank not in failed}
+                awaited = {rank: words for rank, words in awaited.items() if rank not in failed}
                 unreported = [rank for rank in awaited if board.ended(world[rank])]
                 unreported_at = (unreported_at or now) if unreported else None
                 if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
-                    why = "its process exited with an error code, which Open MPI does not report to the others"
-                    raise self.ledger.lost(unreported[0], why, "shrink", None, 0.0)
-                if now - began > self.timeout:
+                    for rank in ranks:
+                        with contextlib.suppress(self._MPI.Exception):
+                            mpi_job.keep_unfinished(self._shrink_comm.Isend(np.array(unreported[0]), rank))
+                    raise self._unreported(unreported[0])
+                if awaited and now - began > self.timeout:
                     raise self.absent(sorted(awaited), "shrink")
                 backoff.pause()
+        return arrived
+
+    def _unreported(self, rank: int) -> KosError:
+        why = "its process exited with an error code, which Open MPI does not report to the others"
+        return self.ledger.lost(rank, why, "shrink", None, 0.0)
 
     def _ledger_of(self, part: Any) -> Ledger:
         """The ledger of a group of some of these ranks."""
