@@ -36,7 +36,8 @@ def _sum_over_ranks(
             if index and not deterministic:
                 gradients.flat[span] += micro[rows.start, span]
             else:
-                gradients.flat[span] = micro[rows.start, span]
+                into = gradients if parallel.tree is None else parallel.tree.target(index)
+                into.flat[span] = micro[rows.start, span]
             if parallel.tree is not None:
                 parallel.tree.add(name, index)
             elif index + 1 == len(mine):

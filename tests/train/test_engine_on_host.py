@@ -307,7 +307,7 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
     ("axis", "expected"),
     [
         ("tp", "--deterministic: expected --tp 1 on GPUs, where sums over features are not split, got 2"),
-        ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 2048"),
+        ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 16384"),
     ],
 )
 def test_deterministic_that_cannot_be_cut_is_refused(emulated, text, tmp_path, axis, expected):

@@ -129,10 +129,11 @@ FIXED_FOUR = [
     "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
 FIXED_ROWS = [
-    "--cp 2 --seq-len 2048", "--cp 2 --seq-len 4096 --batch-size 4 --zero 1 --recompute block --no-graph",
-    "--pp 2 --seq-len 2048 --pp-schedule zero-bubble",
+    "--cp 2 --seq-len 16384 --batch-size 4",
+    "--cp 2 --seq-len 32768 --batch-size 2 --zero 1 --recompute block --no-graph",
+    "--pp 2 --seq-len 16384 --batch-size 4 --pp-schedule zero-bubble", "--dp 2 --batch-size 2",
 ]  # fmt: skip
-FIXED_FOUR += ["--dp 2 --cp 2 --seq-len 2048 --zero 1", "--cp 4 --seq-len 4096 --batch-size 4"]
+FIXED_FOUR += ["--dp 2 --cp 2 --seq-len 16384 --batch-size 4 --zero 1", "--cp 4 --seq-len 32768 --batch-size 2"]
 OF_LAYOUTS = {"--dp", "--tp", "--pp", "--cp", "--pp-schedule", "--zero", "--recompute"}
 
 
@@ -156,14 +157,14 @@ def test_deterministic_on_two_ranks(train, flags: str, backend: str) -> None:
     same_bits(train, 2, backend, *flags.split())
 
 
-@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble", "--cp 2 --seq-len 2048"])
+@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble", FIXED_ROWS[0]])
 def test_deterministic_float32(train, flags: str) -> None:
     same_bits(train, 2, "peer", *flags.split(), dtype="float32")
 
 
 def test_deterministic_is_the_same_up_to_rounding(train) -> None:
     """A sequence in pieces, compared with the same sequence that is not split."""
-    flags = ("--dtype", "float32", "--seq-len", "4096", "--batch-size", "4")
+    flags = ("--dtype", "float32", "--seq-len", "16384", "--batch-size", "4")
     np.testing.assert_allclose(train(1, *flags, "--deterministic")[0], train(1, *flags)[0], rtol=2e-5)
 
 

@@ -78,25 +78,26 @@ class TreeSum:
         self.axis, self.gradients, self.buckets, self.ops, self.count = axis, gradients, buckets, ops, count
         self._roots = [subtrees(rank * count, count)[1] for rank in range(axis.size)]
         self._completes, _ = subtrees(axis.rank * count, count)
-        self._waiting = [gradients.like() for _ in range(waiting_subtrees(axis.rank, count))]
+        self._sums = [gradients, *(gradients.like() for _ in range(waiting_subtrees(axis.rank, count)))]
         longest, most = max(b.stop - b.start for b in buckets), max(len(each) for each in self._roots)
         zeros, dtype = gradients.zeros, gradients.flat.dtype
         self._received = [zeros(longest, dtype) for _ in range(most if axis.size > 1 else 0)]
 
+    def target(self, micro_batch: int) -> Parameters:
+        """Where the gradients of a micro-batch, of this rank's number, are to be written: behind what waits."""
+        return self._sums[micro_batch - sum(self._completes[:micro_batch])]
+
     def add(self, name: str, micro_batch: int) -> None:
-        """A micro-batch's gradient is final, of this rank's number; they come in order."""
-        x = self.gradients[name]
-        waiting = micro_batch - sum(self._completes[:micro_batch])
-        for _ in range(self._completes[micro_batch]):
-            waiting -= 1
-            self.ops.add(self._waiting[waiting][name], x, x)
-        if micro_batch + 1 < self.count:
-            self.ops.copy(x, self._waiting[waiting][name])
+        """The gradient of ``name`` is written; micro-batches come in order."""
+        last = micro_batch - sum(self._completes[:micro_batch])
+        for index in range(last, last - self._completes[micro_batch], -1):
+            before = self._sums[index - 1][name]
+            self.ops.add(before, self._sums[index][name], before)
 
     def finish(self, *, whole: bool = True) -> None:
         """The sum of all, in ``gradients``; unless ``whole`` only this rank's part of each bucket."""
         axis, roots = self.axis, self._roots[self.axis.rank]
-        mine = [each.flat for each in (*self._waiting[: len(roots) - 1], self.gradients)]
+        mine = [each.flat for each in self._sums[: len(roots)]]
         if axis.size == 1:
             for bucket in self.buckets:
                 self._add([(*root, x[bucket]) for root, x in zip(roots, mine, strict=True)])
@@ -117,7 +118,7 @@ class TreeSum:
                 axis.comm.all_gather(part, self.gradients.flat[bucket])
 
     def _add(self, terms: list[tuple[int, int, Array]]) -> Array:
-        """The sum, in the memory of the last: of halves first, then of what is left from the end on."""
+        """The sum, in the memory of the first: of halves first, then of what is left from the end on."""
         stack: list[tuple[int, int]] = []
         arrays: list[Array] = []
         for first, size, x in terms:
@@ -131,14 +132,13 @@ class TreeSum:
     def _add_last(self, arrays: list[Array], left: int) -> None:
         while len(arrays) > left:
             last = arrays.pop()
-            self.ops.add(arrays[-1], last, last)
-            arrays[-1] = last
+            self.ops.add(arrays[-1], last, arrays[-1])
 
 
 def waiting_subtrees(rank: int, count: int) -> int:
     """Copies of the gradients that ``TreeSum`` needs on a rank."""
     completes, _ = subtrees(rank * count, count)
-    return max((n + 1 - sum(completes[: n + 1]) for n in range(count - 1)), default=0)
+    return max(n - sum(completes[:n]) for n in range(count))
 
 
 class DataParallel:

@@ -36,9 +36,9 @@ class GradientSums:
     def of(self, micro_batch: int, deferred: list[tuple[str, Array, Array]] | None) -> Gradients:
         """Where a backward writes gradients, and the function to call when one is complete."""
         if self.parallel.tree is not None:
-            into: Weights = self.gradients
+            into: Weights = self.parallel.tree.target(micro_batch)
             if self.lookups is not None:
-                into = ChainMap[str, Any](self.lookups.gradients, into)  # type: ignore[arg-type]
+                into = ChainMap[str, Any](self.lookups.target(micro_batch), into)  # type: ignore[arg-type]
             return Gradients(into, False, partial(self._add_to_tree, micro_batch), deferred)
         final = self._complete if micro_batch + 1 == self.micro_batches else lambda name: None
         return Gradients(self.gradients, micro_batch > 0, final, deferred)
