@@ -34,7 +34,7 @@ class FixedLlama(Llama):
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
         self._stacked: dict[str, list[slice]] = {}  # the rows of each member of a group
         shapes = config.parameter_shapes(local)
-        for name, members in self._groups.items():
+        for name, members in config.fused_groups(local).items():
             ends = [0, *accumulate(shapes[member][0] for member in members)]
             self._stacked[name] = [*map(slice, ends, ends[1:])]
 
@@ -92,8 +92,7 @@ class FixedLlama(Llama):
             into.deferred.append((name, d_out, x))
             return
         self.order.weight_gradient(d_out, x, into.of[name], self.arena, self._stacked.get(name))
-        for part in self._groups.get(name, (name,)):
-            into.final(part)
+        into.final(name)
 
     def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         """All rows as one sample, whose positions are those of its pieces."""

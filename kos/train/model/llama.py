@@ -36,6 +36,8 @@ Weights = Mapping[str, Array]
 class Gradients(NamedTuple):
     """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
 
+    What it calls takes the name of a tensor or of a group.
+
     ``deferred`` takes the matrices' gradients that are left for later, by name: the two arrays that each is the product
     of, in the slot's memory (``Llama.queue_weight_gradients``).
     """
@@ -119,7 +121,6 @@ class Llama:
         self.arena = arena or ops.make_arena()
         self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
         self._layers = [config.layer_names(layer) for layer in range(config.num_hidden_layers)]
-        self._groups = config.fused_groups(self.local)
         self._tables: dict[tuple[int, Any], tuple[Array, Array]] = {}
 
     # --- the part of a rank: its stage of the pipeline -------------------------------------------------
@@ -491,8 +492,7 @@ class Llama:
             into.deferred.append((name, d_out, x))
             return
         self.ops.linear_weight_gradient(d_out, x, into.of[name], into.accumulate, self.arena)
-        for part in self._groups.get(name, (name,)):
-            into.final(part)
+        into.final(name)
 
     def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         """``rope`` is forward or backward."""

@@ -49,12 +49,13 @@ class GradientSums:
         tree.add(name, micro_batch)
 
     def _complete(self, name: str) -> None:
-        """This rank's gradient of a tensor is complete: the sums over other ranks begin."""
+        """This rank's gradient of a tensor or a group is complete: the sums over other ranks begin."""
         if self.tied_apart and name == self.model.config.embedding:
             return  # in ``finish``: both ends of the pipeline in the same order
         if name in self.replicated:
             self.model.tensor.sum_replicated(self.gradients[name])
-        self.parallel.gradient_ready(name)
+        for part in self.gradients.groups.get(name, (name,)):
+            self.parallel.gradient_ready(part)
 
     def finish(self) -> None:
         """Complete all sums, after the last backward."""
