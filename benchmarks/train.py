@@ -309,7 +309,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
 
         peak = peak_flops(device_info(0).name)
     flops, rows = model.flops_per_token(config.seq_len), []
-    variant = config.dtype + "-grads" * (config.grad_dtype == "bfloat16")
+    variant = config.dtype + "-grads" * (config.grad_dtype == "bfloat16") + "-deterministic" * config.deterministic
     steps = min(len(group.losses) for group in groups)
     for group in groups:
         pairs = list(zip(groups[0].losses, group.losses, strict=False))
