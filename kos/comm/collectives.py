@@ -533,7 +533,8 @@ class Operations:
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
         """
         plain = stream is timeout is None and async_op is False and type(root) is int
-        key, other, ranks = *((out, None) if x is None else (x, out)), (root, _key(counts), None)
+        key, other = (out, None) if x is None else (x, out)
+        ranks = root, _key(counts), None
         if plain and x is not out and self._cache.repeat(self, "scatter_v", key, other, None, ranks):
             return out
         options = self._options("scatter_v", stream, async_op, timeout)
