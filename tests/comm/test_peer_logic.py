@@ -45,6 +45,7 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_messages,
     test_messages_of_a_batch_wait_for_none_of_it,
     test_minimum_keeps_nan,
+    test_parts_of_any_size_go_by_one_kernel,
     test_refusals,
     test_what_overlaps_goes_by_copy_engines,
     test_windows_are_freed_when_all_ranks_let_go,
@@ -117,6 +118,16 @@ OPERATIONS = (
 )
 def test_operation(ranks: Any, seed: int, name: str, dtype: np.dtype) -> None:
     getattr(conformance, f"test_{name}")(ranks, seed, dtype)
+
+
+def test_what_no_kernel_takes_is_exchanged_and_added(
+    ranks: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_engine, "_SCANNED_UP_TO", 0)
+    conformance.test_scan(ranks, seed, BF16)
+    kind, op = np.dtype(np.complex64), ReduceOp.PROD
+    for name in ("scan", "reduce_scatter_v"):
+        ranks.run(lambda comm, name=name: results.correct(comm, seed, name, kind, op))
 
 
 def test_reduce(ranks: Any, seed: int) -> None:
