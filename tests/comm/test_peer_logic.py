@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from kos.memory.array import Array
 from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
-from tests.comm.fake_nccl import Stream
+from tests.comm.fake_nccl import FakeGraph, Stream
 from tests.comm.fake_peer import HostKernel, HostMemory, Memory, ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import KINDS, storm
@@ -525,6 +526,52 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
             assert not prepared.by(call)
             assert bool(queries) == (stream is None or stream.handle == streams.PER_THREAD)
         assert copies
+
+    ThreadRanks(1).run(body)
+
+
+def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that a capture has taken takes no eager copies until the capture ends, nor those of another capture."""
+    cu, graph, created = driver.cu, FakeGraph(), itertools.count(100)
+    captured, recorded = dict[int, int](), dict[Any, int]()  # by stream and event: the capture
+
+    def record(event: Any, stream: int) -> tuple[int]:
+        recorded[event] = captured.get(stream, 0)
+        return (0,)
+
+    def hold(stream: int, event: Any, flags: int) -> tuple[int]:
+        joined = recorded.get(event, 0)
+        assert captured.get(stream, joined) == joined, "an event of other work within a capture"
+        if joined:
+            captured[stream] = joined
+        return (0,)
+
+    monkeypatch.setattr(cu, "cuEventRecord", record)
+    monkeypatch.setattr(cu, "cuStreamWaitEvent", hold)
+    monkeypatch.setattr(cu, "cuStreamIsCapturing", lambda stream: (0, int(stream in captured)))
+    monkeypatch.setattr(cu, "cuStreamGetCaptureInfo", lambda stream: (0, 1, captured[stream], graph, [], [], 0))
+    monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
+    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+
+    def body(gpu: Any) -> None:
+        def gather(handle: int, turn: int) -> None:
+            x, out = Array.from_numpy(np.full(400, turn, np.float32), 0), comm.allocate(400, np.float32)
+            x.stream = out.stream = streams_[handle]
+            comm.all_gather(x, out)
+            assert (out.numpy() == turn).all()
+
+        comm, streams_ = gpu.comm, {handle: Stream(handle) for handle in (5, 6, 7)}
+        captured.update({5: 1, 6: 2})
+        for turn, handle in enumerate((7, 5, 7, 6, 5, 7, 6)):
+            gather(handle, turn)
+        assert {stream: captured.get(stream, 0) for stream in range(100, next(created))} == {100: 1, 101: 2, 102: 0}
+        captured.clear()
+        gather(7, 9)
+        captured[6] = 3
+        gather(6, 10)
+        gather(7, 11)
+        assert captured == {6: 3, 100: 3}
 
     ThreadRanks(1).run(body)
 
