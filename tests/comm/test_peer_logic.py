@@ -34,13 +34,15 @@ from kos.memory.array import Array
 from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
-from tests.comm.fake_nccl import FakeGraph, Stream
+from tests.comm.fake_nccl import FakeGraph, Stream, captures
 from tests.comm.fake_peer import HostKernel, HostMemory, Memory, ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.model import Step
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
 from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
+from tests.comm.test_operations import on_gpu
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_any_bytes_to_and_from_anybody,
     test_messages,
@@ -51,6 +53,7 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_what_overlaps_goes_by_copy_engines,
     test_windows_are_freed_when_all_ranks_let_go,
 )
+from tests.comm.test_repeated_on_hosts import check_cached
 from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
@@ -474,6 +477,55 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
             backend.use(launches)
 
     ranks.run(body)
+
+
+UNEVEN = ("all_to_all_v", "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v", "scan", "exscan")
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_repeated_calls_with_counts_and_scans(ranks: ThreadRanks, seed: int, name: str) -> None:
+    ranks.run(lambda gpu: check_cached(gpu.comm, Step(name, root=1, dtype=np.int32), seed, *on_gpu(0)))
+
+
+@pytest.mark.parametrize("name", ["all_to_all_v", "reduce_scatter_v", "scan"])
+@on_each_rank("ranks.run")
+def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
+    """A captured call is prepared anew, so that the graph keeps the windows; freed windows are another call's."""
+    comm, me = gpu.comm, gpu.comm.rank
+    prepared, sent = Prepared(comm), [7, 5, 9]
+    counts = {"all_to_all_v": ([3] * SIZE, [3] * SIZE), "reduce_scatter_v": (sent,)}.get(name, ())
+    expected = {"all_to_all_v": np.repeat(np.arange(SIZE), 3), "scan": np.full(21, sum(range(me + 1)))}.get(
+        name, np.full(sent[me], sum(range(SIZE)))
+    )
+    size = {"all_to_all_v": 9}.get(name, 21)
+    for _ in range(2):
+        x, out = comm.allocate(size, np.int32), comm.allocate(21, np.int32)[: expected.size]
+        x.stream = out.stream = 5
+
+        def call(x: Array = x, out: Array = out) -> bool:
+            x.copy_from(np.full(size, me, np.int32))
+            out.fill_bytes(255)
+            found = not prepared.by(lambda: getattr(comm, name)(x, *counts, out=out))
+            assert out.numpy().tolist() == expected.tolist()
+            return found
+
+        assert [call() for _ in range(3)] == [False, False, True]
+        persistent = getattr(comm, f"{name}_init")(x, *counts, out=out)
+        out.fill_bytes(255)
+        persistent.start().wait()
+        assert out.numpy().tolist() == expected.tolist()
+        windows = comm.backend._windows
+        assert not any(memory.in_graphs() for memory in windows.memories.values())
+        with captures() as graph:
+            assert not call()
+        assert [memory.in_graphs() for memory in windows.memories.values()] == [True] * 2
+        comm.barrier()  # or the last operation keeps its arrays
+        del x, out, call, persistent
+        gc.collect()
+        comm.barrier()
+        assert not windows.unused_everywhere()
+        graph.destroy()
+        assert len(windows.unused_everywhere()) == 2
 
 
 @pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])

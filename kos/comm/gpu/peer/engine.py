@@ -5,7 +5,8 @@ what a kernel that ended early was waiting for.  It checks no arguments that ran
 sequence numbers: that is the backend's business.
 
 ``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather and all-to-all between
-large symmetric buffers have kernels of their own.  So has reduce-scatter.  All-reduce adds in rank order:
+large symmetric buffers have kernels of their own.  So have reduce-scatters, of parts of any sizes, and small scans.
+All-reduce adds in rank order:
 ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push``
 (only writes), ``specialized`` (only writes, each block has one role; symmetric buffers only), ``copies`` (copy
 engines; symmetric buffers only).  ``ring`` and ``tree`` follow the schedules of that name.
