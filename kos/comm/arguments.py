@@ -104,18 +104,19 @@ def check_algorithm(algorithm: Any, operation: str, deterministic: bool) -> str:
     return algorithm
 
 
-def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | None = None) -> list[int]:
+def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | None = None) -> tuple[int, ...]:
     """The element counts, one for each rank; they sum to the elements of ``total`` if that is given."""
     try:
-        counts = [check_int(what, count) for count in counts]
+        numbers = [check_int(what, count) for count in counts]
     except TypeError:  # not a sequence
         raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {counts!r}") from None
-    if len(counts) != size or min(counts) < 0:
-        raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {counts}")
-    if total is not None and sum(counts) != total.count:
-        raise InvalidArgument(f"{what}: expected a sum of {total.count}, the elements of x, got {sum(counts)}")
-    number_in(what, sum(counts), 0, _MOST_ELEMENTS, kind="sum")
-    return counts
+    if len(numbers) != size or min(numbers) < 0:
+        raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {numbers}")
+    whole = sum(numbers)
+    if total is not None and whole != total.count:
+        raise InvalidArgument(f"{what}: expected a sum of {total.count}, the elements of x, got {whole}")
+    number_in(what, whole, 0, _MOST_ELEMENTS, kind="sum")
+    return tuple(numbers)
 
 
 def check_totals(what: str, totals: Sequence[int], expected: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """Cached calls: an eager call repeated on the same arrays skips the checks of its arguments.
 
 The cache key is the input array, or the output on a rank without input; a barrier has none.  A call is a hit if its
-operation, reduce op, root or message, output and streams equal those of the cached call.  The first call on an array
-only marks it, so an array that is used once, such as a view, is not cached.  A hit takes a third of the time of a full
-call.
+operation, reduce op, root or message, counts, output and streams equal those of the cached call.  The first call on an
+array only marks it, so an array that is used once, such as a view, is not cached.  A hit takes a third of the time of a
+full call.
 
 On GPUs the route or the memory of a call may depend on whether a graph captures it.  A hit then equals the cached call
 in that too.  Only then is the driver queried, once for both.
@@ -29,14 +29,6 @@ from kos.memory.windows import InWindows
 
 LARGEST_BYTES, HELD_BYTES, MOST_HELD = 16 << 20, 128 << 20, 64
 """The largest ndarray whose calls are cached; the bytes of inputs and outputs in the cache, and the calls, at most."""
-ON_GPU = frozenset({
-    "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv"
-})  # fmt: skip
-CACHED = ON_GPU | {
-    "scan", "exscan", "barrier", "send", "recv", "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v",
-    "all_to_all_v"
-}  # fmt: skip
-"""The operations whose calls are cached, on GPUs and in host memory."""
 
 
 class _Entry:
@@ -125,7 +117,8 @@ class CallCache:
     def repeat(self, comm: Any, name: str, x: Any, out: Any = None, op: Any = None, ranks: Any = None) -> bool:
         """Run the cached call with these arguments, or queue it on its stream; False on a cache miss.
 
-        ``ranks``: the root, or root, send counts and receive counts, or destination, source and tags of a message.
+        ``ranks``: the root; or root, send counts and receive counts, as tuples; or destination, source and tags of a
+        message.
         """
         entry = self._entries.get(id(x))
         if (
@@ -150,7 +143,7 @@ class CallCache:
     def add(self, call: Call) -> None:
         """Cache a launched call, which is complete in host memory, if its arrays and arguments allow it."""
         o = call.operation
-        if o.name not in CACHED or (o.reduction is not None and o.reduction.op is ReduceOp.PREMUL_SUM):
+        if o.reduction is not None and o.reduction.op is ReduceOp.PREMUL_SUM:
             return  # the factor may change
         ends = [end for end in (o.send, o.recv) if end is not None]
         x: Any = ends[0].array if ends else None
@@ -164,10 +157,9 @@ class CallCache:
         elif entries.pop(key, None) is not None:
             return  # two different calls that alternate on one array are not cached
         elif type(x) is Array:
-            if o.name in ON_GPU:
-                array = weakref.ref(x, lambda _: entries.pop(key, None))
-                new = _DeviceEntry(call, array, None if out is x else weakref.ref(out))
-                ends[0].array = ends[-1].array = None
+            array = weakref.ref(x, lambda _: entries.pop(key, None))
+            new = _DeviceEntry(call, array, None if out is x else weakref.ref(out))
+            ends[0].array = ends[-1].array = None
         elif x is None:
             new = _Entry(call)
         elif max(x.nbytes, out.nbytes) <= LARGEST_BYTES:

@@ -232,8 +232,8 @@ class Operations:
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
-        plain = stream is timeout is None and async_op is False and type(counts) is list and out is not None
-        if plain and self._cache.repeat(self, "reduce_scatter_v", x, out, op, (None, counts, None)):
+        plain = stream is timeout is None and async_op is False and out is not None
+        if plain and self._cache.repeat(self, "reduce_scatter_v", x, out, op, (None, _key(counts), None)):
             return out
         options = self._options("reduce_scatter_v", stream, async_op, timeout)
         send = _input(x, stream)
@@ -282,7 +282,8 @@ class Operations:
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        plain = plain and (self.rank > 0 or out is None or out is x)  # rank 0 checks any other out at each call
+        if plain and self.rank == 0 and out is not None and out is not x:
+            in_and_out(x, out, None)  # so that a wrong out is an error on every rank; no cached call of rank 0 has one
         if plain and self._cache.repeat(self, "exscan", x, out if self.rank else None, op):
             return None if self.rank == 0 else x if out is None else out
         options = self._options("exscan", stream, async_op, timeout, algorithm)
@@ -367,8 +368,8 @@ class Operations:
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
-        plain = stream is timeout is None and async_op is False and type(counts) is list and out is not None
-        if plain and self._cache.repeat(self, "all_gather_v", x, out, None, (None, None, counts)):
+        plain = stream is timeout is None and async_op is False and out is not None
+        if plain and self._cache.repeat(self, "all_gather_v", x, out, None, (None, None, _key(counts))):
             return out
         options = self._options("all_gather_v", stream, async_op, timeout)
         send = _input(x, stream)
@@ -417,10 +418,8 @@ class Operations:
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
         plain = stream is timeout is None and async_op is False and out is not None
-        counts = None, send_counts, recv_counts
-        if plain and type(send_counts) is type(recv_counts) is list and (
-            self._cache.repeat(self, "all_to_all_v", x, out, None, counts)
-        ):
+        counts = None, _key(send_counts), _key(recv_counts)
+        if plain and self._cache.repeat(self, "all_to_all_v", x, out, None, counts):
             return out
         options = self._options("all_to_all_v", stream, async_op, timeout)
         send = _input(x, stream)
@@ -478,9 +477,9 @@ class Operations:
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
-        plain = stream is timeout is None and async_op is False and type(counts) is list and type(root) is int
+        plain = stream is timeout is None and async_op is False and type(root) is int
         known = plain and (out is not None or self.rank != root)
-        if known and self._cache.repeat(self, "gather_v", x, out, None, (root, None, counts)):
+        if known and self._cache.repeat(self, "gather_v", x, out, None, (root, None, _key(counts))):
             return out
         options = self._options("gather_v", stream, async_op, timeout)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
@@ -533,9 +532,10 @@ class Operations:
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
         """
-        plain = stream is timeout is None and async_op is False and type(counts) is list and type(root) is int
+        plain = stream is timeout is None and async_op is False and type(root) is int
         key, other = (out, None) if x is None else (x, out)
-        if plain and x is not out and self._cache.repeat(self, "scatter_v", key, other, None, (root, counts, None)):
+        ranks = root, _key(counts), None
+        if plain and x is not out and self._cache.repeat(self, "scatter_v", key, other, None, ranks):
             return out
         options = self._options("scatter_v", stream, async_op, timeout)
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
@@ -562,7 +562,7 @@ class Operations:
 
     def _gather_counts(
         self, name: str, counts: Sequence[int] | None, send: Buffer, out: Any, options: Options
-    ) -> list[int]:
+    ) -> tuple[int, ...]:
         """The counts of an all_gather_v or a gather_v, checked."""
         if counts is None:
             size = -1 if out is None else output(out, send, None, options.stream).count
@@ -713,6 +713,11 @@ class _Builder(Operations):
 
     def _submit(self, o: Operation) -> Operation:
         return o
+
+
+def _key(counts: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Counts as a part of a cache key.  None, which no key has, if they are neither a list nor a tuple."""
+    return tuple(counts) if type(counts) is list or type(counts) is tuple else None  # isinstance: twice the time
 
 
 def _input(x: Any, stream: Any) -> Buffer:

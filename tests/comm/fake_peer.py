@@ -44,13 +44,15 @@ SIMT = HERE.parent / "train/host_kernels/simt.h"
 
 
 NAMES = {  # the kernels of a file, all compiled at once
-    "all_reduce_packets": ("one_shot", "two_shot", "reduce_scatter", "ring", "tree"),
-    "all_reduce_push": ("push", "reduce_scatter"),
+    "all_reduce_packets": (
+        "one_shot", "two_shot", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "ring", "tree"
+    ),
+    "all_reduce_push": ("push", "reduce_scatter", "reduce_scatter_v"),
     "all_gather": ("all_gather", "all_to_all"),
     "all_reduce_direct": ("direct",),
     "all_reduce_specialized": ("specialized",),
     "all_reduce_copies": ("copies",),
-}
+}  # fmt: skip
 THREADS = {
     "all_reduce_push": 32,
     "all_reduce_direct": 32,
@@ -82,7 +84,7 @@ class HostKernel:
         self._threads = THREADS.get(path.stem, 0)
         if self._threads:
             defines["THREADS"] = self._threads
-        self._parts = 2 if (path.stem, name) == ("all_reduce_push", "reduce_scatter") else 1  # of THREADS each
+        self._parts = 2 if path.stem == "all_reduce_push" and name != "push" else 1  # of THREADS each
         with _compiling:
             code = library(path, tuple(sorted(defines.items())))
         self._run = getattr(code, f"run_{name}")

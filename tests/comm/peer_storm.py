@@ -20,9 +20,11 @@ LAUNCHES = {
     "push": Launch("push", blocks=2, threads=32), "direct": Launch("direct", blocks=2, threads=32),
     "copies": Launch("copies", threads=32, pieces=3), "specialized": Launch("specialized", threads=64, tile=512),
 }  # fmt: skip
-KINDS = ["exchange", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "reduce_scatter by packets", *LAUNCHES]
-SCATTERING = {name: Launches(rows, rows) for name, launch in (("reduce_scatter", "push"), (KINDS[5], "two_shot"))
-              for rows in [((None, LAUNCHES[launch]),)]}  # fmt: skip
+KINDS = [
+    "exchange", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "reduce_scatter by packets",
+    "reduce_scatter_v", "reduce_scatter_v by packets", "scan", *LAUNCHES,
+]  # fmt: skip
+BY_KERNEL, BY_PACKETS = (Launches(rows, rows) for name in ("push", "two_shot") for rows in [((None, LAUNCHES[name]),)])
 
 
 def storm(
@@ -50,20 +52,23 @@ def storm(
         engine.small = 0 if kind in ("all_gather", "all_to_all") else int(rng.choice(sizes))  # 0: nothing by packets
         if kind in ("reduce_scatter", "all_gather", "all_to_all"):
             count = count // 4 // size * 4 + 4
-        elif kind in SCATTERING:
+        elif kind.startswith("reduce_scatter"):
             count = count // size + 1
         if kind == "specialized":  # most of which it takes
             count, start = count // 4 * 4 + (4 if rng.random() < 0.9 else 5), start // 4 * 4
+        counts = rng.integers(0, count + 1, size).tolist() if kind.startswith("reduce_scatter_v") else [count] * size
         x, out = (Array.zeros(5200, np.float32, device, stream=stream) for _ in range(2))
         if kind in ("all_gather", "all_to_all", "specialized") or rng.random() < 0.5:
             x, out = symmetric[:5200], symmetric[8192 : 8192 + 3 * 5200]
-        total = size * count if kind in SCATTERING or kind == "all_to_all" else count
+        scatters = kind.startswith("reduce_scatter")
+        total = sum(counts) if scatters or kind == "all_to_all" else count
+        count = counts[rank]
         x = x[start : start + total]
         if kind in ("all_gather", "all_to_all"):
             out = out[4 * start : 4 * start + size * count]
         else:
             out = out[start : start + count]
-        if kind in LAUNCHES and rng.random() < 0.3:
+        if (kind in LAUNCHES or kind == "scan") and rng.random() < 0.3:
             out = x
         data = [rng.integers(-99, 99, total).astype(np.float32) for _ in range(size)]
         x.copy_from(data[rank], stream)
@@ -90,15 +95,19 @@ def storm(
                 source.copy_from(data[rank], stream)
                 run = engine.bind_broadcast((source.pointer, x.nbytes), (out.pointer, x.nbytes), root)
                 expected = data[root]
-            case _ if kind in SCATTERING:
-                engine.launches = SCATTERING[kind]
-                part = slice(rank * count, (rank + 1) * count)
+            case "scan":
+                engine.launches = BY_PACKETS
+                run = engine.bind_scan("scan", x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM)
+                expected = sum(data[: rank + 1])
+            case _ if scatters:
+                engine.launches = BY_PACKETS if kind.endswith("packets") else BY_KERNEL
+                part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
                 out = x[part] if rng.random() < 0.3 else out
-                run = engine.bind_reduce_scatter(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM)
+                run = engine.bind_reduce_scatter(x.pointer, out.pointer, counts, FLOAT, ReduceOp.SUM)
                 expected = expected[part]
             case _:
                 run = engine.bind_all_reduce(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM, launch=LAUNCHES[kind])
-        if count:
+        if total:
             if stream is not None:
                 rendezvous.barrier()  # kernels are loaded by now: on a GPU that waits for those that run
             run(stream)

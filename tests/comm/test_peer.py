@@ -13,6 +13,7 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
+from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.cuda import driver
@@ -121,6 +122,41 @@ def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: Re
             assert_bits(out[:count].numpy(), expected, f"{launch} of {count}")
             assert_bits(x[:count].numpy(), expected, f"{launch} of {count} in place")
             assert (out[count:].numpy().view(np.uint8) == 255).all(), f"{launch} of {count}: wrote beyond its end"
+    comm.backend.use(launches)
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "push"])
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [(BF16, ReduceOp.AVG), (np.dtype(np.int8), ReduceOp.SUM), (np.dtype(np.float64), ReduceOp.PROD)],
+    ids=str,
+)
+@on_each_rank("ranks.run")
+def test_parts_of_any_size_go_by_one_kernel(
+    gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp, algorithm: str
+) -> None:
+    """By packets and by writes alone; in one or several batches, also where a part is empty or begins anywhere."""
+    comm, n, me, guard = gpu.comm, gpu.size, gpu.rank, 24
+    launches = comm.backend._engine.launches
+    comm.backend.use(Launches(*[((None, Launch(algorithm, threads=64)),)] * 2))
+    for turn, sizes in enumerate(((64, 16, 32), (1001, 0, 7), (0, LARGE // 2 + 3, 2), (33, 33, 33), (16, 16, 16))):
+        counts = [sizes[rank % 3] for rank in range(n)]
+        begin, total = sum(counts[:me]), sum(counts)
+        for start in (0, 1, 2):
+            xs = inputs(seed + turn, n, total, dtype)
+            expected = in_turn([x[begin : begin + counts[me]] for x in xs], op, "rank order")
+            x, around = on_gpu(comm, np.concatenate([xs[me][:start], xs[me]])), on_gpu(comm, poison(100 + LARGE, dtype))
+            x, out = x[start:], around[guard + start : guard + start + counts[me]]
+            before = around.numpy()
+            route = comm.reduce_scatter_v_init(x, counts, out, op)._call.route
+            assert not isinstance(route.launch.args[0], OrderedReduction)
+            for counted in (True, False) if len(set(counts)) == 1 else (True,):
+                comm.reduce_scatter_v(x, counts, out, op) if counted else comm.reduce_scatter(x, out, op)
+                comm.synchronize()
+                assert_bits(out.numpy(), expected, f"{counts} from {start}")
+            after = around.numpy()
+            after[guard + start : guard + start + counts[me]] = before[guard + start : guard + start + counts[me]]
+            assert_bits(after, before, f"{counts} from {start}: wrote beyond its end")
     comm.backend.use(launches)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -33,22 +34,26 @@ from kos.memory.array import Array
 from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
-from tests.comm.fake_nccl import Stream
+from tests.comm.fake_nccl import FakeGraph, Stream, captures
 from tests.comm.fake_peer import HostKernel, HostMemory, Memory, ThreadRanks, no_gpus
 from tests.comm.gpu_ranks import Prepared
+from tests.comm.model import Step
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
 from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
+from tests.comm.test_operations import on_gpu
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_any_bytes_to_and_from_anybody,
     test_messages,
     test_messages_of_a_batch_wait_for_none_of_it,
     test_minimum_keeps_nan,
+    test_parts_of_any_size_go_by_one_kernel,
     test_refusals,
     test_what_overlaps_goes_by_copy_engines,
     test_windows_are_freed_when_all_ranks_let_go,
 )
+from tests.comm.test_repeated_on_hosts import check_cached
 from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
@@ -117,6 +122,16 @@ OPERATIONS = (
 )
 def test_operation(ranks: Any, seed: int, name: str, dtype: np.dtype) -> None:
     getattr(conformance, f"test_{name}")(ranks, seed, dtype)
+
+
+def test_what_no_kernel_takes_is_exchanged_and_added(
+    ranks: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_engine, "_SCANNED_UP_TO", 0)
+    conformance.test_scan(ranks, seed, BF16)
+    kind, op = np.dtype(np.complex64), ReduceOp.PROD
+    for name in ("scan", "reduce_scatter_v"):
+        ranks.run(lambda comm, name=name: results.correct(comm, seed, name, kind, op))
 
 
 def test_reduce(ranks: Any, seed: int) -> None:
@@ -464,6 +479,55 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
     ranks.run(body)
 
 
+UNEVEN = ("all_to_all_v", "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v", "scan", "exscan")
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_repeated_calls_with_counts_and_scans(ranks: ThreadRanks, seed: int, name: str) -> None:
+    ranks.run(lambda gpu: check_cached(gpu.comm, Step(name, root=1, dtype=np.int32), seed, *on_gpu(0)))
+
+
+@pytest.mark.parametrize("name", ["all_to_all_v", "reduce_scatter_v", "scan"])
+@on_each_rank("ranks.run")
+def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
+    """A captured call is prepared anew, so that the graph keeps the windows; freed windows are another call's."""
+    comm, me = gpu.comm, gpu.comm.rank
+    prepared, sent = Prepared(comm), [7, 5, 9]
+    counts = {"all_to_all_v": ([3] * SIZE, [3] * SIZE), "reduce_scatter_v": (sent,)}.get(name, ())
+    expected = {"all_to_all_v": np.repeat(np.arange(SIZE), 3), "scan": np.full(21, sum(range(me + 1)))}.get(
+        name, np.full(sent[me], sum(range(SIZE)))
+    )
+    size = {"all_to_all_v": 9}.get(name, 21)
+    for _ in range(2):
+        x, out = comm.allocate(size, np.int32), comm.allocate(21, np.int32)[: expected.size]
+        x.stream = out.stream = 5
+
+        def call(x: Array = x, out: Array = out) -> bool:
+            x.copy_from(np.full(size, me, np.int32))
+            out.fill_bytes(255)
+            found = not prepared.by(lambda: getattr(comm, name)(x, *counts, out=out))
+            assert out.numpy().tolist() == expected.tolist()
+            return found
+
+        assert [call() for _ in range(3)] == [False, False, True]
+        persistent = getattr(comm, f"{name}_init")(x, *counts, out=out)
+        out.fill_bytes(255)
+        persistent.start().wait()
+        assert out.numpy().tolist() == expected.tolist()
+        windows = comm.backend._windows
+        assert not any(memory.in_graphs() for memory in windows.memories.values())
+        with captures() as graph:
+            assert not call()
+        assert [memory.in_graphs() for memory in windows.memories.values()] == [True] * 2
+        comm.barrier()  # or the last operation keeps its arrays
+        del x, out, call, persistent
+        gc.collect()
+        comm.barrier()
+        assert not windows.unused_everywhere()
+        graph.destroy()
+        assert len(windows.unused_everywhere()) == 2
+
+
 @pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])
 def test_repeated_calls_of_a_thread_whose_current_device_is_another(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None
@@ -514,6 +578,52 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
             assert not prepared.by(call)
             assert bool(queries) == (stream is None or stream.handle == streams.PER_THREAD)
         assert copies
+
+    ThreadRanks(1).run(body)
+
+
+def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that a capture has taken takes no eager copies until the capture ends, nor those of another capture."""
+    cu, graph, created = driver.cu, FakeGraph(), itertools.count(100)
+    captured, recorded = dict[int, int](), dict[Any, int]()  # by stream and event: the capture
+
+    def record(event: Any, stream: int) -> tuple[int]:
+        recorded[event] = captured.get(stream, 0)
+        return (0,)
+
+    def hold(stream: int, event: Any, flags: int) -> tuple[int]:
+        joined = recorded.get(event, 0)
+        assert captured.get(stream, joined) == joined, "an event of other work within a capture"
+        if joined:
+            captured[stream] = joined
+        return (0,)
+
+    monkeypatch.setattr(cu, "cuEventRecord", record)
+    monkeypatch.setattr(cu, "cuStreamWaitEvent", hold)
+    monkeypatch.setattr(cu, "cuStreamIsCapturing", lambda stream: (0, int(stream in captured)))
+    monkeypatch.setattr(cu, "cuStreamGetCaptureInfo", lambda stream: (0, 1, captured[stream], graph, [], [], 0))
+    monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
+    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+
+    def body(gpu: Any) -> None:
+        def gather(handle: int, turn: int) -> None:
+            x, out = Array.from_numpy(np.full(400, turn, np.float32), 0), comm.allocate(400, np.float32)
+            x.stream = out.stream = streams_[handle]
+            comm.all_gather(x, out)
+            assert (out.numpy() == turn).all()
+
+        comm, streams_ = gpu.comm, {handle: Stream(handle) for handle in (5, 6, 7)}
+        captured.update({5: 1, 6: 2})
+        for turn, handle in enumerate((7, 5, 7, 6, 5, 7, 6)):
+            gather(handle, turn)
+        assert {stream: captured.get(stream, 0) for stream in range(100, next(created))} == {100: 1, 101: 2, 102: 0}
+        captured.clear()
+        gather(7, 9)
+        captured[6] = 3
+        gather(6, 10)
+        gather(7, 11)
+        assert captured == {6: 3, 100: 3}
 
     ThreadRanks(1).run(body)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.cached import ON_GPU
+from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
@@ -51,7 +51,7 @@ def ones(count: int = COUNT, dtype: Any = np.float32, stream: Any = None) -> Arr
     return Array.from_numpy(np.ones(count, dtype), 0, stream=stream)
 
 
-@pytest.mark.parametrize("step", [step for step in CASES if step.name in ON_GPU], ids=str)
+@pytest.mark.parametrize("step", [step for step in CASES if step.name != "barrier"], ids=str)
 @on_each_rank(FakeRanks(SIZE).run)
 def test_the_third_call_is_ready_and_gives_what_the_first_gave(
     gpu: Any, /, fake: FakeNCCL, seed: int, step: Step
@@ -88,6 +88,92 @@ def test_other_ranks_are_another_call(gpu: Any, /, fake: FakeNCCL) -> None:
             want = -1 if comm.rank != root else root + 1 if call == comm.gather else SIZE * (root + 1)
             assert (b.numpy() == want).all()
     assert prepared
+
+
+@on_each_rank(FakeRanks(SIZE).run)
+def test_calls_with_counts_that_change(gpu: Any, /, fake: FakeNCCL) -> None:
+    """On the same arrays where their sizes are the same."""
+    comm, me, arrays = gpu.comm, gpu.comm.rank, dict[tuple[str, int], Array]()
+
+    def array(name: str, count: int, fill: int) -> Array:
+        x = arrays.setdefault((name, count), Array.zeros(count, np.int64, 0))
+        x.copy_from(np.full(count, fill))
+        return x
+
+    for turn in (0, 1, 2, 0, 0, 0, 1, 1, 1, 4, 0, 4, 0, 4, 4, 4, 5):
+        table = [[(turn + 2 * rank + to) % 4 for to in range(SIZE)] for rank in range(SIZE)]
+        sent, received, counts, ranks = table[me], [row[me] for row in table], table[1], 10 * turn + np.arange(SIZE)
+        x, out = array("x", sum(sent), ranks[me]), array("out", sum(received), -1)
+        comm.all_to_all_v(x, sent, received, out)
+        assert out.numpy().tolist() == np.repeat(ranks, received).tolist()
+        part, whole = array("part", counts[me], ranks[me]), array("whole", sum(counts), -1)
+        comm.all_gather_v(part, counts, whole)
+        assert whole.numpy().tolist() == np.repeat(ranks, counts).tolist()
+        gathered = array("gathered", sum(counts), -1) if me == 1 else None
+        comm.gather_v(part, counts, 1, gathered)
+        assert gathered is None or gathered.numpy().tolist() == whole.numpy().tolist()
+        own = array("own", counts[me], -1)
+        comm.scatter_v(gathered, counts, own, 1)
+        assert own.numpy().tolist() == [ranks[me]] * counts[me]
+        comm.reduce_scatter_v(whole, counts, own)
+        assert own.numpy().tolist() == [SIZE * ranks[me]] * counts[me]
+
+
+def uneven_call(comm: kos.Communicator, name: str, counts: Any, x: Array, out: Array) -> Any:
+    """The call of a form with counts, the same for all ranks."""
+    root = comm.rank == 1
+    arguments: dict[str, tuple[Any, ...]] = {
+        "all_to_all_v": (x, counts, counts, out), "gather_v": (x, counts, 1, out if root else None),
+        "scatter_v": (x if root else None, counts, out, 1),
+    }  # fmt: skip
+    return getattr(comm, name)(*arguments.get(name, (x, counts, out)))
+
+
+FORMS = {  # and how many shards of equal size the input and the output have
+    "all_to_all_v": (SIZE, SIZE), "all_gather_v": (1, SIZE), "gather_v": (1, SIZE), "scatter_v": (SIZE, 1),
+    "reduce_scatter_v": (SIZE, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+@on_each_rank(FakeRanks(SIZE).run)
+def test_counts_are_compared_by_value(gpu: Any, /, name: str, fake: FakeNCCL) -> None:
+    comm, prepared, counts = gpu.comm, Prepared(gpu.comm), [COUNT] * SIZE
+    x, out, other = (Array.zeros(COUNT * shards, np.int64, 0) for shards in (*FORMS[name], FORMS[name][1]))
+
+    def found(counts: Any, out: Array = out) -> bool:
+        return not prepared.by(lambda: uneven_call(comm, name, counts, x, out))
+
+    assert [found(counts) for _ in range(3)] == [False, False, True]
+    assert found(list(counts)) and found(tuple(counts)) and found([np.int64(COUNT)] * SIZE)
+    assert found(counts, other) == (name == "gather_v" and comm.rank != 1), "another output"
+    for _ in range(2):
+        found(counts)
+    counts[:] = [COUNT + 1] * SIZE  # in the caller's own list
+    for wrong in (counts, [COUNT] * (SIZE - 1), [COUNT, COUNT, -COUNT], 5):
+        with pytest.raises(InvalidArgument, match="counts"):
+            uneven_call(comm, name, wrong, x, out)
+    assert found([COUNT] * SIZE)
+
+
+@on_each_rank(FakeRanks(SIZE).run)
+def test_sizes_that_travel_are_sent_at_each_call(gpu: Any, /, fake: FakeNCCL) -> None:
+    comm, prepared = gpu.comm, Prepared(gpu.comm)
+    x, out = Array.from_numpy(np.full(COUNT, comm.rank), 0), Array.zeros(SIZE * COUNT, np.int64, 0)
+    for _ in range(4):
+        assert prepared.by(lambda: comm.all_gather_v(x, None, out))
+        assert (out.numpy() == np.repeat(np.arange(SIZE), COUNT)).all()
+
+
+def test_counts_that_change_at_each_call_fill_no_memory(
+    alone: kos.Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_backend, "KNOWN", 8)
+    x, out = ones(100), ones(100)
+    for count in range(100):
+        alone.all_to_all_v(x[:count], [count], [count], out[:count])
+        alone.all_gather_v(x[: 1 + count % 2], [1 + count % 2], out[: 1 + count % 2])
+    assert len(alone.backend._routes) <= 8 and not alone.backend.cache._entries
 
 
 def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:

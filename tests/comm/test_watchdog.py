@@ -20,6 +20,7 @@ from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import FakeNCCL, quiet
+from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step, call
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
@@ -307,3 +308,26 @@ def test_calls_of_auto_that_differ_raise_by_the_next_one(
     text, _, differences = str(error.value).partition("they differ in ")
     assert "rank 0 called" in text and "rank 1 called" in text
     assert case.split()[0] not in FIELDS or case.split()[1] in differences
+
+
+@pytest.mark.parametrize("name", ["all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v"])
+@on_each_rank(run, host=SharedOnly)
+def test_cached_calls_whose_counts_differ_raise_on_every_rank(comm: kos.Communicator, log: Any, /, name: str) -> None:
+    calls, me = [], comm.rank
+    for counts in ([4, 4], [3, 4] if me else [4, 3]):  # this rank's is 4 in both
+        gathers, x, out = name in ("all_gather_v", "gather_v"), on_gpu(4), on_gpu(sum(counts))
+        if not gathers:
+            x, out = out, x
+        arguments: dict[str, tuple[Any, ...]] = {
+            "gather_v": (x, counts, 0, None if me else out), "scatter_v": (None if me else x, counts, out, 0)
+        }  # fmt: skip
+        calls.append(partial(getattr(comm, name), *arguments.get(name, (x, counts, out))))
+    prepared = Prepared(comm)
+    for _ in range(3):
+        calls[0]()
+    assert not prepared.by(calls[0])
+    calls[1]()
+    with pytest.raises(CollectiveMismatch, match=r"rank 0 called .*rank 1 called .*they differ in counts"):
+        comm.barrier()
+    with pytest.raises(CollectiveError, match="failed before"):
+        calls[0]()

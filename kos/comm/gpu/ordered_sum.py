@@ -3,7 +3,8 @@
 The vector is split into a part for each rank.  Every rank sends part r of its contribution to rank r, which adds
 the contributions in rank order (fp32 for floats of 16 and 8 bits) and rounds once.  The bytes sent are those of a
 ring.  Small vectors are gathered whole on every rank, and every rank adds all of them.  In a scan rank r makes row r'
-of its part for each rank r', the sum over the ranks up to r', and sends it there.
+of its part for each rank r', the sum over the ranks up to r', and sends it there.  ``peer`` has kernels for most
+reductions, and uses this for the others.
 """
 
 from __future__ import annotations

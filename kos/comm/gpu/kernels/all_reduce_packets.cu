@@ -1,4 +1,5 @@
-// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.  And reduce_scatter, the first half of two_shot.
+// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.  And reduce_scatter, the first half of two_shot,
+// also with parts of different sizes (reduce_scatter_v); scan and exscan, which are one_shot with fewer additions.
 // Without ``out`` a rank gets no result: so one_shot and two_shot also reduce to one rank.
 //
 // None has a barrier; packets.cuh says why that is safe.  ``count`` elements of any number and alignment,
@@ -13,6 +14,14 @@
 #define RING 3
 #define TREE 4
 #define REDUCE_SCATTER 5
+#define REDUCE_SCATTER_V 6
+#define SCAN 7
+#define EXSCAN 8
+#ifdef ONLY
+#define COMPILED(name) (ONLY == name)
+#else
+#define COMPILED(name) 1
+#endif
 
 #ifndef THREADS
 #define THREADS 512
@@ -30,22 +39,22 @@ __device__ __forceinline__ long long packet_of(int chunk, unsigned per_channel, 
     return ((long long)chunk * gridDim.x + blockIdx.x) * per_channel + i;
 }
 
-// w[rank] is ``own``; all are added in rank order and the sum is rounded into ``own``.
-__device__ __forceinline__ void reduce_in_rank_order(Words (&w)[RANKS], Words& own, int rank) {
+// w[rank] is ``own``; those of the ranks up to ``last`` are added in rank order and the sum is rounded into ``own``.
+__device__ __forceinline__ void reduce_in_rank_order(Words (&w)[RANKS], Words& own, int rank, int last = RANKS - 1) {
     Reduction sum;
 #pragma unroll
     for (int r = 0; r < RANKS; r++) {
 #pragma unroll
         for (int k = 0; k < WORDS; k++) w[r][k] = r == rank ? own[k] : w[r][k];
         if (r == 0) sum.first(w[0]);
-        else sum.combine(w[r]);
+        else if (r <= last) sum.combine(w[r]);
     }
     sum.finish(own);
 }
 
-#if !defined(ONLY) || ONLY == ONE_SHOT
-// Every rank sends its whole vector to all others; each adds in rank order.  One exchange.
-ALL_REDUCE(one_shot) {
+// Every rank sends its whole vector to all others; each adds those of the ranks up to ``last``.  One exchange.
+__device__ __forceinline__ void send_to_all(const Context* context, u64 own_slab, unsigned own_rank, const char* in,
+                                            char* out, long long count, unsigned per_channel, double factor, int last) {
     after_former_kernel();
     Mailbox box(context, own_slab, own_rank);
     const int rank = box.rank;
@@ -63,15 +72,25 @@ ALL_REDUCE(one_shot) {
             Words w[RANKS];
             if (!once) own = fetch(in, packet_of(0, per_channel, base + i), count, factor);
             box.receive_all(0, w, i, 0);
-            reduce_in_rank_order(w, own, rank);
+            reduce_in_rank_order(w, own, rank, last);
             put(own, out, packet_of(0, per_channel, base + i), count);
         }
     }
     box.close();
 }
+#define SEND_TO_ALL(name, last) \
+    ALL_REDUCE(name) { send_to_all(context, own_slab, own_rank, in, out, count, per_channel, factor, last); }
+#if COMPILED(ONE_SHOT)
+SEND_TO_ALL(one_shot, RANKS - 1)
+#endif
+#if COMPILED(SCAN)
+SEND_TO_ALL(scan, int(own_rank))
+#endif
+#if COMPILED(EXSCAN)
+SEND_TO_ALL(exscan, int(own_rank) - 1) /* rank 0 has no ``out`` */
 #endif
 
-#if !defined(ONLY) || ONLY == TWO_SHOT
+#if COMPILED(TWO_SHOT)
 // Rank r receives chunk r of all ranks, adds in rank order and sends the sum to all.  Two exchanges.
 ALL_REDUCE(two_shot) {
     after_former_kernel();
@@ -113,18 +132,19 @@ ALL_REDUCE(two_shot) {
 }
 #endif
 
-#if !defined(ONLY) || ONLY == REDUCE_SCATTER
-// Rank r receives part r, of ``count`` elements, of all ranks and adds in rank order.  One exchange.
-ALL_REDUCE(reduce_scatter) {
-    after_former_kernel();
+// Rank r receives part r of all ranks and adds in rank order.  One exchange.  ``part(k)`` is this rank's part for rank
+// (rank + k) % RANKS, of ``size(k)`` elements; ``fetch_parts`` loads packet i of all parts.
+template <class Part, class Size, class FetchParts>
+__device__ __forceinline__ void scatter_sums(const Context* context, u64 own_slab, unsigned own_rank, Part part,
+                                             Size size, FetchParts fetch_parts, char* out, unsigned per_channel,
+                                             double factor) {
     const int rank = own_rank;
     const bool once = per_channel <= blockDim.x;
-    const auto part = [&](int k) { return in + (rank + k) % RANKS * count * (long long)sizeof(Bits); };
     const auto fetch_part = [&](int k, unsigned i) {
-        return fetch(part(k), packet_of(0, per_channel, i), count, factor);
+        return fetch(part(k), packet_of(0, per_channel, i), size(k), factor);
     };
     Words w[RANKS];
-    fetch_all(w, part, packet_of(0, per_channel, threadIdx.x), count, factor);
+    fetch_parts(w, packet_of(0, per_channel, threadIdx.x));
     Mailbox box(context, own_slab, own_rank);
     Words own = w[0];
     box.open();
@@ -141,14 +161,43 @@ ALL_REDUCE(reduce_scatter) {
             if (!once) own = fetch_part(0, base + i);
             box.receive_all(0, w, i, 0);
             reduce_in_rank_order(w, own, rank);
-            put(own, out, packet_of(0, per_channel, base + i), count);
+            put(own, out, packet_of(0, per_channel, base + i), size(0));
         }
     }
     box.close();
 }
+
+#if COMPILED(REDUCE_SCATTER)
+// Parts of ``count`` elements.
+ALL_REDUCE(reduce_scatter) {
+    after_former_kernel();
+    const auto part = [&](int k) { return in + (int(own_rank) + k) % RANKS * count * (long long)sizeof(Bits); };
+    scatter_sums(
+        context, own_slab, own_rank, part, [&](int) { return count; },
+        [&](Words(&w)[RANKS], long long i) { fetch_all(w, part, i, count, factor); }, out, per_channel, factor);
+}
 #endif
 
-#if !defined(ONLY) || ONLY == RING
+#if COMPILED(REDUCE_SCATTER_V)
+// Part r ends at element ``end<r>``.  Every part has as many packets as the largest; the rest of them are empty.
+#define END(r) , long long end##r
+#define ENTRY(r) end##r,
+extern "C" __global__ void __launch_bounds__(THREADS)
+    reduce_scatter_v(const Context* context, u64 own_slab, unsigned own_rank, const char* in, char* out,
+                     unsigned per_channel, double factor RANKS_8(END)) {
+    after_former_kernel();
+    const long long ends[] = {0, RANKS_8(ENTRY)};
+    const auto part = [&](int k) { return in + ends[(own_rank + k) % RANKS] * (long long)sizeof(Bits); };
+    const auto size = [&](int k) { return ends[(own_rank + k) % RANKS + 1] - ends[(own_rank + k) % RANKS]; };
+    const auto fetch_parts = [&](Words(&w)[RANKS], long long i) {
+#pragma unroll
+        for (int k = 0; k < RANKS; k++) w[k] = fetch(part(k), i, size(k), factor);
+    };
+    scatter_sums(context, own_slab, own_rank, part, size, fetch_parts, out, per_channel, factor);
+}
+#endif
+
+#if COMPILED(RING)
 // schedules/reducing.py, ring_all_reduce: chunk b is added from rank b on; slot s is for what step s sends.
 ALL_REDUCE(ring) {
     after_former_kernel();
@@ -190,7 +239,7 @@ ALL_REDUCE(ring) {
 }
 #endif
 
-#if !defined(ONLY) || ONLY == TREE
+#if COMPILED(TREE)
 // schedules/reducing.py, tree_all_reduce: up a binary tree in heap order and down again.
 // Slots 0 and 1 are for the children, slot 2 for the parent.
 ALL_REDUCE(tree) {

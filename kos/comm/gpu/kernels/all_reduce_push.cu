@@ -10,28 +10,48 @@
 // barrier at the end ensures that all sums have arrived.  An output that is not symmetric is collected in staging
 // memory, ``piece`` elements at a time, and copied by its own rank.  A reduce-scatter omits the last step: a sum stays
 // on the rank that added it.  Half of a block pushes and the other half adds, so that the links are busy all the time.
+// In a reduce_scatter_v the chunks have different sizes.
 #include "channel.cuh"
 #include "reduce.cuh"
 
 // -DONLY=PUSH compiles that one alone.
 #define PUSH 1
 #define REDUCE_SCATTER 2
+#define REDUCE_SCATTER_V 3
+#ifdef ONLY
+#define COMPILED(name) (ONLY == name)
+#else
+#define COMPILED(name) 1
+#endif
 
 #ifndef THREADS
 #define THREADS 512 /* that push; the same threads add, or as many others */
 #endif
 
 constexpr int PER_VECTOR = 16 / sizeof(Bits);
+// Whether unaligned vectors are moved by words if possible.  Parts of different sizes are mostly unaligned.  Other
+// kernels would need more registers for it: ``push`` of bfloat16 between 2 ranks 106 instead of 64.
+constexpr bool BY_WORDS = COMPILED(REDUCE_SCATTER_V);
 
 // Vector i of ``count`` elements that are not aligned, or that end within it.
 __device__ __noinline__ Vector fetch_slowly(const char* in, long long i, long long count) {
     Vector v = {};
+    if (BY_WORDS && reinterpret_cast<u64>(in) % 4 == 0 && (i + 1) * PER_VECTOR <= count) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) v.x[k] = reinterpret_cast<const unsigned*>(in)[4 * i + k];
+        return v;
+    }
 #pragma unroll
     for (int k = 0; k < PER_VECTOR; k++)
         if (i * PER_VECTOR + k < count) set<Bits>(v.x, k, reinterpret_cast<const Bits*>(in)[i * PER_VECTOR + k]);
     return v;
 }
 __device__ __noinline__ void put_slowly(Vector v, u64 out, long long i, long long count) {
+    if (BY_WORDS && out % 4 == 0 && (i + 1) * PER_VECTOR <= count) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) store_element<unsigned>(out + 16 * i + 4 * k, v.x[k]);
+        return;
+    }
 #pragma unroll
     for (int k = 0; k < PER_VECTOR; k++)
         if (i * PER_VECTOR + k < count)
@@ -48,16 +68,16 @@ __device__ __forceinline__ void put(const Vector& v, u64 out, long long i, long 
     if constexpr (!plain) put_slowly(v, out, i, count);
     else store(out + 16 * i, v);
 }
-// One piece of the message, as one channel of one rank sees it.  Pieces are cut alike: what a channel collects in
-// one it has copied before others write there again.
-struct Share {
+// How a piece of the message is cut, as one channel sees it: into a chunk for each rank, a chunk into channels and those
+// into batches.  Pieces are cut alike: what a channel collects in one it has copied before others write there again.
+struct Even {
     const char* in;
     long long count, vectors, chunk, share;
     int batch;
-    unsigned rank;
-    const u64 *staging, *out;  // of every rank
-    bool collected;            // the output is staging memory, with room for whole vectors
 
+    // Where the vectors of chunk r are counted from, and the elements from there on.
+    __device__ __forceinline__ const char* source(unsigned) const { return in; }
+    __device__ __forceinline__ long long elements(unsigned) const { return count; }
     // Vectors of batch g of chunk r: the first, and how many.
     __device__ __forceinline__ long long first(unsigned g, unsigned r) const {
         return r * chunk + blockIdx.x * share + (long long)g * batch;
@@ -66,6 +86,32 @@ struct Share {
         const long long end = min(min(first(0, r) + share, (r + 1) * chunk), vectors);
         return int(max(min((long long)batch, end - first(g, r)), 0ll));
     }
+};
+// The same with a part of any size for each rank.
+struct Part {
+    const char* in;
+    long long count, vectors, share;
+};
+struct Uneven {
+    const Part* parts;
+    int batch;
+    __device__ __forceinline__ const char* source(unsigned r) const { return parts[r].in; }
+    __device__ __forceinline__ long long elements(unsigned r) const { return parts[r].count; }
+    __device__ __forceinline__ long long first(unsigned g, unsigned r) const {
+        return blockIdx.x * parts[r].share + (long long)g * batch;
+    }
+    __device__ __forceinline__ int length(unsigned g, unsigned r) const {
+        const long long end = min(first(0, r) + parts[r].share, parts[r].vectors);
+        return int(max(min((long long)batch, end - first(g, r)), 0ll));
+    }
+};
+
+template <class Cut> struct Share : Cut {
+    using Cut::batch, Cut::source, Cut::elements, Cut::first, Cut::length;
+    unsigned rank;
+    const u64 *staging, *out;  // of every rank
+    bool collected;            // the output is staging memory, with room for whole vectors
+
     // Where rank ``from`` writes batch g for rank ``to``.
     __device__ __forceinline__ u64 place(unsigned g, unsigned to, unsigned from) const {
         return staging[to] + 16ull * batch * ((blockIdx.x * 2 + g % 2) * RANKS + from);
@@ -78,7 +124,7 @@ struct Share {
 #pragma unroll
             for (int k = 1; k < RANKS; k++) {
                 const unsigned r = (rank + k) % RANKS;
-                if (i < length(g, r)) v[k] = fetch<plain>(in, first(g, r) + i, count);
+                if (i < length(g, r)) v[k] = fetch<plain>(source(r), first(g, r) + i, elements(r));
             }
 #pragma unroll
             for (int k = 1; k < RANKS; k++) {
@@ -97,7 +143,7 @@ struct Share {
             Vector v[RANKS];
 #pragma unroll
             for (int r = 0; r < RANKS; r++) {
-                if (r == rank) v[r] = fetch<plain>(in, at, count);
+                if (r == rank) v[r] = fetch<plain>(source(rank), at, elements(rank));
                 else load(v[r], place(g, rank, r) + 16 * i);
             }
             Sum<4> sum;
@@ -109,37 +155,37 @@ struct Share {
             for (int k = 0; k < TARGETS; k++) {
                 const u64 to = out[(rank + k) % RANKS];
                 if (collected) store(to + 16 * at, v[0]);
-                else put<plain>(v[0], to, at, count);
+                else put<plain>(v[0], to, at, elements(rank));
             }
         }
     }
 
     // Copy this channel's part of all chunks out of staging memory.
     __device__ __forceinline__ void copy_to(char* user) const {
-        const bool plain = reinterpret_cast<u64>(user) % 16 == 0 && count % PER_VECTOR == 0;
+        const bool plain = reinterpret_cast<u64>(user) % 16 == 0 && this->count % PER_VECTOR == 0;
         for (int r = 0; r < RANKS; r++) {
-            const long long end = min(min(first(0, r) + share, (r + 1) * chunk), vectors);
+            const long long end = min(min(first(0, r) + this->share, (r + 1) * this->chunk), this->vectors);
             for (long long i = first(0, r) + threadIdx.x; i < end; i += THREADS) {
                 Vector v;
                 load(v, out[rank] + 16 * i);
                 if (plain) *reinterpret_cast<uint4*>(user + 16 * i) = make_uint4(v.x[0], v.x[1], v.x[2], v.x[3]);
-                else put_slowly(v, reinterpret_cast<u64>(user), i, count);
+                else put_slowly(v, reinterpret_cast<u64>(user), i, this->count);
             }
         }
     }
 };
 
 // All batches.  While one is added, the next one is sent: by the same threads, or by the other half of the block.
-template <int TARGETS, bool HALVES>
-__device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, unsigned batches, bool plain) {
+template <int TARGETS, bool HALVES, class Cut>
+__device__ __forceinline__ void push_and_add(Channel& channel, const Share<Cut>& s, unsigned batches, bool plain) {
     const unsigned before = channel.batches, t = threadIdx.x % THREADS, half = threadIdx.x / THREADS;
     for (unsigned g = 0; g <= batches; g++) {
         if (half == 0 && g < batches) {
             if (g >= 2) channel.await(TAKEN, before + g - 1, t, 0);
             part_barrier(half, THREADS);
             stall(s.rank, before + g, 0);
-            if (plain) s.push<true>(g, t);
-            else s.push<false>(g, t);
+            if (plain) s.template push<true>(g, t);
+            else s.template push<false>(g, t);
             part_barrier(half, THREADS);
             channel.notify(PUSHED, before + g + 1, t);
         }
@@ -147,8 +193,8 @@ __device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, u
         channel.await(PUSHED, before + g, t, 1);
         part_barrier(half, THREADS);
         stall(s.rank, before + g, 1);
-        if (plain) s.add<true, TARGETS>(g - 1, t);
-        else s.add<false, TARGETS>(g - 1, t);
+        if (plain) s.template add<true, TARGETS>(g - 1, t);
+        else s.template add<false, TARGETS>(g - 1, t);
         if (g + 1 >= batches) continue;
         part_barrier(half, THREADS);
         channel.notify(TAKEN, before + g, t);
@@ -163,7 +209,7 @@ __device__ __forceinline__ long long share_of(long long chunk) {
     return ((chunk + gridDim.x - 1) / gridDim.x + 7) / 8 * 8;
 }
 
-#if !defined(ONLY) || ONLY == PUSH
+#if COMPILED(PUSH)
 extern "C" __global__ void __launch_bounds__(THREADS)
     push(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
          const u64* out_table, long long out_offset, const char* source, char* target, long long count,
@@ -182,8 +228,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (long long base = 0; base < count; base += piece) {
         const char* in = source + base * sizeof(Bits);
         const long long n = min(piece, count - base);
-        const Share s{in, n, (n + PER_VECTOR - 1) / PER_VECTOR, chunk, share, batch, own_rank, staging, out,
-                      target != nullptr};
+        const Share<Even> s{{in, n, (n + PER_VECTOR - 1) / PER_VECTOR, chunk, share, batch}, own_rank, staging, out,
+                            target != nullptr};
         const bool plain = reinterpret_cast<u64>(in) % 16 == 0 && n % PER_VECTOR == 0;
         push_and_add<RANKS, false>(channel, s, batches, plain);
         if (target) s.copy_to(target + base * sizeof(Bits));
@@ -192,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 #endif
 
-#if !defined(ONLY) || ONLY == REDUCE_SCATTER
+#if COMPILED(REDUCE_SCATTER)
 // ``count`` elements for each rank, whole vectors; ``target`` may be this rank's part of ``source``.
 extern "C" __global__ void __launch_bounds__(2 * THREADS)
     reduce_scatter(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
@@ -206,9 +252,41 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS)
         out[threadIdx.x] = reinterpret_cast<u64>(target) - 16 * own_rank * chunk;  // of this rank alone is written to
     }
     __syncthreads();
-    const Share s{source, RANKS * count, RANKS * chunk, chunk, share, batch, own_rank, staging, out, false};
+    const Share<Even> s{{source, RANKS * count, RANKS * chunk, chunk, share, batch}, own_rank, staging, out, false};
     const bool plain = (reinterpret_cast<u64>(source) | reinterpret_cast<u64>(target)) % 16 == 0;
     push_and_add<1, true>(channel, s, unsigned((share + batch - 1) / batch), plain);
+    channel.close();
+}
+#endif
+
+#if COMPILED(REDUCE_SCATTER_V)
+// Part r ends at element ``end<r>``; ``target`` does not overlap ``source``, or is exactly this rank's part of it.
+#define END(r) , long long end##r
+#define ENTRY(r) end##r,
+extern "C" __global__ void __launch_bounds__(2 * THREADS)
+    reduce_scatter_v(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
+                     const char* source, char* target RANKS_8(END)) {
+    __shared__ u64 staging[RANKS], out[RANKS];
+    __shared__ Part parts[RANKS];
+    after_former_kernel();
+    Channel channel(context, own_slab, own_rank);
+    const long long ends[] = {0, RANKS_8(ENTRY)};
+    if (threadIdx.x < RANKS) {
+        const long long begin = ends[threadIdx.x], count = ends[threadIdx.x + 1] - begin;
+        const long long vectors = (count + PER_VECTOR - 1) / PER_VECTOR;
+        parts[threadIdx.x] = {source + begin * (long long)sizeof(Bits), count, vectors, share_of(vectors)};
+        staging[threadIdx.x] = context->slab[threadIdx.x] + staging_offset;
+        out[threadIdx.x] = reinterpret_cast<u64>(target);  // of this rank alone is written to
+    }
+    __syncthreads();
+    long long longest = 0;
+    u64 odd = reinterpret_cast<u64>(source) | reinterpret_cast<u64>(target);
+    for (int r = 0; r < RANKS; r++) {
+        longest = max(longest, parts[r].share);
+        odd |= parts[r].count * sizeof(Bits);
+    }
+    const Share<Uneven> s{{parts, batch}, own_rank, staging, out, false};
+    push_and_add<1, true>(channel, s, unsigned((longest + batch - 1) / batch), odd % 16 == 0);
     channel.close();
 }
 #endif

@@ -34,8 +34,6 @@
 #endif
 #define EACH_RANK _Pragma("unroll") for (unsigned r = 0; r < RANKS; r++)
 
-// Parameters for the pieces of up to 8 ranks.
-#define RANKS_8(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
 #define PARAMETERS(r) , u64 send##r, u64 sending##r, u64 by##r, u64 recv##r, u64 receiving##r, u64 per##r
 struct Piece {
     u64 send, sending, send_share, recv, receiving, recv_share;  // addresses and bytes; a share is a channel's

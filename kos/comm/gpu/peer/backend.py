@@ -1,10 +1,10 @@
 """The peer backend: GPU memory by our own kernels, over memory that all ranks of the machine map.
 
 This class chooses the kernel of an operation (``_BINDERS``); ``PeerEngine`` launches it.  All-reduce has kernels of its
-own.  Between symmetric buffers, all-gather, all-to-all and reduce-scatter have them too.  Broadcast and every other
-operation that only moves data use ``exchange``.  The other reductions exchange and add in rank order
-(``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or not,
-16-bit floats are added in fp32, and any dtype, count and alignment is allowed.
+own, and so have reduce-scatters and small scans.  Between symmetric buffers, all-gather and all-to-all have them too.
+Broadcast and every other operation that only moves data use ``exchange``.  The other reductions exchange and add in
+rank order (``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or
+not, 16-bit floats are added in fp32, and any dtype, count and alignment is allowed.
 
 Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no
 detour, and a call of 4 MiB or more that overlaps other work (``async_op=True``, on all ranks) goes by copy engines.
@@ -345,24 +345,23 @@ class PeerBackend(DeviceBackend):
         """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
         assert o.reduction is not None and o.send is not None
         name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
-        if o.name == "reduce_scatter" and o.send.count:
-            assert o.recv is not None
+        if not o.send.count:
+            return _in_turn(())
+        ends, dtype, op, factor = (o.send.pointer, whole(o.recv)[0]), DTYPES[name], o.reduction.op, o.reduction.factor
+        count, run = o.send.count * per, None
+        if o.name.startswith("reduce_scatter"):
             beside = self.beside(o)
             if beside:
                 route.kernel = self._engine.route(Launch("copies"), o.send.nbytes, o.send.pointer)
-            run = self._engine.bind_reduce_scatter(
-                o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op,
-                factor=o.reduction.factor, beside=beside,
-            )  # fmt: skip
-            if run is not None:
-                return run
-        launch = self._engine.launches.pick(o.send.nbytes, False)
-        if o.name == "reduce" and launch.algorithm in PACKETS and o.send.count and not name.startswith("complex"):
-            return self._engine.bind_all_reduce(
-                o.send.pointer, whole(o.recv)[0], o.send.count * per, DTYPES[name], o.reduction.op,
-                factor=o.reduction.factor, launch=launch,
-            )  # fmt: skip
-        return OrderedReduction(self, o) if o.send.count else _in_turn(())
+            counts = [n * per for n in o.send_counts or [o.send.count // self.size] * self.size]
+            run = self._engine.bind_reduce_scatter(*ends, counts, dtype, op, factor=factor, beside=beside)
+        elif o.name.endswith("scan"):
+            run = self._engine.bind_scan(o.name, *ends, count, dtype, op, factor=factor)
+        elif o.name == "reduce" and not name.startswith("complex"):
+            launch = self._engine.launches.pick(o.send.nbytes, False)
+            if launch.algorithm in PACKETS:
+                run = self._engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
+        return run or OrderedReduction(self, o)
 
     def _bind_move(self, o: Operation, route: Route) -> Run:
         """Everything that only moves bytes: one exchange, or what is faster."""

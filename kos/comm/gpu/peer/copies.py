@@ -16,7 +16,8 @@ from kos.comm.gpu.memory import Scratch
 from kos.comm.gpu.peer.launches import Launch
 from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu
-from kos.cuda.streams import Event
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import Event, capture_of
 
 Run = Callable[[Any], None]
 BESIDE = Launch("copies", blocks=32)
@@ -39,12 +40,12 @@ def _on_device(device: int, run: Run, stream: Any) -> None:
 
 
 class Copies:
-    """The stream of one rank's copies, and their staging memory."""
+    """The streams of one rank's copies, and their staging memory."""
 
     def __init__(self, rank: int, size: int, device: int) -> None:
         self._rank, self._size, self._device = rank, size, device
         self._others = [(rank + k) % size for k in range(1, size)]
-        self._stream: Any = None
+        self._streams: list[Any] = []
         self._staging: list[Scratch] = []  # graphs may use an older one
 
     def all_reduce(
@@ -64,7 +65,6 @@ class Copies:
         stride = step * itemsize
         start = self._staging_memory(min(launch.pieces, 2) * size * stride)
         staging = [start + half * size * stride for half in range(2)]
-        copy = self._second_stream()
         events, others = [Event(self._device) for _ in range(2 * len(cuts) + 2)], self._others
         add = partial(kernel.bind, launch.blocks or _BLOCKS, launch.threads, rank)
         sums = [
@@ -72,29 +72,30 @@ class Copies:
             for i, (at, nbytes) in enumerate(cuts)
         ]
 
-        def pull(i: int) -> None:
+        def pull(i: int, copy: int) -> None:
             at, nbytes = cuts[i]
             for peer in others:
                 call(cu.cuMemcpyDtoDAsync, staging[i % 2] + peer * stride, inputs[peer] + at, nbytes, copy)
 
-        def push(i: int) -> None:
+        def push(i: int, copy: int) -> None:
             at, nbytes = cuts[i]
             for peer in others:
                 call(cu.cuMemcpyDtoDAsync, outputs[peer] + at, outputs[rank] + at, nbytes, copy)
 
         def run(stream: Any) -> None:
             main = streams.handle(stream)
+            copy = self._second_stream(main)
             barrier(stream)
             _wait(main, copy, events[-1])
             for i in range(len(cuts) + 1):
                 if i < len(cuts):
-                    pull(i)
+                    pull(i, copy)
                     _wait(copy, main, events[2 * i])
                     sums[i](stream)
                     events[2 * i + 1].record(main)
                 if i > 0:
                     events[2 * i - 1].hold(copy)
-                    push(i - 1)
+                    push(i - 1, copy)
             _wait(copy, main, events[-2])
             barrier(stream)
 
@@ -126,13 +127,14 @@ class Copies:
 
         This rank's copy to itself runs beside the others on a second stream, unless its target is its source.
         """
-        rank, copy, events = self._rank, self._second_stream(), (Event(self._device), Event(self._device))
+        rank, events = self._rank, (Event(self._device), Event(self._device))
         own = [] if places[rank][0] == places[rank][1] else [places[rank]]
         pushes = [places[peer] for peer in self._others]
 
         def run(stream: Any) -> None:
             main = streams.handle(stream)
             if own:
+                copy = self._second_stream(main)
                 _wait(main, copy, events[0])
                 call(cu.cuMemcpyDtoDAsync, *own[0], nbytes, copy)
             barrier(stream)
@@ -144,11 +146,15 @@ class Copies:
 
         return partial(_on_device, self._device, run)
 
-    def _second_stream(self) -> int:
-        """Handle of the stream for copies that run beside the caller's stream."""
-        if self._stream is None:
-            self._stream = create_stream(self._device)
-        return streams.handle(self._stream)
+    def _second_stream(self, main: int) -> int:
+        """Handle of a stream for copies that run beside ``main``, and that no other capture has taken."""
+        capture = capture_of(main)
+        for stream in self._streams:
+            if capture_of(handle := streams.handle(stream)) in (0, capture):
+                return handle
+        with relaxed_capture():
+            self._streams.append(create_stream(self._device))
+        return streams.handle(self._streams[-1])
 
     def _staging_memory(self, nbytes: int) -> int:
         if not self._staging or self._staging[-1].nbytes < nbytes:

@@ -5,7 +5,8 @@ what a kernel that ended early was waiting for.  It checks no arguments that ran
 sequence numbers: that is the backend's business.
 
 ``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather and all-to-all between
-large symmetric buffers have kernels of their own.  So has reduce-scatter.  All-reduce adds in rank order:
+large symmetric buffers have kernels of their own.  So have reduce-scatters, of parts of any sizes, and small scans.
+All-reduce adds in rank order:
 ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push``
 (only writes), ``specialized`` (only writes, each block has one role; symmetric buffers only), ``copies`` (copy
 engines; symmetric buffers only).  ``ring`` and ``tree`` follow the schedules of that name.
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,8 @@ multiprocessors.  Not measured."""
 _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
 """Bytes of one rank's pieces to all others, up to which they are sent as packets.  The second limit holds where ranks
 forward what they receive, since packets then save a second wait for a batch.  Packets take twice the bytes."""
+_SCANNED_UP_TO = 3 << 20
+"""The same of a scan, which by packets is one kernel instead of three.  Not measured."""
 _COPIES_FROM = 160 << 20
 """The same from which copy engines carry all-gather and all-to-all into symmetric outputs."""
 _DIRECT_FROM = 512 << 10
@@ -267,9 +271,13 @@ class PeerEngine:
         )  # fmt: skip
 
     def _bind_packets(
-        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float
-    ) -> Run:
-        """``count`` elements, of each rank's part for ``reduce_scatter``; without ``recv`` this rank gets no result."""
+        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float,
+        ends: Sequence[int] = (),
+    ) -> Run:  # fmt: skip
+        """``count`` elements, of each rank's part for ``reduce_scatter``; without ``recv`` this rank gets no result.
+
+        ``reduce_scatter_v`` takes the ``ends`` of the parts, of which the largest has ``count`` elements.
+        """
         partials = launch.algorithm in ("ring", "tree")
         widened = partials or op is ReduceOp.PREMUL_SUM
         # Small integers are added in 32 bits: the width of a partial sum on the wire.
@@ -283,7 +291,8 @@ class PeerEngine:
         threads = min(launch.threads, -(-per_channel // 32) * 32)
         return self._bind(
             kernel, blocks, threads,
-            self._context.pointer, self.memory.pointer, self.rank, send, recv, count, per_channel, np.float64(factor),
+            self._context.pointer, self.memory.pointer, self.rank, send, recv, *(() if ends else (count,)), per_channel,
+            np.float64(factor), *ends,
         )  # fmt: skip
 
     def _bind_direct(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
@@ -340,32 +349,54 @@ class PeerEngine:
         return run
 
     def bind_reduce_scatter(
-        self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0,
+        self, send: int, recv: int, counts: Sequence[int], dtype: DType, op: ReduceOp, *, factor: float = 1.0,
         beside: bool = False,
     ) -> Run | None:  # fmt: skip
-        """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
-        part of ``send``.  Packets carry what is as small as the all-reduces that they carry.  None for what no kernel
-        takes: complex numbers; if larger, parts that are no whole vectors, and PREMUL_SUM.  ``beside``: by copy
-        engines; ``send`` is symmetric then."""
-        nbytes = count * dtype.itemsize
+        """The reduce-scatter of ``counts[r]`` elements for each rank r, added in rank order.
+
+        ``recv`` may be this rank's part of ``send``.  Packets carry what is as small as the all-reduces that they
+        carry, ``size`` times the largest part.  None for what no kernel takes: complex numbers, and PREMUL_SUM if
+        larger.  ``beside``: by copy engines; ``send`` is symmetric then, and the parts are equal.
+        """
+        count = max(counts)
+        nbytes, equal = count * dtype.itemsize, min(counts) == count
         usual = self.launches.pick(nbytes * self.size, False)
-        if usual.algorithm in PACKETS and dtype.kind != "complex" and self.size > 1 and nbytes and not beside:
-            launch = replace(usual, algorithm="reduce_scatter")
-            return self._bind_packets(launch, send, recv, count, dtype, op, factor)
-        if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
+        if dtype.kind == "complex" or self.size == 1 or not nbytes:
+            return None
+        if usual.algorithm in PACKETS and not beside:
+            launch = replace(usual, algorithm="reduce_scatter" if equal else "reduce_scatter_v")
+            return self._bind_packets(launch, send, recv, count, dtype, op, factor, () if equal else _ends(counts))
+        if op is ReduceOp.PREMUL_SUM:
             return None
         if beside:
             launch, inputs = BESIDE_REDUCE_SCATTER, self._everywhere(send)
             kernel, barrier = self._kernel("all_reduce_copies.cu", launch, dtype, op), self.bind_barrier(overlap=False)
             return self._copies.reduce_scatter(kernel, barrier, launch, dtype.itemsize, count, inputs, recv)
         threads = 512 if self.size <= 4 else 256  # of each half of a block; registers grow with the ranks
-        launch = Launch("reduce_scatter", min(-(-nbytes // _SHARE), self.blocks), threads)
+        whole = equal and nbytes % 16 == 0
+        name = "reduce_scatter" if whole else "reduce_scatter_v"
+        launch = Launch(name, min(-(-nbytes // _SHARE), self.blocks), threads)
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         return self._bind(
             kernel, blocks, 2 * launch.threads,
-            self._context.pointer, self.memory.pointer, self.rank, self._in, batch, send, recv, count,
+            self._context.pointer, self.memory.pointer, self.rank, self._in, batch, send, recv,
+            *((count,) if whole else _ends(counts)),
         )  # fmt: skip
+
+    def bind_scan(
+        self, name: str, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0
+    ) -> Run | None:
+        """The scan or exscan (``name``) of ``count`` elements by packets; ``recv`` is 0 on a rank without a result.
+
+        None for what is larger, and for complex numbers.
+        """
+        nbytes = count * dtype.itemsize
+        launch = self.launches.pick(nbytes, False)
+        few = launch.algorithm in PACKETS and nbytes * (self.size - 1) <= _SCANNED_UP_TO
+        if dtype.kind == "complex" or self.size == 1 or not few:
+            return None
+        return self._bind_packets(replace(launch, algorithm=name), send, recv, count, dtype, op, factor)
 
     def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
         """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if large or ``beside``.
@@ -567,6 +598,11 @@ class PeerEngine:
 
 def _piece(word: int) -> str:
     return f"{word % (1 << 31)} bytes of a {'message' if word >> 31 else 'collective'}"
+
+
+def _ends(counts: Sequence[int]) -> tuple[int, ...]:
+    """The ends of parts of so many elements, as kernels take them."""
+    return (*accumulate(counts), *[0] * (MAX_RANKS - len(counts)))
 
 
 def _nothing(stream: Any) -> None:
