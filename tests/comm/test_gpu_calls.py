@@ -17,9 +17,11 @@ import kos
 from kos import ReduceOp, cuda
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
+from tests.comm.model import Step
 from tests.comm.test_nccl import on_gpu
 from tests.comm.test_operations import check_persistent_forms
 from tests.comm.test_operations import on_gpu as arrays_on
+from tests.comm.test_repeated_on_hosts import check_cached
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -81,6 +83,18 @@ def comm(world: kos.Communicator, mpi_world: kos.Communicator) -> Iterator[kos.C
 def test_persistent_forms(world: kos.Communicator, seed: int, together: bool) -> None:
     assert world.device is not None
     check_persistent_forms(world, seed, together, *arrays_on(world.device))
+
+
+@pytest.mark.parametrize(
+    "name", ["all_to_all_v", "all_gather_v", "gather_v", "scatter_v", "reduce_scatter_v", "scan", "exscan", "send_recv"]
+)
+def test_repeated_calls_are_cached(world: kos.Communicator, seed: int, name: str) -> None:
+    if world.size == 1 and name == "send_recv":
+        pytest.skip("needs another rank")
+    comm = world.duplicate()
+    assert comm.device is not None
+    check_cached(comm, Step(name, root=1, dtype=np.int32), seed, *arrays_on(comm.device))
+    comm.close()
 
 
 def test_a_thread_that_has_no_device_of_its_own(world: kos.Communicator) -> None:
