@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -34,6 +35,7 @@ from kos.errors import (
 )
 from kos.memory.array import Array
 from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, no_gpus
+from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import FLOAT
 from tests.comm.ranks import on_each_rank
 from tests.host_compiler import COMPILER
@@ -89,6 +91,33 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
     for more in (1, 10_000):
         ranks.run(lambda gpu, more=more: body(gpu, False, more))
     ranks.run(lambda gpu: body(gpu, True))
+
+
+def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks: ThreadRanks) -> None:
+    """Each rank knows its own counts alone: the sizes of the pieces are compared at every call."""
+
+    def body(gpu: Any) -> None:
+        comm, calls = gpu.comm, []
+        for count in (3, 4):
+            x, out = (Array.zeros(SIZE * count, np.float32, 0) for _ in range(2))
+            calls.append(partial(comm.all_to_all_v, x, [count] * SIZE, [count] * SIZE, out))
+        for call in calls:
+            for _ in range(3):
+                call()
+        prepared, text = Prepared(comm), ""
+        try:
+            assert not prepared.by(calls[1 if comm.rank == 0 else 0])
+            comm.synchronize()
+        except (CollectiveMismatch, RankLost) as error:
+            text = str(error)
+        texts = [data.decode() for data in comm.rendezvous.allgather(text.encode())]
+        assert all("all_to_all_v" in each for each in texts), texts
+        sizes = "expected 12 bytes .* from rank 0, got 16 bytes|expected 16 bytes .* from rank [12], got 12 bytes"
+        assert any(re.search(sizes, each) for each in texts), texts
+        assert not prepared
+        comm.abort()
+
+    ranks.run(body)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large"])
