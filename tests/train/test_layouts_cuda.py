@@ -128,6 +128,7 @@ FIXED_FOUR = [
     "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule interleaved", "--pp 4 --pp-schedule zero-bubble",
     "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
+LONG = "--seq-len 16384 --batch-size 2 --num-hidden-layers 2"  # in pieces; float32 has no fast attention
 FIXED_ROWS = [
     "--cp 2 --seq-len 16384 --batch-size 4",
     "--cp 2 --seq-len 32768 --batch-size 2 --zero 1 --recompute block --no-graph",
@@ -157,14 +158,14 @@ def test_deterministic_on_two_ranks(train, flags: str, backend: str) -> None:
     same_bits(train, 2, backend, *flags.split())
 
 
-@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble", FIXED_ROWS[0]])
+@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble", f"--cp 2 {LONG}"])
 def test_deterministic_float32(train, flags: str) -> None:
     same_bits(train, 2, "peer", *flags.split(), dtype="float32")
 
 
 def test_deterministic_is_the_same_up_to_rounding(train) -> None:
     """A sequence in pieces, compared with the same sequence that is not split."""
-    flags = ("--dtype", "float32", "--seq-len", "16384", "--batch-size", "4")
+    flags = ("--dtype", "float32", *LONG.split())
     np.testing.assert_allclose(train(1, *flags, "--deterministic")[0], train(1, *flags)[0], rtol=2e-5)
 
 
