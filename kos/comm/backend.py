@@ -196,6 +196,10 @@ class Backend(ABC):
         """The error of an operation that took too long."""
         return CollectiveTimeout(f"{call}: not complete after {seconds} s; {self.missing(call)}")
 
+    def find_failure(self) -> KosError | None:
+        """The failure of this communicator, as far as it is known without a call.  The watchdog's thread calls it."""
+        return self.broken
+
     def report_wait(self, call: Call | None) -> None:  # noqa: B027
         """Report that this rank still waits for ``call``; None: it no longer waits."""
 

@@ -433,9 +433,14 @@ class Communicator(Operations):
     def on_failure(self, callback: Callable[[KosError], None]) -> None:
         """Call ``callback(error)`` once when this communicator has failed, at once if it has failed already.
 
-        The watchdog's thread calls it within a fraction of a second, even while the program waits for a stream.  By
-        then the operations in flight have been aborted, and their results are undefined.  ``callback`` must return
-        soon, and of this communicator it may use only ``abort``.
+        The watchdog's thread calls it within half a second, whatever the program does meanwhile.  On GPUs the
+        operations in flight have been aborted by then, and their results are undefined.  On hosts the next call or
+        wait ends them.  The loss of a rank counts from the end of its process, unless it closed the communicator
+        before.  On ``mpi`` the loss of a rank of another host is reported after the next call only.  ``callback``
+        must return soon, and of this communicator it may use only ``abort``.  Raises InvalidArgument for anything
+        that is not callable.
+
+            comm.on_failure(lambda error: print(f"lost: {error.ranks}"))
         """
         if not callable(callback):
             raise InvalidArgument(f"callback: expected a function of the error, got {callback!r}")

@@ -38,6 +38,10 @@ for a rank that is closed or late.
 """
 
 
+WHY_CLOSED = "it closed its communicator"
+"""Why a rank that ``close`` has ended is gone.  It is no failure until another rank waits for that one."""
+
+
 class EndedEarly(RankLost):
     """Work on a GPU ended because of a failure that another rank, or another thread, reports."""
 

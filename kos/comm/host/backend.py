@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import Any, Protocol
 
+from kos.comm import watchdog
 from kos.comm.backend import ends_group
 from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, SharedMessages, open_segment
 from kos.comm.operation import Call, Message
@@ -244,6 +245,10 @@ class HostBackend(MessagingBackend):
         """The failure because of which this rank ends, of this group or of any other."""
         return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
 
+    def find_failure(self) -> KosError | None:
+        calls = self._calls
+        return self.broken or (None if calls is None else calls.find_failure())
+
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it ends now."""
         mine = (work.call for work in self.engine.outstanding() if work.backend is self)
@@ -260,7 +265,9 @@ class HostBackend(MessagingBackend):
 
     def _free(self) -> None:
         closed(self)
+        self._open = False
         calls, mail, self._calls, self._shared, self._mail = self._calls, self._mail, None, None, None
+        watchdog.settle()
         if mail is not None:
             mail.close()
         if calls is not None:
