@@ -10,7 +10,7 @@ import functools
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
 from kos.comm.arguments import (
     check_algorithm,
@@ -39,6 +39,8 @@ from kos.memory import Buffer, as_buffer
 
 Op = ReduceOp | PremulSum
 T = TypeVar("T")
+Bool = TypeVar("Bool")
+_True = Literal[True]
 
 
 class _Options(TypedDict, total=False):
@@ -52,15 +54,17 @@ class _Plain(_Options, total=False):
     async_op: Literal[False]
 
 
-class _PlainAsync(_Options, total=False):
-    async_op: Required[Literal[True]]
+class _PlainAsync(_Options, Generic[Bool], total=False):
+    """``Bool`` is the type of the argument: a literal True, or a bool that is known at run time."""
+
+    async_op: Required[Bool]
 
 
 class _Moving(_Plain, total=False):
     algorithm: str
 
 
-class _MovingAsync(_PlainAsync, total=False):
+class _MovingAsync(_PlainAsync[Bool], Generic[Bool], total=False):
     algorithm: str
 
 
@@ -68,7 +72,7 @@ class _Reducing(_Moving, total=False):
     deterministic: bool
 
 
-class _ReducingAsync(_MovingAsync, total=False):
+class _ReducingAsync(_MovingAsync[Bool], Generic[Bool], total=False):
     deterministic: bool
 
 
@@ -144,7 +148,11 @@ class Operations:
     @overload
     def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Reducing]) -> T: ...
     @overload
-    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_ReducingAsync]) -> Work[T]: ...
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
+                   **options: Unpack[_ReducingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
+                   **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T]: ...
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                    deterministic: bool = False) -> Any:
@@ -171,7 +179,10 @@ class Operations:
                **options: Unpack[_Reducing]) -> T | None: ...
     @overload
     def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
-               **options: Unpack[_ReducingAsync]) -> Work[T | None]: ...
+               **options: Unpack[_ReducingAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
+               **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T | None] | None: ...
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                deterministic: bool = False) -> Any:
@@ -193,7 +204,11 @@ class Operations:
     @overload
     def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_Reducing]) -> T: ...
     @overload
-    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_ReducingAsync]) -> Work[T]: ...
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ...,
+                       **options: Unpack[_ReducingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ...,
+                       **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T]: ...
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False) -> Any:
@@ -221,7 +236,10 @@ class Operations:
                          **options: Unpack[_Plain]) -> T: ...
     @overload
     def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
-                         **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                         **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
+                         **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def reduce_scatter_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
@@ -254,7 +272,10 @@ class Operations:
     @overload
     def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def scan(self, x: T, op: Op = ..., *, out: T | None = ...,
+             **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def scan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
              timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
@@ -272,7 +293,11 @@ class Operations:
     @overload
     def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
     @overload
-    def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T | None]: ...
+    def exscan(self, x: T, op: Op = ..., *, out: T | None = ...,
+               **options: Unpack[_MovingAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def exscan(self, x: T, op: Op = ..., *, out: T | None = ...,
+               **options: Unpack[_MovingAsync[bool]]) -> T | Work[T | None] | None: ...
     def exscan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
@@ -305,7 +330,11 @@ class Operations:
     @overload
     def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
+                  **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
+                  **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the ``x`` of rank ``root`` to every rank.
@@ -329,7 +358,9 @@ class Operations:
     @overload
     def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on every rank.
@@ -353,7 +384,10 @@ class Operations:
                      **options: Unpack[_Plain]) -> T: ...
     @overload
     def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
-                     **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                     **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
+                     **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def all_gather_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -379,7 +413,9 @@ class Operations:
     @overload
     def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send shard j of rank i's ``x`` to shard i of rank j's ``out``.
@@ -403,7 +439,10 @@ class Operations:
                      out: T | None = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
     def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
-                     out: T | None = ..., **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                     out: T | None = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
+                     out: T | None = ..., **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int] | None = None,
                      out: Any = None, *, stream: Any = None, async_op: bool = False,
                      timeout: float | None = None) -> Any:
@@ -444,7 +483,11 @@ class Operations:
     @overload
     def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
     @overload
-    def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T | None]: ...
+    def gather(self, x: T, root: int = ..., out: T | None = ...,
+               **options: Unpack[_MovingAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def gather(self, x: T, root: int = ..., out: T | None = ...,
+               **options: Unpack[_MovingAsync[bool]]) -> T | Work[T | None] | None: ...
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on rank ``root``.
@@ -468,7 +511,10 @@ class Operations:
                  **options: Unpack[_Plain]) -> T | None: ...
     @overload
     def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
-                 **options: Unpack[_PlainAsync]) -> Work[T | None]: ...
+                 **options: Unpack[_PlainAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
+                 **options: Unpack[_PlainAsync[bool]]) -> T | Work[T | None] | None: ...
     def gather_v(self, x: Any, counts: Sequence[int] | None = None, root: int = 0, out: Any = None, *,
                  stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -493,7 +539,9 @@ class Operations:
     @overload
     def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the r-th of ``size`` equal shards of the root's ``x`` to the ``out`` of rank r.
@@ -522,7 +570,10 @@ class Operations:
                   **options: Unpack[_Plain]) -> T: ...
     @overload
     def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
-                  **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                  **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
+                  **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def scatter_v(self, x: Any, counts: Sequence[int] | None, out: Any, root: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """``scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
@@ -589,6 +640,8 @@ class Operations:
     def barrier(self, *, stream: Any = ..., async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
     @overload
     def barrier(self, *, stream: Any = ..., async_op: Literal[True], timeout: float | None = ...) -> Work[None]: ...
+    @overload
+    def barrier(self, *, stream: Any = ..., async_op: bool, timeout: float | None = ...) -> Work[None] | None: ...
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
 
@@ -619,7 +672,9 @@ class Operations:
     @overload
     def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_Plain]) -> None: ...
     @overload
-    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync]) -> Work[None]: ...
+    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[None]: ...
+    @overload
+    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> Work[None] | None: ...
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst``, which calls ``recv`` with the same ``tag``.
@@ -640,7 +695,9 @@ class Operations:
     @overload
     def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
-    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync]) -> Work[T]: ...
+    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Receive a message of rank ``src`` with ``tag`` into ``x``; returns ``x``.
@@ -661,7 +718,10 @@ class Operations:
     def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
     def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ...,
-                  **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                  **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ...,
+                  **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.
