@@ -80,8 +80,27 @@ Comm = TypeVar("Comm")
 P = ParamSpec("P")
 
 
+_KEYWORDS = {
+    "stream": "a stream of kos.cuda, torch or CuPy, or a raw handle; the call is ordered with the work on it.",
+    "async_op": "True returns a Work at once, whose wait() returns the result of the call.",
+    "timeout": "in seconds; None: the communicator's own.",
+    "algorithm": 'the name of a schedule of kos.comm.schedules; "auto" lets the backend choose.',
+    "deterministic": "True adds in rank order: the same bits from run to run and on every backend.",
+}
+"""The keywords of every operation that has them, for ``help``."""
+_ERRORS = """Raises InvalidArgument for wrong arguments, before anything is sent; CollectiveMismatch if the ranks made
+different calls; CollectiveTimeout; RankLost; CollectiveError if the communicator failed before or is closed."""
+
+
+def _document(call: Callable[..., Any]) -> str:
+    """Add the common keywords and the errors to the help of an operation; returns it."""
+    keywords = [f"``{name}``: {_KEYWORDS[name]}" for name in inspect.signature(call).parameters if name in _KEYWORDS]
+    call.__doc__ = "\n".join([inspect.getdoc(call) or "", "", *keywords, "", _ERRORS])
+    return call.__doc__
+
+
 def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate[Comm, P], Persistent[T]]:
-    """The persistent form of an operation: checked once, launched by each ``start``."""
+    """The persistent form of an operation: checked once, launched by each ``start``.  Completes the help of both."""
 
     @functools.wraps(call)
     def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent[T]:
@@ -93,7 +112,7 @@ def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
     summary = f"A persistent ``{name}``: checked now, launched by each ``start()`` of the returned Persistent."
     arguments = f"Its arguments are those of ``{name}`` without ``async_op``:"
-    init.__doc__ = "\n\n        ".join((summary, arguments, call.__doc__ or ""))
+    init.__doc__ = "\n\n".join((summary, arguments, _document(call)))
     signature = inspect.signature(call)
     kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
     init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
@@ -280,7 +299,8 @@ class Operations:
              timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
 
-        As ``all_reduce``, but contributions are always added in rank order, and ``op`` may not be AVG.
+        As ``all_reduce``, also in place without ``out``.  Contributions are always added in rank order, and ``op`` may
+        not be AVG.
 
             ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
         """
@@ -302,7 +322,7 @@ class Operations:
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
 
-        Like ``scan``, but rank 0 has no result: its ``x`` and ``out`` do not change, and it gets None.
+        As ``scan`` by ``op``, but rank 0 has no result: its ``x`` and ``out`` do not change, and it gets None.
 
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
@@ -519,7 +539,7 @@ class Operations:
                  stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``gather`` of different sizes: ``counts[r]`` elements from rank r.
 
-        As ``all_gather_v``, but only ``root`` may pass ``out``.  ``counts`` is the same on all ranks, or None on all.
+        ``x`` and ``counts`` are as in ``all_gather_v``, but only ``root`` may pass ``out``.
         Returns ``out`` or a new 1-D array of ``sum(counts)`` elements on ``root``, None elsewhere.
 
             tokens = comm.gather_v(mine, [3, 5], root=0)

@@ -65,6 +65,8 @@ def spawn(
       has returned.  A plan with another fault than ``delay`` switches it off.
 
     Raises InvalidArgument without ranks, and if a fault never happened.
+
+        assert spawn(lambda comm: comm.rank, 3) == [0, 1, 2]
     """
     if not callable(fn):
         raise InvalidArgument(f"fn: expected a function of a communicator, got {fn!r}")
