@@ -37,8 +37,8 @@ def register_backend(name: str, backend: type[Backend]) -> None:
     of kos can run, and never one for GPUs (``on_gpu``).  An installed package needs no call: it names the class as an
     entry point of the group ``kos.backends``.
 
-    Raises InvalidArgument for a ``name`` that is no identifier or is taken, and for any other class, such as one that lacks
-    a method of Backend.
+    Raises InvalidArgument for a ``name`` that is no identifier or is taken, and for any other class, such as one that
+    lacks a method of Backend.
 
         kos.register_backend("ring", RingBackend)
         comm = kos.init("ring")
