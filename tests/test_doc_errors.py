@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,17 @@ def flags(*words: str) -> Callable[[], Any]:
     return lambda: parse(words)
 
 
+def shrink_alone(comm: kos.Communicator, over: threading.Event = threading.Event()) -> None:  # noqa: B008
+    comm.rendezvous.timeout = 0.2
+    if comm.rank:
+        over.wait(20)
+        return
+    try:
+        comm.shrink()
+    finally:
+        over.set()
+
+
 ERRORS: dict[str, Callable[[], Any]] = {
     "CollectiveMismatch: …: rank … called … but rank … called …: they differ in …": lambda: spawn(differ, 2),
     "CollectiveMismatch: …: the communicator failed before: …": lambda: spawn(go_on, 2),
@@ -129,6 +141,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
         lambda comm: comm.barrier(), 2, 0.5, faults=[Fault("stall", 1)], check_deadlock=False
     ),
     "RankLost: …: rank … is gone: …": lambda: spawn(lambda comm: comm.barrier(), 2, faults=[Fault("crash", 1)]),
+    "RendezvousError: …: shrink: ranks … did not arrive within … s": lambda: spawn(shrink_alone, 2),
     "Deadlock: deadlock: every rank waits, and none can continue:…": lambda: spawn(both_send, 2),
     "CollectiveError: spawn: messages that no rank received: …": lambda: spawn(
         unreceived, 2, buffer_bytes=float("inf")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import Any, Protocol
 
-from kos.comm import watchdog
+from kos.comm import timeouts, watchdog
 from kos.comm.backend import ends_group
 from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, SharedMessages, open_segment
 from kos.comm.operation import Call, Message
@@ -61,11 +61,11 @@ class MessagingBackend(ScheduledBackend):
         if not call.collective:
             return self._late_in_message(call.operation.message)
         if late := self.absent(call):
-            return late, f"{self.ledger.names(late)} did not arrive"
+            return late, timeouts.late(self.ledger.names(late))
         if late := self.behind():
-            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
+            return late, timeouts.stuck(self.ledger.names(late))
         late = self.awaited(call)
-        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+        return late, timeouts.awaited(self.ledger.names(late)) if late else None
 
     def _late_in_message(self, message: Message) -> tuple[list[int], str]:
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
@@ -73,8 +73,8 @@ class MessagingBackend(ScheduledBackend):
             src = [rank for rank in src if self.in_flight(rank, message.recv_tag, receives=True)]
             dst = [rank for rank in dst if self.in_flight(rank, message.tag, receives=False)]
         names = self.ledger.names
-        words = [f"{names(src, False)} sent nothing with tag {message.recv_tag}"] if src or not dst else []
-        words += [f"{names(dst, False)} did not receive"] if dst else []
+        words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
+        words += [timeouts.unreceived(names(dst, False))] if dst else []
         return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
 
     def timed_out(self, call: Call, seconds: float | None) -> KosError:
