@@ -17,7 +17,7 @@ import kos.errors
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.errors import KosError
 from kos.testing import Fault, spawn
-from tests.literals import VALUE, literals
+from tests.literals import VALUE, literals, texts_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "errors.md"
@@ -226,3 +226,12 @@ def found(fragment: str) -> bool:
     """Whether the words are in a literal; or in several, where a message is put together of clauses."""
     clauses, texts = re.split(r"; |: |, | \(|(?<=expected) ", fragment), literals(ROOT / "kos")
     return fragment in texts or all(clause.strip("()") in texts for clause in clauses)
+
+
+def test_the_words_of_timeouts_are_in_one_file() -> None:
+    words = re.compile("(not complete|not begun by all ranks|running) after … s|within … s|went no further|still waiting"
+                       "|… (did not arrive|did not receive|sent nothing with)")
+    others = [path for path in sorted((ROOT / "kos").rglob("*.py"))
+              if path.relative_to(ROOT / "kos").parts[0] in ("comm", "interop", "testing")
+              and path.name not in ("timeouts.py", "analysis.py", "ray.py")]  # the flight recorder's, and Ray's actors'
+    assert [path.name for path in others for text in texts_of(path) if words.search(text)] == []
