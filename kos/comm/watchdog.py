@@ -1,4 +1,4 @@
-"""The watchdog: one daemon thread of a process that finds failures while the program waits for a GPU, not for kos.
+"""The watchdog: one daemon thread of a process that finds failures while the program waits or computes outside kos.
 
 Every ``TICK`` seconds it calls ``watch`` on each GPU backend, which checks for dead ranks, errors of libraries and
 passed deadlines.  A communicator that fails aborts its operations in flight, so that streams drain, and its next use

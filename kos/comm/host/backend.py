@@ -1,4 +1,4 @@
-"""HostBackend: the base of backends whose ranks are processes.
+"""HostBackend: the base of backends whose ranks are processes, over a transport of their own.
 
 Ranks that share memory compare their calls in it, and detect missing and dead ranks.  If the whole group is on one
 host, its collectives run through that memory.  Between hosts the transport compares calls and reports failures.
