@@ -229,8 +229,8 @@ def found(fragment: str) -> bool:
 
 
 def test_the_words_of_timeouts_are_in_one_file() -> None:
-    words = re.compile("(not complete|not begun by all ranks|running) after … s|within … s|went no further|still waiting"
-                       "|… (did not arrive|did not receive|sent nothing with)")
+    words = re.compile("(not complete|not begun by all ranks|running) after … s|within … s"
+                       "|went no further|still waiting|… (did not arrive|did not receive|sent nothing with)")
     others = [path for path in sorted((ROOT / "kos").rglob("*.py"))
               if path.relative_to(ROOT / "kos").parts[0] in ("comm", "interop", "testing")
               and path.name not in ("timeouts.py", "analysis.py", "ray.py")]  # the flight recorder's, and Ray's actors'
