@@ -89,3 +89,24 @@ def test_on_threads(crashes: bool) -> None:
         assert [type(error) for error in reported[rank]] == [RankLost] * crashes
         assert all(error.ranks == (1,) and "rank 1 is gone" in str(error) for error in reported[rank])
     assert np.shape(reported[1] or []) == (0,)
+
+
+def test_who_aborts_because_of_a_callback_names_the_cause() -> None:
+    found, aborted = threading.Event(), threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            comm.on_failure(lambda error: found.set())
+        comm.barrier()
+        if comm.rank == 0:
+            assert found.wait(TIMEOUT)
+            comm.abort()
+            aborted.set()
+        elif comm.rank == 1:
+            comm.barrier()  # it crashes
+        else:
+            assert aborted.wait(TIMEOUT)
+            with pytest.raises(RankLost, match="rank 1 is gone.*; rank 0 aborted because of it"):
+                comm.barrier()
+
+    spawn(body, 3, faults=[Fault("crash", rank=1, operation=1)])
