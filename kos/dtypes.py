@@ -1,6 +1,8 @@
 """One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL.
 
-Two more places know types: ``kos/comm/gpu/kernels/reduce.cuh`` (arithmetic on a GPU) and ``kos/memory/dlpack.py``.
+A new type also needs ``kos/memory/dlpack.py`` (its code); for sums on GPUs ``kos/comm/gpu/kernels/reduce.cuh`` with
+``ptx.cuh`` (conversions) and ``kos/comm/gpu/ordered_sum.py`` (the GPUs that have them).  A new kind needs
+``kos/comm/reduction.py`` (the operations that it allows).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The classes of all errors that kos raises on purpose.  The texts of failures are in ``kos.comm.failures``.
+"""The classes of all errors that kos raises on purpose.
 
+The texts of failures are in ``kos.comm.failures``, the words of timeouts in ``kos.comm.timeouts``.
 ``KosError`` catches all of them.  Those that stand for a builtin condition also inherit the builtin (``ValueError``,
 ``TimeoutError``).
 """

@@ -41,7 +41,8 @@ import numpy as np
 
 import kos
 from kos import cuda
-from kos.errors import KosError
+from kos.cuda import driver
+from kos.errors import KosError, install
 from kos.memory.array import Array
 from tests.forked import PATHS, Forked, fork_server
 
@@ -353,13 +354,30 @@ def start(trial: Trial, largest: int, folder: Path) -> Sequence[Process]:
         ]
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "^ofi"}
     env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
-    mpirun = shutil.which(os.environ.get("MPIRUN") or "mpirun", path=f"{Path(sys.executable).parent}:{env['PATH']}")
-    assert mpirun is not None, "mpirun was not found beside Python or in PATH"
     options = ["--with-ft", "ulfm"] if trial.fault_tolerant else []
-    command = [mpirun, *options, "-n", str(trial.size), sys.executable, "-m", "tests.faults", "--as-rank"]
+    command = [str(_mpirun()), *options, "-n", str(trial.size), sys.executable, "-m", "tests.faults", "--as-rank"]
     command.append(json.dumps(arguments))
     with (folder / "log").open("ab") as log:
         return [subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)]
+
+
+def _mpirun() -> str | None:
+    beside = Path(sys.executable).parent
+    return shutil.which(os.environ.get("MPIRUN") or "mpirun", path=f"{beside}:{os.environ.get('PATH', '')}")
+
+
+def lacking(backend: str) -> str:
+    """What the trials need and this machine lacks, with the command that installs it; empty if nothing."""
+    if backend == "mpi" and _mpirun() is None:
+        return f"mpirun was not found beside Python or in PATH: {install('mpi')}"
+    try:
+        if backend in GPU_BACKENDS:
+            driver.require()
+    except KosError as error:
+        return str(error)
+    gpus = len(cuda.visible_devices()) if backend in GPU_BACKENDS else 2
+    needed = 1 if backend == "peer" else 2
+    return "" if gpus >= needed else f"{backend} needs {needed} GPUs, {gpus} are visible"
 
 
 def run_trial(trial: Trial, largest: int) -> tuple[str, str]:
@@ -465,6 +483,8 @@ def main() -> int:
     if options.as_rank:
         return run_rank(*json.loads(options.as_rank))
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if options.seed is None else options.seed
+    if lacks := lacking(options.backend):
+        parser.exit(2, f"{parser.prog}: {lacks}\n")
     gpu = options.backend in GPU_BACKENDS
     timeout = options.timeout or (5.0 if gpu else 3.0)
     largest = options.ranks or (min(4, len(cuda.visible_devices())) if options.backend in ("nccl", "auto") else 4)

@@ -185,7 +185,8 @@ def run_command(*command: str) -> None:
 
 if __name__ == "__main__":
     for module in IMPORTED:
-        import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # of an extra: a process that needs it raises
+            import_module(module)
     gc.collect()
     gc.freeze()  # what is here stays; a process that looked through it would copy its pages
     if run := serve(socket.socket(fileno=int(sys.argv[1])), socket.socket(fileno=int(sys.argv[2]))):

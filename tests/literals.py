@@ -13,10 +13,11 @@ VALUE = "…"
 @cache
 def literals(folder: Path) -> str:
     """The literals of all modules of a folder, one a line."""
-    return "\n".join(text for path in sorted(folder.rglob("*.py")) for text in _of(path))
+    return "\n".join(text for path in sorted(folder.rglob("*.py")) for text in texts_of(path))
 
 
-def _of(path: Path) -> list[str]:
+def texts_of(path: Path) -> list[str]:
+    """The literals of one module, f-strings with their values as VALUE."""
     found, bare = list[str](), set[ast.expr]()
     for node in ast.walk(ast.parse(path.read_text())):  # a statement before its expression
         if isinstance(node, ast.Expr):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import kos.errors
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.errors import KosError
 from kos.testing import Fault, spawn
-from tests.literals import VALUE, literals
+from tests.literals import VALUE, literals, texts_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "errors.md"
@@ -118,6 +119,17 @@ def flags(*words: str) -> Callable[[], Any]:
     return lambda: parse(words)
 
 
+def shrink_alone(comm: kos.Communicator, over: threading.Event = threading.Event()) -> None:  # noqa: B008
+    comm.rendezvous.timeout = 0.2
+    if comm.rank:
+        over.wait(20)
+        return
+    try:
+        comm.shrink()
+    finally:
+        over.set()
+
+
 ERRORS: dict[str, Callable[[], Any]] = {
     "CollectiveMismatch: …: rank … called … but rank … called …: they differ in …": lambda: spawn(differ, 2),
     "CollectiveMismatch: …: the communicator failed before: …": lambda: spawn(go_on, 2),
@@ -129,6 +141,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
         lambda comm: comm.barrier(), 2, 0.5, faults=[Fault("stall", 1)], check_deadlock=False
     ),
     "RankLost: …: rank … is gone: …": lambda: spawn(lambda comm: comm.barrier(), 2, faults=[Fault("crash", 1)]),
+    "RendezvousError: …: shrink: ranks … did not arrive within … s": lambda: spawn(shrink_alone, 2),
     "Deadlock: deadlock: every rank waits, and none can continue:…": lambda: spawn(both_send, 2),
     "CollectiveError: spawn: messages that no rank received: …": lambda: spawn(
         unreceived, 2, buffer_bytes=float("inf")
@@ -213,3 +226,12 @@ def found(fragment: str) -> bool:
     """Whether the words are in a literal; or in several, where a message is put together of clauses."""
     clauses, texts = re.split(r"; |: |, | \(|(?<=expected) ", fragment), literals(ROOT / "kos")
     return fragment in texts or all(clause.strip("()") in texts for clause in clauses)
+
+
+def test_the_words_of_timeouts_are_in_one_file() -> None:
+    words = re.compile("(not complete|not begun by all ranks|running) after … s|within … s"
+                       "|went no further|still waiting|… (did not arrive|did not receive|sent nothing with)")
+    others = [path for path in sorted((ROOT / "kos").rglob("*.py"))
+              if path.relative_to(ROOT / "kos").parts[0] in ("comm", "interop", "testing")
+              and path.name not in ("timeouts.py", "analysis.py", "ray.py")]  # the flight recorder's, and Ray's actors'
+    assert [path.name for path in others for text in texts_of(path) if words.search(text)] == []

@@ -25,6 +25,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,23 @@ def test_help_names_every_argument_and_the_errors(thing: Any) -> None:
             if argument not in ("self", "comm") and not any(re.search(rf"\b{argument}\b", text) for text in texts):
                 lacking.append(f"{name}: {argument}")
     assert not lacking, f"{thing.__name__}: {lacking}"
+
+
+def test_help_of_a_method_or_function_is_complete() -> None:
+    """Its own text names every argument, the errors, and has an example that Python can read."""
+    methods, lacking = [pair for pair in public(kos.Communicator) if inspect.isroutine(pair[1])], []
+    functions = [(call.__name__, call) for call in (kos.init, kos.register_backend, spawn)]
+    for name, value in methods + functions:
+        text = inspect.getdoc(value) or ""
+        code = re.findall(r"(?<=\n\n)(?: {4}.+(?:\n|$))+", text)
+        try:
+            example = bool(code) and compile(textwrap.dedent(code[-1]), name, "exec")
+        except SyntaxError:
+            example = None
+        words = [word for word in inspect.signature(value).parameters if word not in ("self", "comm")]
+        lacking += [f"{name}: {word}" for word in words if not re.search(rf"``(?:\w+, )*{word}\b", text)]
+        lacking += [f"{name}: {what}" for what, has in (("errors", "aises" in text), ("example", example)) if not has]
+    assert not lacking, lacking
 
 
 def test_blocks_are_found() -> None:

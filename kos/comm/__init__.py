@@ -82,6 +82,9 @@ def init(
     run; InvalidArgument for a ``device`` with a backend for host memory, or ``nccl`` where NCCL is not used;
     RendezvousError where the ranks do not find each other, or request different things.  Under mpirun, with
     ``process_hooks``, an uncaught exception on one rank ends the whole job.
+
+        with kos.init(timeout=30) as comm:
+            comm.all_reduce(x)
     """
     if isinstance(backend, str) and backend not in BACKENDS:
         register_installed()

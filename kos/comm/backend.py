@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
+from kos.comm import timeouts
 from kos.comm.cached import CallCache
 from kos.comm.failures import again
 from kos.comm.operation import Call
@@ -186,15 +187,19 @@ class Backend(ABC):
     def missing(self, call: Call) -> str:
         """For a timeout's error: which ranks did not arrive, as far as known."""
         if call.collective:
-            return "which ranks did not arrive is not known"
+            return timeouts.UNKNOWN
         message = call.operation.message
         if message.src is None:
-            return f"rank {message.dst} did not receive"
-        return f"rank {message.src} sent nothing with tag {message.recv_tag}"
+            return timeouts.unreceived(f"rank {message.dst}")
+        return timeouts.unsent(f"rank {message.src}", message.recv_tag)
 
     def timed_out(self, call: Call, seconds: float | None) -> KosError:
         """The error of an operation that took too long."""
-        return CollectiveTimeout(f"{call}: not complete after {seconds} s; {self.missing(call)}")
+        return CollectiveTimeout(f"{call}: {timeouts.incomplete(seconds)}; {self.missing(call)}")
+
+    def find_failure(self) -> KosError | None:
+        """The failure of this communicator, as far as it is known without a call.  The watchdog's thread calls it."""
+        return self.broken
 
     def report_wait(self, call: Call | None) -> None:  # noqa: B027
         """Report that this rank still waits for ``call``; None: it no longer waits."""

@@ -10,7 +10,7 @@ import functools
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
 from kos.comm.arguments import (
     check_algorithm,
@@ -39,6 +39,8 @@ from kos.memory import Buffer, as_buffer
 
 Op = ReduceOp | PremulSum
 T = TypeVar("T")
+Bool = TypeVar("Bool")
+_True = Literal[True]
 
 
 class _Options(TypedDict, total=False):
@@ -52,15 +54,17 @@ class _Plain(_Options, total=False):
     async_op: Literal[False]
 
 
-class _PlainAsync(_Options, total=False):
-    async_op: Required[Literal[True]]
+class _PlainAsync(_Options, Generic[Bool], total=False):
+    """``Bool`` is the type of the argument: a literal True, or a bool that is known at run time."""
+
+    async_op: Required[Bool]
 
 
 class _Moving(_Plain, total=False):
     algorithm: str
 
 
-class _MovingAsync(_PlainAsync, total=False):
+class _MovingAsync(_PlainAsync[Bool], Generic[Bool], total=False):
     algorithm: str
 
 
@@ -68,7 +72,7 @@ class _Reducing(_Moving, total=False):
     deterministic: bool
 
 
-class _ReducingAsync(_MovingAsync, total=False):
+class _ReducingAsync(_MovingAsync[Bool], Generic[Bool], total=False):
     deterministic: bool
 
 
@@ -76,8 +80,27 @@ Comm = TypeVar("Comm")
 P = ParamSpec("P")
 
 
+_KEYWORDS = {
+    "stream": "a stream of kos.cuda, torch or CuPy, or a raw handle; the call is ordered with the work on it.",
+    "async_op": "True returns a Work at once, whose wait() returns the result of the call.",
+    "timeout": "in seconds; None: the communicator's own.",
+    "algorithm": 'the name of a schedule of kos.comm.schedules; "auto" lets the backend choose.',
+    "deterministic": "True adds in rank order: the same bits from run to run and on every backend.",
+}
+"""The keywords of every operation that has them, for ``help``."""
+_ERRORS = """Raises InvalidArgument for wrong arguments, before anything is sent; CollectiveMismatch if the ranks made
+different calls; CollectiveTimeout; RankLost; CollectiveError if the communicator failed before or is closed."""
+
+
+def _document(call: Callable[..., Any]) -> str:
+    """Add the common keywords and the errors to the help of an operation; returns it."""
+    keywords = [f"``{name}``: {_KEYWORDS[name]}" for name in inspect.signature(call).parameters if name in _KEYWORDS]
+    call.__doc__ = "\n".join([inspect.getdoc(call) or "", "", *keywords, "", _ERRORS])
+    return call.__doc__
+
+
 def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate[Comm, P], Persistent[T]]:
-    """The persistent form of an operation: checked once, launched by each ``start``."""
+    """The persistent form of an operation: checked once, launched by each ``start``.  Completes the help of both."""
 
     @functools.wraps(call)
     def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent[T]:
@@ -89,7 +112,7 @@ def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
     summary = f"A persistent ``{name}``: checked now, launched by each ``start()`` of the returned Persistent."
     arguments = f"Its arguments are those of ``{name}`` without ``async_op``:"
-    init.__doc__ = "\n\n        ".join((summary, arguments, call.__doc__ or ""))
+    init.__doc__ = "\n\n".join((summary, arguments, _document(call)))
     signature = inspect.signature(call)
     kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
     init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
@@ -144,7 +167,11 @@ class Operations:
     @overload
     def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Reducing]) -> T: ...
     @overload
-    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_ReducingAsync]) -> Work[T]: ...
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
+                   **options: Unpack[_ReducingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
+                   **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T]: ...
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                    deterministic: bool = False) -> Any:
@@ -171,7 +198,10 @@ class Operations:
                **options: Unpack[_Reducing]) -> T | None: ...
     @overload
     def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
-               **options: Unpack[_ReducingAsync]) -> Work[T | None]: ...
+               **options: Unpack[_ReducingAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
+               **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T | None] | None: ...
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                deterministic: bool = False) -> Any:
@@ -193,7 +223,11 @@ class Operations:
     @overload
     def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_Reducing]) -> T: ...
     @overload
-    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_ReducingAsync]) -> Work[T]: ...
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ...,
+                       **options: Unpack[_ReducingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ...,
+                       **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T]: ...
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False) -> Any:
@@ -221,7 +255,10 @@ class Operations:
                          **options: Unpack[_Plain]) -> T: ...
     @overload
     def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
-                         **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                         **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
+                         **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def reduce_scatter_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
@@ -254,12 +291,16 @@ class Operations:
     @overload
     def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def scan(self, x: T, op: Op = ..., *, out: T | None = ...,
+             **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def scan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
              timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
 
-        As ``all_reduce``, but contributions are always added in rank order, and ``op`` may not be AVG.
+        As ``all_reduce``, also in place without ``out``.  Contributions are always added in rank order, and ``op`` may
+        not be AVG.
 
             ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
         """
@@ -272,12 +313,16 @@ class Operations:
     @overload
     def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
     @overload
-    def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T | None]: ...
+    def exscan(self, x: T, op: Op = ..., *, out: T | None = ...,
+               **options: Unpack[_MovingAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def exscan(self, x: T, op: Op = ..., *, out: T | None = ...,
+               **options: Unpack[_MovingAsync[bool]]) -> T | Work[T | None] | None: ...
     def exscan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
 
-        Like ``scan``, but rank 0 has no result: its ``x`` and ``out`` do not change, and it gets None.
+        As ``scan`` by ``op``, but rank 0 has no result: its ``x`` and ``out`` do not change, and it gets None.
 
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
@@ -306,7 +351,11 @@ class Operations:
     @overload
     def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
+                  **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
+                  **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the ``x`` of rank ``root`` to every rank.
@@ -330,7 +379,9 @@ class Operations:
     @overload
     def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on every rank.
@@ -354,7 +405,10 @@ class Operations:
                      **options: Unpack[_Plain]) -> T: ...
     @overload
     def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
-                     **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                     **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
+                     **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def all_gather_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -380,7 +434,9 @@ class Operations:
     @overload
     def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send shard j of rank i's ``x`` to shard i of rank j's ``out``.
@@ -404,7 +460,10 @@ class Operations:
                      out: T | None = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
     def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
-                     out: T | None = ..., **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                     out: T | None = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
+                     out: T | None = ..., **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int] | None = None,
                      out: Any = None, *, stream: Any = None, async_op: bool = False,
                      timeout: float | None = None) -> Any:
@@ -443,7 +502,11 @@ class Operations:
     @overload
     def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
     @overload
-    def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T | None]: ...
+    def gather(self, x: T, root: int = ..., out: T | None = ...,
+               **options: Unpack[_MovingAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def gather(self, x: T, root: int = ..., out: T | None = ...,
+               **options: Unpack[_MovingAsync[bool]]) -> T | Work[T | None] | None: ...
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on rank ``root``.
@@ -467,12 +530,15 @@ class Operations:
                  **options: Unpack[_Plain]) -> T | None: ...
     @overload
     def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
-                 **options: Unpack[_PlainAsync]) -> Work[T | None]: ...
+                 **options: Unpack[_PlainAsync[_True]]) -> Work[T | None]: ...
+    @overload
+    def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
+                 **options: Unpack[_PlainAsync[bool]]) -> T | Work[T | None] | None: ...
     def gather_v(self, x: Any, counts: Sequence[int] | None = None, root: int = 0, out: Any = None, *,
                  stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``gather`` of different sizes: ``counts[r]`` elements from rank r.
 
-        As ``all_gather_v``, but only ``root`` may pass ``out``.  ``counts`` is the same on all ranks, or None on all.
+        ``x`` and ``counts`` are as in ``all_gather_v``, but only ``root`` may pass ``out``.
         Returns ``out`` or a new 1-D array of ``sum(counts)`` elements on ``root``, None elsewhere.
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
@@ -492,7 +558,9 @@ class Operations:
     @overload
     def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
+    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
+    @overload
+    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the r-th of ``size`` equal shards of the root's ``x`` to the ``out`` of rank r.
@@ -521,7 +589,10 @@ class Operations:
                   **options: Unpack[_Plain]) -> T: ...
     @overload
     def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
-                  **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                  **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
+                  **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def scatter_v(self, x: Any, counts: Sequence[int] | None, out: Any, root: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """``scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
@@ -589,6 +660,8 @@ class Operations:
     def barrier(self, *, stream: Any = ..., async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
     @overload
     def barrier(self, *, stream: Any = ..., async_op: Literal[True], timeout: float | None = ...) -> Work[None]: ...
+    @overload
+    def barrier(self, *, stream: Any = ..., async_op: bool, timeout: float | None = ...) -> Work[None] | None: ...
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
 
@@ -619,7 +692,9 @@ class Operations:
     @overload
     def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_Plain]) -> None: ...
     @overload
-    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync]) -> Work[None]: ...
+    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[None]: ...
+    @overload
+    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> Work[None] | None: ...
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst``, which calls ``recv`` with the same ``tag``.
@@ -640,7 +715,9 @@ class Operations:
     @overload
     def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
-    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync]) -> Work[T]: ...
+    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Receive a message of rank ``src`` with ``tag`` into ``x``; returns ``x``.
@@ -661,7 +738,10 @@ class Operations:
     def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
     def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ...,
-                  **options: Unpack[_PlainAsync]) -> Work[T]: ...
+                  **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
+    @overload
+    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ...,
+                  **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.

@@ -111,7 +111,8 @@ class Communicator(Operations):
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """All ranks' ``data``, of any lengths, in rank order.  Collective; for small control data.
 
-        Not allowed in a batch.  ``timeout`` in seconds replaces the communicator's own.
+        ``timeout`` in seconds replaces the communicator's own.  Raises InvalidArgument in a batch and for other types
+        than bytes, bytearray and memoryview; CollectiveMismatch, CollectiveTimeout, RankLost.
 
             names = comm.all_gather_bytes(socket.gethostname().encode())
         """
@@ -122,7 +123,7 @@ class Communicator(Operations):
     def gather_bytes(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> list[bytes] | None:
         """All ranks' ``data``, of any lengths, in rank order on rank ``root``; None elsewhere.
 
-        As ``all_gather_bytes``.
+        As ``all_gather_bytes``, with its ``timeout``, and it raises the same errors.
 
             names = comm.gather_bytes(socket.gethostname().encode())
         """
@@ -131,7 +132,7 @@ class Communicator(Operations):
     def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
         """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
 
-        As ``all_gather_bytes``.
+        As ``all_gather_bytes``, with its ``timeout``, and it raises the same errors.
 
             settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
         """
@@ -224,6 +225,7 @@ class Communicator(Operations):
         """The communicator of these ranks, in this order; other ranks get None.
 
         Collective: all ranks of this communicator call it, with the same ``ranks`` and ``nccl``, as in ``split``.
+        Raises InvalidArgument unless ``ranks`` are different ranks of this communicator, and the errors of ``split``.
 
             evens = comm.group(range(0, comm.size, 2))
         """
@@ -236,7 +238,8 @@ class Communicator(Operations):
 
         ``shape`` are the sizes of the axes, with a product of ``size``.  The communicator of axis ``a`` holds the ranks
         whose coordinates differ from this rank's along ``a`` alone; its ``rank`` is this rank's coordinate.
-        Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.
+        Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.  Raises InvalidArgument for
+        another product, and the errors of ``split``.
 
             column, row = comm.grid((2, 4))            # column.size == 2, row.size == 4
         """
@@ -257,7 +260,12 @@ class Communicator(Operations):
         return self.rendezvous.local_ranks
 
     def duplicate(self) -> Communicator:
-        """Another communicator over the same ranks, whose operations never match this one's.  Collective."""
+        """Another communicator over the same ranks, whose operations never match this one's.  Collective.
+
+        A library uses one of its own.  Raises CollectiveMismatch, CollectiveTimeout, RankLost.
+
+            mine = comm.duplicate()
+        """
         duplicate = self._split(0, self.rank, "duplicate", call="duplicate")
         assert duplicate is not None
         return duplicate
@@ -313,6 +321,11 @@ class Communicator(Operations):
         ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the group, RendezvousError
         if a survivor does not call it within the timeout.  On tcp an unreachable rank counts as lost: if a network
         partitions, both groups continue.
+
+            try:
+                comm.all_reduce(x)
+            except RankLost:
+                comm = comm.shrink()
         """
         self._check_open()
         self.rendezvous.check_shrink()
@@ -360,6 +373,9 @@ class Communicator(Operations):
         communicator each time.  Failures on a GPU are raised here, in the waits of a Work, and in the next call.
         ``stream``: wait for all work on that stream instead, including replays of captured graphs.  ``until``: wait
         until that function, such as an event's ``done``, returns True.
+
+            comm.all_reduce(x, async_op=True)
+            comm.synchronize()
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         handle = None if stream is None else self._handle(stream)
@@ -379,7 +395,11 @@ class Communicator(Operations):
 
         ``shape`` is in elements of ``dtype``: of NumPy, of torch, or a name such as "bfloat16".
         With nccl it lies in a symmetric window on this rank's GPU.  With host memory it is an ndarray, in memory that
-        the ranks share if they are on one host.  ``views`` gives the parts of the other ranks.
+        the ranks share if they are on one host.  ``views`` gives the parts of the other ranks.  Raises InvalidArgument
+        for a wrong shape or dtype; CollectiveMismatch if the ranks pass different ones; OutOfMemory, CollectiveTimeout,
+        RankLost.
+
+            gradients = comm.allocate((1024, 1024), "bfloat16")
         """
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
@@ -433,16 +453,26 @@ class Communicator(Operations):
     def on_failure(self, callback: Callable[[KosError], None]) -> None:
         """Call ``callback(error)`` once when this communicator has failed, at once if it has failed already.
 
-        The watchdog's thread calls it within a fraction of a second, even while the program waits for a stream.  By
-        then the operations in flight have been aborted, and their results are undefined.  ``callback`` must return
-        soon, and of this communicator it may use only ``abort``.
+        The watchdog's thread calls it within half a second, whatever the program does meanwhile.  On GPUs the
+        operations in flight have been aborted by then, and their results are undefined.  On hosts the next call or
+        wait ends them.  The loss of a rank counts from the end of its process, unless it closed the communicator
+        before.  On ``mpi`` the loss of a rank of another host is reported after the next call only.  ``callback``
+        must return soon, and of this communicator it may use only ``abort``.  Raises InvalidArgument for anything
+        that is not callable.
+
+            comm.on_failure(lambda error: print(f"lost: {error.ranks}"))
         """
         if not callable(callback):
             raise InvalidArgument(f"callback: expected a function of the error, got {callback!r}")
         watchdog.on_failure(self.backend, callback)
 
     def explain(self) -> str:
-        """A table of the backends, with the reason where one is unusable, and a table of routes by operation."""
+        """A table of the backends, with the reason where one is unusable, and a table of routes by operation.
+
+        It is about this rank, raises nothing, and needs no other rank.
+
+            print(comm.explain())
+        """
         rows: list[tuple[str, ...]] = [("backend", "usable", "why")]
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
@@ -453,6 +483,9 @@ class Communicator(Operations):
         """Wait for the operations in flight and free all resources.  Collective; a second call does nothing.
 
         Raises the error of an operation in flight.  A communicator that has failed is aborted instead.
+
+            with kos.init() as comm:                     # closes it, or aborts it after an exception
+                comm.barrier()
         """
         if self._closed:
             return
@@ -475,7 +508,10 @@ class Communicator(Operations):
         """End the operations in flight without waiting for other ranks, and close the communicator.
 
         The groups split from it are aborted, too.  Ranks that wait for this one raise RankLost with the ``reason``, or
-        end when this process exits, with ``code`` as the job's exit status (mpi).
+        end when this process exits, with ``code`` as the job's exit status (mpi).  Raises InvalidArgument for a
+        ``code`` that is no whole number; a second call does nothing.
+
+            comm.abort(reason="the data of this rank are damaged")
         """
         code = check_int("code", code)
         if not self._closed:

@@ -1,4 +1,4 @@
-"""The ledger of failures: the first failure, the lost ranks, the ranks that wait, and the texts of errors.
+"""The ledger of failures: why a rank raised what it raised, whom its error names, and who waits for whom.
 
 Two rules decide which failure a rank raises.  Of several failures of a group, that of the earliest collective counts.
 A cause counts before its consequences: a rank that is closed, late or waiting because of another rank is not named.
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from kos.comm import timeouts
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -36,6 +37,10 @@ RECENT_SECONDS = 10.0
 """An older failure of a rank is not the reason why its process ended.  Added to the timeout of a wait, it is the same
 for a rank that is closed or late.
 """
+
+
+WHY_CLOSED = "it closed its communicator"
+"""Why a rank that ``close`` has ended is gone.  It is no failure until another rank waits for that one."""
 
 
 class EndedEarly(RankLost):
@@ -221,8 +226,8 @@ class Ledger:
     ) -> KosError:  # fmt: skip
         """The error of ``what``, in which the ``late`` ranks are missing: it names the ranks that block them.
 
-        ``words`` describe how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU stream, without
-        posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
+        ``words`` (of ``timeouts.py``) describe how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU
+        stream, without posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
         """
         world = [*(self.world[rank] for rank in late), *elsewhere]
         for rank in world:
@@ -233,9 +238,9 @@ class Ledger:
         if culprits == world and words is not None:
             absent = words
         else:
-            absent = f"{self._names(culprits, True)} did not arrive"
-            absent += f", for which {self._names(waiting, True)} wait" * bool(waiting)
-        over = "" if seconds is None else f"not complete after {seconds} s; "
+            names = self._names(culprits, True)
+            absent = timeouts.late_for(names, self._names(waiting, True)) if waiting else timeouts.late(names)
+        over = "" if seconds is None else f"{timeouts.incomplete(seconds)}; "
         return blaming(kind(_prefixed(what, over + absent)), culprits)
 
     def mismatch(self, group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:

@@ -37,7 +37,8 @@ def register_backend(name: str, backend: type[Backend]) -> None:
     of kos can run, and never one for GPUs (``on_gpu``).  An installed package needs no call: it names the class as an
     entry point of the group ``kos.backends``.
 
-    Raises InvalidArgument for a name that is no identifier or is taken, and for any other class.
+    Raises InvalidArgument for a ``name`` that is no identifier or is taken, and for any other class, such as one that
+    lacks a method of Backend.
 
         kos.register_backend("ring", RingBackend)
         comm = kos.init("ring")
@@ -46,6 +47,8 @@ def register_backend(name: str, backend: type[Backend]) -> None:
         raise InvalidArgument(f"name: expected an identifier other than 'auto', got {name!r}")
     if not isinstance(backend, type) or not issubclass(backend, Backend):
         raise InvalidArgument(f"backend {name}: expected a subclass of kos.comm.backend.Backend, got {backend!r}")
+    if missing := sorted(backend.__abstractmethods__):
+        raise InvalidArgument(f"backend {name}: expected a class that defines {', '.join(missing)}, got {backend!r}")
     if BACKENDS.get(name, backend) is not backend:
         raise InvalidArgument(f"name: expected one that is free, got {name!r}, which is {BACKENDS[name].__name__}")
     BACKENDS[name] = backend
@@ -70,7 +73,8 @@ def _load(entry: EntryPoint) -> Any:
         return entry.load()
     except Exception as error:
         probe = Probe(False, f"its entry point {entry.value} failed: {type(error).__name__}: {error}")
-        return type("Unusable", (Backend,), {"probe": classmethod(lambda kind, rendezvous: probe)})
+        unused = dict.fromkeys(Backend.__abstractmethods__)  # no backend is made of it
+        return type("Unusable", (Backend,), {**unused, "probe": classmethod(lambda kind, rendezvous: probe)})
 
 
 def probe_all(backends: dict[str, type[Backend]], rendezvous: Rendezvous) -> dict[str, Probe]:

@@ -1,8 +1,9 @@
-"""The watchdog: one daemon thread of a process that finds failures while the program waits for a GPU, not for kos.
+"""The watchdog: one daemon thread of a process that finds failures while the program waits or computes outside kos.
 
 Every ``TICK`` seconds it calls ``watch`` on each GPU backend, which checks for dead ranks, errors of libraries and
 passed deadlines.  A communicator that fails aborts its operations in flight, so that streams drain, and its next use
-raises the error.  The watchdog also calls the callbacks of ``on_failure``, once each, for any failure.
+raises the error.  The watchdog also calls the callbacks of ``on_failure``, once each, for any failure.  For them it
+checks backends for host memory too (``find_failure``), where a call, not the watchdog, ends what is in flight.
 
 Calls take no lock and do not wake this thread.
 """
@@ -29,6 +30,7 @@ Callback = Callable[[KosError], None]
 
 
 _lock = threading.RLock()  # reentrant: the garbage collector may remove a backend while this thread adds one
+_checking = threading.Lock()  # held while ``find_failure`` runs
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _callbacks: weakref.WeakKeyDictionary[Backend, list[Callback]] = weakref.WeakKeyDictionary()
 _thread: threading.Thread | None = None
@@ -58,6 +60,12 @@ def on_failure(backend: Backend, callback: Callback) -> None:
         _start()
 
 
+def settle() -> None:
+    """Wait until no backend is being checked for ``on_failure``: its memory is to be freed."""
+    with _checking:
+        pass
+
+
 def _start() -> None:
     global _thread
     if _thread is None:
@@ -78,8 +86,8 @@ def _end() -> None:
 
 def _forked() -> None:
     """Reset in a forked process, which is no rank."""
-    global _thread
-    _thread = None
+    global _thread, _lock, _checking
+    _thread, _lock, _checking = None, threading.RLock(), threading.Lock()  # the thread may have held them
     _watched.clear()
     _callbacks.clear()
 
@@ -101,12 +109,22 @@ def _tick() -> None:
         except Exception:  # a defect of kos must not end the thread
             log.exception("the watchdog could not check %s", backend)
     with _lock:
-        failed = [(backend, backend.broken) for backend in _callbacks if backend.broken is not None]
-        due = [(error, _callbacks.pop(backend)) for backend, error in failed]
-    for error, callbacks in due:
+        waiting = list(_callbacks)
+    for backend in waiting:
+        error = None
+        with _checking:
+            try:
+                error = backend.find_failure()
+                if error is not None and backend.broken is None:
+                    backend.ledger.board.post_failure(error)  # the cause, if a callback aborts the communicator
+            except Exception:
+                log.exception("the watchdog could not check %s", backend)
+        if error is None:
+            continue
+        with _lock:
+            callbacks = _callbacks.pop(backend, [])
         for callback in callbacks:
             try:
-                assert error is not None
                 callback(error)
             except Exception:
                 log.exception("on_failure: %s raised", callback)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import kos
-from kos.comm import Communicator, init
+from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_timeout, number_in
 from kos.comm.failures import blaming
 from kos.comm.rendezvous.threads import RankThread, ThreadGroup, ThreadRendezvous, ThreadWorld
@@ -65,6 +65,8 @@ def spawn(
       has returned.  A plan with another fault than ``delay`` switches it off.
 
     Raises InvalidArgument without ranks, and if a fault never happened.
+
+        assert spawn(lambda comm: comm.rank, 3) == [0, 1, 2]
     """
     if not callable(fn):
         raise InvalidArgument(f"fn: expected a function of a communicator, got {fn!r}")
@@ -112,7 +114,7 @@ def spawn(
     for rank in waiting:
         threads[rank].join(ERROR_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
-    message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
+    message = f"spawn: {timeouts.running(running, world_size, timeout)}"
     message += "".join(f"; rank {rank} {_place(threads[rank])}" for rank in running[:_SHOWN])
     for rank in running:
         group.world.end(rank, message)  # ends every wait for it, in groups split from this one too

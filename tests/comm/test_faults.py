@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from tests.comm import fake_nccl
 from tests.comm.model import NAMES, Step, run
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import run_threads
-from tests.faults import Rank, Trial, campaign
+from tests.faults import Rank, Trial, campaign, main
 from tests.launcher import needs_mpirun
 
 SIZE, SEED = 3, 17
@@ -195,6 +196,19 @@ def test_every_survivor_names_the_rank_that_failed_first(backend: str, trials: i
     assert campaign(trials, backend, seed, timeout=3.0, jobs=2, out=out) == 0, "the seeds are printed"
     summary = json.loads(out.read_text())
     assert (summary["trials"], summary["right"], summary["wrong"]) == (trials, trials, [])
+
+
+def test_what_is_not_installed_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    monkeypatch.setattr("kos.cuda.driver.unavailable", lambda: "no CUDA driver")
+    lines = {"mpi": r"mpirun was not found .*: .*pip install .*\[mpi\].*", "nccl": "CUDA: no CUDA driver"}
+    for backend, line in lines.items():
+        monkeypatch.setattr("sys.argv", ["faults", "--backend", backend])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        assert re.fullmatch(rf"python -m tests.faults: {line}\n", capsys.readouterr().err)
 
 
 def test_a_seed_stands_for_one_trial() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import kos
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
-from kos.testing.conformance import run
+from kos.testing.conformance import failures, run
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "writing-a-backend.md"
@@ -72,12 +73,40 @@ def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatc
         assert "rank 1: " in broken["broadcast float32"] and "bytes differ" in broken["broadcast float32"]
 
 
-def test_the_suite_finds_a_backend_that_compares_no_calls(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "agree", lambda backend, call: None)
+def without_agree(backend: Any) -> None:
+    backend.agree = lambda backend, call: None
+
+
+def without_failed(backend: Any) -> None:
+    del backend.failed
+
+
+def without_cancel(backend: Any) -> None:
+    backend.__init__.__globals__["Mail"].cancel = lambda mail, cancelled: None
+
+
+@pytest.mark.parametrize(("change", "check", "cause"), [
+    (without_agree, "mismatch op", r"AssertionError: expected .* \(failures.py:\d+: "),
+    (without_failed, "reported", r"AssertionError: expected .* \(failures.py:\d+: "),
+    (without_cancel, "messages", r"CollectiveTimeout: .* rank \d sent nothing with tag 9 \(failures.py:\d+: comm"),
+])  # fmt: skip
+def test_the_suite_finds_a_backend_that_lacks_a_part(
+    files: Any, change: Any, check: str, cause: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "GRACE", 2.0)
+    change(files)
 
     def body(rendezvous: EnvRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
-            return run(world, only="mismatch op")
+            return run(world, only=check)
 
-    for broken in run_ranks(2, body):
-        assert "mismatch op" in broken
+    with caplog.at_level(logging.INFO, "kos.testing.conformance"):
+        results = run_ranks(2, body)
+    assert all(check in broken for broken in results)
+    assert re.search(rf"\d+ of \d+: {check}$", caplog.text, re.M)
+    assert re.search(rf"BROKEN {check}: rank \d: .*{cause}", caplog.text), caplog.text
+
+
+def test_a_text_that_no_check_has_is_refused() -> None:
+    with pytest.raises(kos.errors.InvalidArgument, match="only: expected a part of a promise's name, got 'nonesuch'"):
+        run(kos.init("mock"), only="nonesuch")

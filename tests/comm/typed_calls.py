@@ -44,6 +44,29 @@ def calls(comm: kos.Communicator, x: Host, g: Array, operation: Operation) -> No
     comm.broadcast(x, deterministic=True)  # type: ignore[call-overload]
 
 
+def overlaps(comm: kos.Communicator, x: Host, later: bool) -> None:
+    """``async_op`` is known at run time only."""
+    assert_type(comm.all_reduce(x, deterministic=True, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.reduce(x, async_op=later), Host | kos.Work[Host | None] | None)
+    assert_type(comm.reduce_scatter(x, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.reduce_scatter_v(x, [1, 2], async_op=later), Host | kos.Work[Host])
+    assert_type(comm.scan(x, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.exscan(x, async_op=later), Host | kos.Work[Host | None] | None)
+    assert_type(comm.broadcast(x, algorithm="tree", async_op=later), Host | kos.Work[Host])
+    assert_type(comm.all_gather(x, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.all_gather_v(x, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.all_to_all(x, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.all_to_all_v(x, [1, 2], async_op=later), Host | kos.Work[Host])
+    assert_type(comm.gather(x, async_op=later), Host | kos.Work[Host | None] | None)
+    assert_type(comm.gather_v(x, async_op=later), Host | kos.Work[Host | None] | None)
+    assert_type(comm.scatter(x, x, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.scatter_v(x, None, x, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.barrier(async_op=later), kos.Work[None] | None)
+    assert_type(comm.send(x, 1, async_op=later), kos.Work[None] | None)
+    assert_type(comm.recv(x, 1, async_op=later), Host | kos.Work[Host])
+    assert_type(comm.send_recv(x, x, 1, 1, async_op=later, timeout=2.0), Host | kos.Work[Host])
+
+
 def groups(comm: kos.Communicator) -> Sequence[kos.Communicator]:
     assert_type(comm.split(comm.rank % 2, key=-1), kos.Communicator | None)
     assert_type(comm.split(None), kos.Communicator | None)

@@ -23,7 +23,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from kos.comm import watchdog
+from kos.comm import timeouts, watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import nccl_binding as binding
@@ -147,7 +147,7 @@ class NCCLBackend(DeviceBackend):
 
     def _check_others(self, what: str, late: bool, timeout: float | None) -> None:
         """Raise what has failed on another rank, or if ``late`` a CollectiveTimeout that names late ranks."""
-        text = f"{what}: not begun by all ranks after {timeout:g} s" if late else ""
+        text = f"{what}: {timeouts.unbegun(timeout)}" if late else ""
         if late and self.size == 1:
             raise CollectiveTimeout(text)
         self.shared.confirm()

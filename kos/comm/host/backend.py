@@ -1,4 +1,4 @@
-"""HostBackend: the base of backends whose ranks are processes.
+"""HostBackend: the base of backends whose ranks are processes, over a transport of their own.
 
 Ranks that share memory compare their calls in it, and detect missing and dead ranks.  If the whole group is on one
 host, its collectives run through that memory.  Between hosts the transport compares calls and reports failures.
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import Any, Protocol
 
+from kos.comm import timeouts, watchdog
 from kos.comm.backend import ends_group
 from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, SharedMessages, open_segment
 from kos.comm.operation import Call, Message
@@ -60,11 +61,11 @@ class MessagingBackend(ScheduledBackend):
         if not call.collective:
             return self._late_in_message(call.operation.message)
         if late := self.absent(call):
-            return late, f"{self.ledger.names(late)} did not arrive"
+            return late, timeouts.late(self.ledger.names(late))
         if late := self.behind():
-            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
+            return late, timeouts.stuck(self.ledger.names(late))
         late = self.awaited(call)
-        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+        return late, timeouts.awaited(self.ledger.names(late)) if late else None
 
     def _late_in_message(self, message: Message) -> tuple[list[int], str]:
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
@@ -72,8 +73,8 @@ class MessagingBackend(ScheduledBackend):
             src = [rank for rank in src if self.in_flight(rank, message.recv_tag, receives=True)]
             dst = [rank for rank in dst if self.in_flight(rank, message.tag, receives=False)]
         names = self.ledger.names
-        words = [f"{names(src, False)} sent nothing with tag {message.recv_tag}"] if src or not dst else []
-        words += [f"{names(dst, False)} did not receive"] if dst else []
+        words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
+        words += [timeouts.unreceived(names(dst, False))] if dst else []
         return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
 
     def timed_out(self, call: Call, seconds: float | None) -> KosError:
@@ -244,6 +245,10 @@ class HostBackend(MessagingBackend):
         """The failure because of which this rank ends, of this group or of any other."""
         return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
 
+    def find_failure(self) -> KosError | None:
+        calls = self._calls
+        return self.broken or (None if calls is None else calls.find_failure())
+
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it ends now."""
         mine = (work.call for work in self.engine.outstanding() if work.backend is self)
@@ -260,7 +265,9 @@ class HostBackend(MessagingBackend):
 
     def _free(self) -> None:
         closed(self)
+        self._open = False
         calls, mail, self._calls, self._shared, self._mail = self._calls, self._mail, None, None, None
+        watchdog.settle()
         if mail is not None:
             mail.close()
         if calls is not None:

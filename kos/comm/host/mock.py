@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import Probe, ends_group
-from kos.comm.failures import Ledger
+from kos.comm.failures import WHY_CLOSED, Ledger
 from kos.comm.host.backend import MessagingBackend
 from kos.comm.host.shared import SharedArrays
 from kos.comm.operation import COLLECTIVE_TAGS, Call
@@ -107,7 +107,7 @@ class MockBackend(MessagingBackend):
         ]
 
     def close(self) -> None:
-        self._group.close(self.rank, "it closed its communicator", self.ledger.closing(), 0.0)
+        self._group.close(self.rank, WHY_CLOSED, self.ledger.closing(), 0.0)
 
     def abort(self, reason: str) -> None:
         self.broken = self.broken or CollectiveError(reason)  # operations cancelled from now on are not reported
@@ -141,6 +141,9 @@ class MockBackend(MessagingBackend):
             return False
 
         return all_arrived
+
+    def find_failure(self) -> KosError | None:
+        return self.broken or self._group.find_failure(self.ledger)
 
     def failed(self, call: Call, error: Exception) -> KosError:
         first, failure = self.broken is None, super().failed(call, error)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import SHRINKS, Probe
+from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, as_bytes
@@ -88,7 +89,7 @@ class MPIBackend(HostBackend):
         super().close()
         if not self._MPI.Is_finalized():
             cause = self.ledger.closing()
-            self._messages.send_end(self._begun, "it closed its communicator", cause)
+            self._messages.send_end(self._begun, WHY_CLOSED, cause)
             for comm in self._comms if cause is None else ():  # Open MPI gives late messages to the next communicator
                 comm.Free()
 

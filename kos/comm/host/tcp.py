@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from kos.comm.backend import Probe
-from kos.comm.failures import again
+from kos.comm.failures import WHY_CLOSED, again
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.tcp_messages import ABORT, CLOSE, Mesh, Poller
@@ -52,17 +52,26 @@ class TCPBackend(HostBackend):
 
     def close(self) -> None:
         super().close()
-        self._poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._mesh.close(CLOSE, "it closed its communicator", self.ledger.closing())
+        with self.engine.lock:  # the watchdog may read from the connections of a group
+            self._poller.progress()  # reads the descriptions of ranks that wait in another call
+            self._mesh.close(CLOSE, WHY_CLOSED, self.ledger.closing())
         if self._mesh.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
             raise again(self.ledger.failure[1])
 
+    def find_failure(self) -> KosError | None:
+        if self._poller.any_ended():
+            with self.engine.lock:
+                self._poller.progress()
+        return super().find_failure() or self._mesh.find_failure()
+
     def report_end(self, reason: str) -> None:
         super().report_end(reason)
-        self._mesh.close(CLOSE, reason, self.cause())
+        with self.engine.lock:
+            self._mesh.close(CLOSE, reason, self.cause())
 
     def abort(self, reason: str) -> None:
-        self._mesh.close(ABORT, str(self.broken or reason), self.cause())
+        with self.engine.lock:
+            self._mesh.close(ABORT, str(self.broken or reason), self.cause())
         super().abort(reason)
 
     def _tag(self, call: Call) -> int:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.failures import RECENT_SECONDS, from_record, to_record
+from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, again, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, Fingerprints, described, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
@@ -44,6 +44,10 @@ _RECENT = 1024  # collectives whose descriptions a rank keeps
 _SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
 _CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
+_ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+_READ = select.EPOLLIN | select.EPOLLRDHUP
+_CLOSED_HERE = "this rank closed the communicator"
+
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, dtype or fingerprint
 EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, ABORT, CLOSE = range(1, 10)
 
@@ -58,14 +62,18 @@ class Poller:
 
     def add(self, peer: Peer) -> None:
         self._peers[peer.sock.fileno()] = peer
-        self._epoll.register(peer.sock, select.EPOLLIN)
+        self._epoll.register(peer.sock, _READ)
 
     def want_write(self, peer: Peer, wanted: bool) -> None:
-        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+        self._epoll.modify(peer.sock, _READ | (select.EPOLLOUT if wanted else 0))
 
     def remove(self, peer: Peer) -> None:
         del self._peers[peer.sock.fileno()]
         self._epoll.unregister(peer.sock)
+
+    def any_ended(self) -> bool:
+        """Whether the other end of a connection has closed it; reads nothing."""
+        return any(events & _ENDED for _, events in self._epoll.poll(0))
 
     def progress(self) -> None:
         """Read and write without waiting."""
@@ -157,6 +165,14 @@ class Mesh:
         data = json.dumps(_short(failure)).encode()
         for peer in self.peers.values():
             peer.send_control(FAILED, tag, data)
+
+    def find_failure(self) -> KosError | None:
+        """The first known failure of the group, or the loss of a rank that has not closed it."""
+        if (failure := self.ledger.failure) is not None:
+            return again(failure[1])
+        ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, _CLOSED_HERE))
+        lost = self.lost or next(ended, None)
+        return None if lost is None else lost.loss()
 
     def close(self, kind: int, why: str, cause: KosError | None) -> None:
         """Report why, and close all connections."""
@@ -262,7 +278,11 @@ class Peer:
         lost = self if self.gone is not None else None if later else mesh.lost
         if lost is not None and lost.gone is not None:
             ledger.check(None)
-            raise ledger.lost(lost.rank, lost.gone, None, lost._cause, lost._cause_window)
+            raise lost.loss()
+
+    def loss(self) -> KosError:
+        """The error of a call that waits for this peer, which is gone."""
+        return self.mesh.ledger.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
 
     def send(self, array: Array, tag: int) -> _Message:
         self.check(tag)
@@ -341,7 +361,7 @@ class Peer:
 
     def close(self) -> None:
         if self.gone is None:
-            self._lose("this rank closed the communicator", orderly=True)
+            self._lose(_CLOSED_HERE, orderly=True)
 
     def _lose(self, why: str, orderly: bool = False) -> None:
         self.gone = why

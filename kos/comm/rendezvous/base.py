@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from kos.comm import timeouts
 from kos.comm.failures import Ledger, again
 from kos.comm.rendezvous.notices import Notices
 from kos.cuda.devices import process_numa_node
@@ -116,10 +117,10 @@ class Rendezvous(ABC):
             ledger.board.post_wait(None)
 
     def absent(
-        self, ranks: Sequence[int], what: str = "rendezvous", words: str = "did not arrive", several: bool = True
+        self, ranks: Sequence[int], what: str = "rendezvous", verb: str = timeouts.ARRIVE, several: bool = True
     ) -> KosError:
         """The error of ``what``, in which those ranks are missing at the timeout."""
-        text = f"{self.ledger.names(ranks, several)} {words} within {self.timeout:g} s"
+        text = timeouts.late(self.ledger.names(ranks, several), verb, self.timeout)
         return self.ledger.overdue(ranks, what, None, text, RendezvousError)
 
     def barrier(self) -> None:

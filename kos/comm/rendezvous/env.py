@@ -22,6 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kos.comm import timeouts
 from kos.comm.failures import Ledger, blaming, from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES, LOST, Hub, pair
@@ -84,14 +85,14 @@ class TCPRendezvous(Rendezvous):
                 others, missing = admit_all(self._listener.dup(), key, above, self.size, deadline)
                 found |= others
                 if missing:
-                    raise self.absent(missing, f"tcp: {me} waited for ranks with higher numbers", "did not connect")
+                    raise self.absent(missing, f"tcp: {me} waited for ranks with higher numbers", timeouts.CONNECT)
             except (OSError, RendezvousError) as error:
                 for connection in found.values():
                     connection.close()
                 if isinstance(error, RendezvousError) and error.ranks:
                     raise
                 if isinstance(error, TimeoutError):
-                    raise self.absent([peer], "tcp", "did not answer", several=False) from error
+                    raise self.absent([peer], "tcp", timeouts.ANSWER, several=False) from error
                 raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
 
@@ -132,7 +133,7 @@ class TCPRendezvous(Rendezvous):
         key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
         others, missing = admit_all(self._listener, key, above, self.size, deadline, gone)
         ranks, (listener, hub_address) = sorted([self.rank, *others]), self._listen()
-        problem = f"shrink: ranks {missing} did not arrive within {self.timeout:g} s" if missing else ""
+        problem = timeouts.late(f"shrink: ranks {missing}", within=self.timeout) if missing else ""
         for connection in others.values():
             connection.post(json.dumps(problem or [ranks, hub_address]).encode())
             with contextlib.suppress(OSError):  # the rank has ended since: the new group will name it
@@ -221,7 +222,7 @@ class TCPRendezvous(Rendezvous):
                 return found
             if time.monotonic() >= deadline:
                 me, hub = (self.ledger.names([rank], False) for rank in (self.rank, 0))
-                silent = f"{me} did not reach {hub} within {self.timeout:g} s: {problem}"
+                silent = timeouts.unreached(me, hub, self.timeout, problem)
                 raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
             time.sleep(pause)
             greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
@@ -253,7 +254,7 @@ class TCPRendezvous(Rendezvous):
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
             except TimeoutError as error:
-                raise self.absent([0], "rendezvous", "gave no answer", several=False) from error
+                raise self.absent([0], "rendezvous", timeouts.REPLY, several=False) from error
             except OSError as error:
                 raise self.ledger.lost(0, "its connection was closed", "rendezvous") from error
             kind, answer = answer[:1], answer[1:]

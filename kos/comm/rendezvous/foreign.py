@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
+from kos.comm import timeouts
 from kos.comm.arguments import number_in
 from kos.comm.failures import Ledger
 from kos.comm.rendezvous import mpi_job
@@ -151,7 +152,7 @@ class StoreRendezvous(JobRendezvous):
         if size > 1:
             listener, offer = _by_store(store, rank, size, timeout)
             if missing := offer.get("missing"):
-                text = f"{ledger.names(missing)} did not join the store within {timeout:g} s"
+                text = timeouts.late(ledger.names(missing), timeouts.JOIN, timeout)
                 raise ledger.overdue(missing, "rendezvous", None, text, RendezvousError)
             place = _place(rank, size, "the store", offer)
         super().__init__(place, timeout, listener, ledger)

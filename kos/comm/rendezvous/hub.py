@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from kos.comm import timeouts
 from kos.comm.rendezvous.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
 from kos.errors import RendezvousError
 
@@ -76,8 +77,8 @@ class Hub(threading.Thread):
         remaining = self._remaining(began, len(present))
         if remaining <= 0:
             missing = [rank for rank in range(self._size) if rank not in present]
-            why = f"did not arrive within {self.timeout:g} s (rank 0 listens at {self._where})"
-            raise _Failure(FAILED, missing, why)
+            why = timeouts.late("", within=self.timeout).strip()  # the names are added where it is raised
+            raise _Failure(FAILED, missing, f"{why} (rank 0 listens at {self._where})")
         return min(remaining, 1.0)
 
     def _admit_all(self) -> None:

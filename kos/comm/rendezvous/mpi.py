@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from kos.comm import timeouts
 from kos.comm.failures import Ledger
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
@@ -102,7 +103,7 @@ class MPIRendezvous(Rendezvous):
         self._wait_for_survivors()
         part = mpi_job.shrink(self.mpi_comm, self.timeout)
         if part is None:
-            missing = f"not all surviving ranks arrived within {self.timeout:g} s"
+            missing = timeouts.survivors(self.timeout)
             raise RendezvousError(f"shrink: {missing}{mpi_job.last_loss()}")
         return MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
 
@@ -190,5 +191,5 @@ def wait_for_all(rendezvous: Rendezvous, what: str, comm: Any, wait: Callable[[]
             raise ledger.lost(gone[0], why, "rendezvous") from error
         others = [each for each in range(size) if each != rank]
         named = ledger.names(others, False) if size == 2 else f"all other {size - 1} ranks"
-        waited = f"{ledger.names([rank], False)} waited {rendezvous.timeout:g} s for {named}"
+        waited = timeouts.waited(ledger.names([rank], False), rendezvous.timeout, named)
         raise ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)

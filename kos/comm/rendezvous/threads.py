@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from kos.comm.failures import Board, Ledger, Tables, again
+from kos.comm.failures import WHY_CLOSED, Board, Ledger, Tables, again
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import KosError
 
@@ -111,6 +111,18 @@ class ThreadGroup:
         if end is not None:
             why, cause, window = end
             raise ledger.lost(rank, why, what, cause, window)
+
+    def find_failure(self, ledger: Ledger) -> KosError | None:
+        """The failure of this group, or the loss of a rank that has not closed it."""
+        with self.world.lock:
+            try:
+                self.raise_failure()
+                for rank in range(self.size) if ledger.rank not in self._closed else ():
+                    if self._closed.get(rank, ("",))[0] != WHY_CLOSED:
+                        self.raise_end(rank, ledger)
+            except KosError as error:
+                return error.with_traceback(None)
+        return None
 
     def close(self, rank: int, why: str, cause: KosError | None = None, window: float | None = None) -> None:
         """Record that rank ``rank`` has closed this group; its completed operations stay valid.

@@ -1,5 +1,6 @@
 """Executes one rank's part of a schedule over a transport: the sends, receives, copies and sums of its rounds.
 
+``Transport`` is the interface of every transport; ``kos.comm.scheduled`` makes a backend of one.
 ``execute`` is a generator: it runs all instructions that are ready, and yields when all others wait for messages.
 All ranks of the group run it with the same schedule and sizes, each over its own buffers.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import kos
+from kos.comm import timeouts
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
 from kos.interop.torch.works import NONE, POLL_SECONDS, Group, HostWork
@@ -89,7 +90,7 @@ class AnySourceWork(HostWork):
             while not self._poll():
                 if time.monotonic() > deadline:
                     what = f"recv from any rank with tag {self._tag}"
-                    raise CollectiveTimeout(f"{what}: not complete after {seconds:g} s")
+                    raise CollectiveTimeout(f"{what}: {timeouts.incomplete(seconds)}")
                 time.sleep(POLL_SECONDS)
         except KosError as error:
             self._failure = self._failure or self._group.translated(error)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import kos
+from kos.comm import timeouts
 from kos.comm.rendezvous.foreign import StoreRendezvous, of_process_group
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
@@ -175,7 +176,7 @@ class ProcessGroupKos(_ProcessGroup):
             deadline = time.monotonic() + seconds
             while not event.query():
                 if time.monotonic() > deadline:
-                    raise self.translated(CollectiveTimeout(f"message to this rank: not complete after {seconds} s"))
+                    raise self.translated(CollectiveTimeout(f"message to this rank: {timeouts.incomplete(seconds)}"))
                 time.sleep(1e-4)
             return
         try:

@@ -7,8 +7,11 @@ Call ``run(world)`` on all ranks of a communicator, use ``cases()`` as parametri
 from __future__ import annotations
 
 import inspect
+import json
+import logging
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -21,6 +24,10 @@ from kos.testing.conformance import failures, order, results, values
 from kos.testing.conformance.model import MOVING
 
 __all__ = ["Case", "cases", "run"]
+
+log = logging.getLogger(__name__)
+_SILENT = logging.Logger("silent", logging.CRITICAL)
+_CHECKS = [module.__file__ for module in (failures, order, results)]
 
 _FEW = {"float32": None, "bfloat16": ("SUM", "AVG"), "int32": ("SUM", "BXOR"), "bool": ("BOR",)}
 """The dtypes of the short suite, and the reduce operations of each (None: all)."""
@@ -70,8 +77,8 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
         add(call)
     for what in failures.MISMATCHES:
         add(failures.mismatch, what, ranks=2)
-    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.lost, failures.messages,
-                 failures.cancelled):
+    for call in (failures.refused, failures.refused_sizes, failures.absent, failures.reported, failures.lost,
+                 failures.messages, failures.cancelled):
         add(call, ranks=2)
     return found
 
@@ -80,27 +87,41 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
     """Check the promises whose name contains ``only`` on the ranks of ``world``.  Collective.
 
     Returns the failures, the same on all ranks: for each broken promise, the tracebacks of the ranks that raised.
-    Raises InvalidArgument if Python runs without assertions (``-O``).
+    Rank 0 logs each check before it starts, and the cause of each failure (the logger ``kos.testing.conformance``).
+    Raises InvalidArgument if Python runs without assertions (``-O``), or if no name contains ``only``.
     """
     if not __debug__:
         raise InvalidArgument("conformance: expected assertions, got Python without them (-O)")
+    chosen = [case for case in cases(full, seed) if only in case.name and world.size >= case.ranks]
+    if not chosen:
+        raise InvalidArgument(f"only: expected a part of a promise's name, got {only!r} on {world.size} ranks")
     broken: dict[str, str] = {}
     comm = world.duplicate()
-    for case in cases(full, seed):
-        if only not in case.name or world.size < case.ranks:
-            continue
-        failure = b""
+    say = log if world.rank == 0 else _SILENT
+    for number, case in enumerate(chosen, 1):
+        say.info("%d of %d: %s", number, len(chosen), case.name)
+        failure: tuple[str, str] | None = None
         try:
             case.call(comm)
-        except Exception:
-            failure = traceback.format_exc().encode()
+        except Exception as error:
+            failure = _cause(error), traceback.format_exc()
             comm.abort(reason=f"conformance: {case.name} failed")
-        texts = [text.decode() for text in world.rendezvous.allgather(failure)]
-        if any(texts):
-            broken[case.name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
+        rows = [json.loads(row) for row in world.rendezvous.allgather(json.dumps(failure).encode())]
+        failures = {rank: row for rank, row in enumerate(rows) if row}
+        for rank, (cause, _) in failures.items():
+            say.error("BROKEN %s: rank %d: %s", case.name, rank, cause)
+        if failures:
+            broken[case.name] = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items())
             if not failure:
                 comm.abort(reason=f"conformance: {case.name} failed")
             comm = world.duplicate()
     comm.close()
     return broken
 
+
+def _cause(error: Exception) -> str:
+    """The error on one line, and the line of the check that raised it."""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    at = [frame for frame in frames if frame.filename in _CHECKS]
+    return f"{text} ({Path(at[-1].filename).name}:{at[-1].lineno}: {at[-1].line})" if at else text

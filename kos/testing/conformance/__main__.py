@@ -1,12 +1,14 @@
 """Check a backend: python -m kos.testing.conformance --backend NAME [--ranks N] [--full] [--only TEXT]
 
 Runs on the ranks of the job under mpirun, torchrun or srun, else on N threads of this process, connected over
-loopback.  Exit status: 0 if all promises hold, 1 if one does not, 2 for wrong arguments.
+loopback.  Prints each check as it starts, and the cause of each failure.  Exit status: 0 if all promises hold, 1 if one
+does not, 2 for wrong arguments.
 """
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import secrets
 import socket
@@ -19,7 +21,7 @@ from kos.comm.rendezvous.choose import launched_place
 from kos.comm.rendezvous.mpi_job import under_mpirun
 from kos.errors import KosError
 from kos.testing import spawn
-from kos.testing.conformance import run
+from kos.testing.conformance import log, run
 
 TIMEOUT = 60.0  # seconds
 
@@ -51,6 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="whole tracebacks")
     options = parser.parse_args(arguments)
     rank, began = launched_place()[0], time.monotonic()
+    shown = logging.StreamHandler(sys.stdout)
+    log.addHandler(shown)
+    log.setLevel(logging.INFO)
     try:
         if under_mpirun() or launched_place()[1] > 1:
             with kos.init(options.backend, timeout=TIMEOUT) as world:
@@ -61,10 +66,11 @@ def main(arguments: list[str] | None = None) -> int:
     except KosError as error:
         print(f"kos.testing.conformance: {error}", file=sys.stderr)
         return 2
+    finally:
+        log.removeHandler(shown)
     if rank == 0:
         for name, text in broken.items():
-            print(f"BROKEN {name}")
-            print(text if options.verbose else "\n".join(line for line in text.splitlines() if "Error: " in line))
+            print(f"BROKEN {name}\n{text}" if options.verbose else f"BROKEN {name}")
         print(f"{len(broken)} promises broken, seed {options.seed}, {time.monotonic() - began:.1f} s")
     return 1 if broken else 0
 

@@ -124,12 +124,31 @@ def lost(comm: Communicator) -> None:
     comm.barrier()
 
 
+def reported(comm: Communicator) -> None:
+    """A rank that fails in a collective reports it: the others raise its error, now or when they make the call."""
+    part, late = comm.duplicate(), comm.size - 1
+    if comm.rank == late:
+        comm.barrier()  # rank 0 has failed by then
+    began = time.monotonic()
+    with raises((CollectiveTimeout, RankLost), rf"ranks? \[?{late}\]?"):
+        part.barrier(timeout=SHORT if comm.rank == 0 else 2 * GRACE)
+    assert time.monotonic() - began < GRACE, "a rank did not learn of the failure of rank 0"
+    if comm.rank != late:
+        comm.barrier()
+    part.abort()
+    comm.barrier()
+
+
 def messages(comm: Communicator) -> None:
     """A missing message, or one of another length than expected, breaks nothing."""
     x, (left, right) = np.zeros(3), ((comm.rank + step) % comm.size for step in (-1, 1))
+    expired = np.zeros(3)
     with raises(CollectiveTimeout, f"rank {left}"):
-        comm.recv(x, left, tag=9, timeout=0.1)
+        comm.recv(expired, left, tag=9, timeout=0.1)
     comm.barrier()
+    comm.send_recv(np.ones(3), x, right, left, tag=9, timeout=GRACE)
+    assert (x == 1).all() and not expired.any(), "a receive that timed out took a later message"
+    x[:] = 0
     sent = comm.send(np.ones(4), right, async_op=True)
     with raises(CollectiveMismatch, f"rank {comm.rank} expected 3 elements .* from rank {left}, got 4 elements"):
         comm.recv(x, left)

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm import timeouts
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu.memory import NONE, Piece
 from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
@@ -554,7 +555,7 @@ class PeerEngine:
         if cause == _PEER_ENDED:
             raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
         limit = float(self._record[_Word.LIMIT]) / 1e9
-        absent = f"{name} did not arrive within {limit:g} s ({self._where()})"
+        absent = f"{timeouts.late(name, within=limit)} ({self._where()})"
         raise self._ledger.overdue([peer], what, None, absent, arrived=arrived)
 
     def waits_for(self) -> list[int]:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from kos.comm.failures import RECENT_SECONDS, Ledger, from_record, to_record
+from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.host.shared.board import SharedBoard, fitting
-from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Segment, started
+from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Processes, Segment, started
 from kos.comm.operation import Call
 from kos.errors import KosError
 
@@ -42,6 +42,7 @@ class Calls(Fingerprints):
             (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
         self._late: Wait | None = None  # what ``compare`` waits for
+        self._processes: Processes | None = None  # of the other ranks
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
@@ -144,6 +145,15 @@ class Calls(Fingerprints):
         lines = {self.segment.ranks[local]: line for local, line, _ in self._peers}
         return next((rank for rank, _ in self.gone() if not self._words[lines[rank] + CLOSED]), None)
 
+    def find_failure(self) -> KosError | None:
+        """The first failure of a rank of the host, or the loss of one that was killed, without waiting for any."""
+        if (known := self.failure()) is not None:
+            return known[0]
+        if self._processes is None:
+            self._processes = Processes(self._words[line + PID] for _, line, _ in self._peers)
+        killed = self.killed() if self._processes.ended() else None
+        return None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
+
     def fail(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
 
@@ -196,7 +206,7 @@ class Calls(Fingerprints):
         rank, ledger = self.segment.ranks[local], self.ledger
         if closed == CLOSED_ORDERLY:
             cause, _ = self._causes().failure(ledger.world[rank]) or (None, 0.0)
-            return ledger.lost(rank, "it closed its communicator", what, cause, 0.0)
+            return ledger.lost(rank, WHY_CLOSED, what, cause, 0.0)
         if closed:
             return ledger.lost(rank, "its process ended", what)
         return None if ended is None else ledger.lost(rank, ended, what, None, RECENT_SECONDS)

@@ -17,8 +17,9 @@ import json
 import mmap
 import os
 import platform
+import select
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,6 +199,32 @@ def started(pid: int) -> int:
     Raises OSError if that cannot be read, such as for lack of file descriptors.
     """
     return process(pid)[1]
+
+
+class Processes:
+    """Processes of this host: one system call finds those that have ended (pidfd_open(2))."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._poll, self._unknown = select.poll(), False
+        self._files: list[int] = []
+        for pid in pids:
+            try:
+                self._files.append(os.pidfd_open(pid))
+            except OSError:  # it has ended, or this system lacks the call or the descriptor
+                self._unknown = True
+            else:
+                self._poll.register(self._files[-1], select.POLLIN)
+
+    def __del__(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def ended(self) -> bool:
+        """Whether a process has ended since the last call, or is not known to run."""
+        found = [file for file, _ in self._poll.poll(0)]
+        for file in found:
+            self._poll.unregister(file)
+        return self._unknown or bool(found)
 
 
 def process(pid: int) -> tuple[str, int]:

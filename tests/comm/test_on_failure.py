@@ -1,0 +1,112 @@
+"""``Communicator.on_failure`` on backends for host memory: the loss of a rank is reported without another call."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kos
+from kos.errors import KosError, RankLost
+from kos.testing import Fault, spawn
+from tests.comm.ranks import TIMEOUT
+from tests.comm.tcp_ranks import run_processes
+from tests.comm.test_jobs import needs_mpirun
+from tests.comm.test_shared_failures import ULFM, job
+
+PROGRAM = """
+import os, sys, threading
+import numpy as np
+import kos
+import kos.comm.host.backend as host
+if "{memory}" == "none":
+    host.open_segment = lambda _: (None, "switched off by the test")
+comm = kos.init("{backend}", timeout=60)
+group = comm.duplicate()
+comm.all_reduce(np.ones(3))
+found, errors = threading.Event(), []
+def report(error):
+    errors.append(error)
+    if len(errors) == 2:  # of both groups
+        found.set()
+for each in (comm, group):
+    each.on_failure(report)
+comm.rendezvous.barrier()
+if comm.rank == 1:
+    {end}
+found.wait({seconds})
+print(*dict.fromkeys(f"{{type(error).__name__}} {{error.ranks}}" for error in errors), flush=True)
+"""
+
+
+def ranks_report(end: str, memory: str, seconds: float = TIMEOUT) -> list[str]:
+    """What the callbacks of ranks 0 and 2 of three received."""
+    code = PROGRAM.format(backend="tcp", memory=memory, end=end, seconds=seconds)
+    results = run_processes(f"{code}\ncomm.abort() if errors else group.close() or comm.close()", 3)
+    assert [results[rank][0] for rank in (0, 2)] == [0, 0], results
+    return [results[rank][1].strip() for rank in (0, 2)]
+
+
+@pytest.mark.parametrize("memory", ["shared", "none"])
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "sys.exit()", "comm.abort()"])
+def test_a_rank_that_ends_is_reported(end: str, memory: str) -> None:
+    assert ranks_report(end, memory) == ["RankLost (1,)"] * 2
+
+
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_a_rank_that_closes_is_not_reported(memory: str) -> None:
+    """Nor if its process ends afterwards."""
+    assert ranks_report("group.close(); comm.close(); os._exit(0)", memory, 1.0) == ["", ""]
+
+
+@needs_mpirun
+def test_a_rank_that_ends_is_reported_on_mpi(tmp_path: Path) -> None:
+    code = PROGRAM.format(backend="mpi", memory="shared", end="os.kill(os.getpid(), 9)", seconds=TIMEOUT)
+    assert job(tmp_path, 3, f"{code}\ncomm.abort(0)", *ULFM) == ["RankLost (1,)"] * 2
+
+
+@pytest.mark.parametrize("crashes", [True, False])
+def test_on_threads(crashes: bool) -> None:
+    def body(comm: kos.Communicator) -> list[KosError]:
+        errors, found = list[KosError](), threading.Event()
+
+        def report(error: KosError) -> None:
+            errors.append(error)
+            found.set()
+
+        comm.on_failure(report)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.all_gather_bytes(b"") if crashes else comm.close()
+        found.wait(TIMEOUT if crashes else 0.6)
+        return errors
+
+    faults = [Fault("crash", rank=1, operation=1)] if crashes else []
+    reported = spawn(body, 3, faults=faults)
+    for rank in (0, 2):
+        assert [type(error) for error in reported[rank]] == [RankLost] * crashes
+        assert all(error.ranks == (1,) and "rank 1 is gone" in str(error) for error in reported[rank])
+    assert np.shape(reported[1] or []) == (0,)
+
+
+def test_who_aborts_because_of_a_callback_names_the_cause() -> None:
+    found, aborted = threading.Event(), threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            comm.on_failure(lambda error: found.set())
+        comm.barrier()
+        if comm.rank == 0:
+            assert found.wait(TIMEOUT)
+            comm.abort()
+            aborted.set()
+        elif comm.rank == 1:
+            comm.barrier()  # it crashes
+        else:
+            assert aborted.wait(TIMEOUT)
+            with pytest.raises(RankLost, match="rank 1 is gone.*; rank 0 aborted because of it"):
+                comm.barrier()
+
+    spawn(body, 3, faults=[Fault("crash", rank=1, operation=1)])
