@@ -230,7 +230,8 @@ class _Box:
             message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
         elif what & ~_RTS != message.what or nbytes != message.nbytes:
             got = nbytes, dtype_of_code(what >> _DTYPE & 255)
-            message.error = wrong_message(self.mail.rank, (message.nbytes, message.array.dtype), self.rank, got)
+            expected = message.nbytes, message.array.dtype
+            message.error = wrong_message(self.mail.calls.ledger, self.mail.rank, expected, self.rank, got)
             if what >= _RTS:
                 words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
         elif words[answer]:
@@ -308,7 +309,8 @@ class _Message:
         self.answer, self.complete = 0, answer == _READ
         if not self.complete:
             expected = (answer & ~_REFUSED) >> 8, dtype_of_code(answer & 255)
-            self.error = wrong_message(box.rank, expected, box.mail.rank, (self.nbytes, self.array.dtype))
+            sent = self.nbytes, self.array.dtype
+            self.error = wrong_message(box.mail.calls.ledger, box.rank, expected, box.mail.rank, sent)
         return True
 
     def done(self) -> bool:
