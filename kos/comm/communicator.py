@@ -25,7 +25,7 @@ from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tracing import trace
-from kos.comm.work import ProgressThread, Work
+from kos.comm.work import ProgressThread, Work, forked_from
 from kos.errors import CollectiveError, InvalidArgument, KosError, RendezvousError
 from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
@@ -608,11 +608,11 @@ _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A forked process is no rank: it reports nothing on behalf of the rank."""
+    """A forked process is no rank: it reports nothing on behalf of the rank, and ends none of its operations."""
     for comm in _communicators:
+        comm.backend.engine.disown()
         if not comm._closed:
-            why = f": this process was forked from rank {comm.rank}; a forked process is no rank"
-            comm._closed, comm._why_closed = True, why
+            comm._closed, comm._why_closed = True, f": {forked_from(comm.rank)}"
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -25,6 +25,7 @@ from kos.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     CudaError,
+    Interrupted,
     KosError,
     RankLost,
     RendezvousError,
@@ -264,8 +265,8 @@ class Ledger:
         other: KosError | None = None
         if lost:
             other = RankLost(f"{me} is gone: {failure}")
-        elif isinstance(failure, CudaError):  # other ranks must not mistake it for an error of their own device
-            other = CollectiveError(f"{me}: {failure}")
+        elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
+            other = CollectiveError(f"{me}: {failure}")  # others must not mistake it for an error of their own
         shared = failure if other is None else blaming(other, [self.world[self.rank]])
         self.board.post_failure(shared)
         return shared

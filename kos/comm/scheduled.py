@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kos.comm.backend import Backend
+from kos.comm.failures import Ledger, blaming
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Call, Operation
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
@@ -295,11 +296,13 @@ def remove(queues: dict[Key, deque[T]], cancelled: Callable[[T], bool]) -> None:
 
 
 def wrong_message(
-    receiver: int, expected: tuple[int, np.dtype[Any]], sender: int, got: tuple[int, np.dtype[Any]]
+    ledger: Ledger, receiver: int, expected: tuple[int, np.dtype[Any]], sender: int, got: tuple[int, np.dtype[Any]]
 ) -> CollectiveMismatch:
     """The error of a message whose bytes and dtype differ from those of its receive, for both ends."""
+    to, source = (ledger.names([rank], False) for rank in (receiver, sender))
     what, more = (
         f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
         for nbytes, dtype in (expected, got)
     )
-    return CollectiveMismatch(f"rank {receiver} expected {what} from rank {sender}, got {more}")
+    wrong = CollectiveMismatch(f"{to} expected {what} from {source}, got {more}")
+    return blaming(wrong, sorted(ledger.world[rank] for rank in (receiver, sender)))

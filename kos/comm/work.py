@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -13,7 +14,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Call
 from kos.comm.recorder import COMPLETED, failed, started
-from kos.errors import Interrupted, KosError
+from kos.errors import CollectiveError, Interrupted, KosError
 
 T = TypeVar("T")
 _REPORT_EVERY = 0.02
@@ -112,6 +113,15 @@ class Engine:
                 work.expire(seconds)
             return bool(works)
 
+    def disown(self) -> None:
+        """Fail all operations in flight in a forked process; those of the rank continue in its own process."""
+        self.lock, self.thread = threading.RLock(), None  # another thread of the rank may hold the lock
+        for work in self._active:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work._steps))  # if it were freed, it would cancel messages
+            work._error = CollectiveError(f"{work.call}: {forked_from(work.backend.rank)}")
+            work._steps = None
+        self._active.clear()
+
     def works_of(self, backend: Any) -> list[Work[Any]]:
         """The operations of ``backend`` that the program has not waited for: failed messages, then those in flight."""
         with self.lock:
@@ -121,6 +131,11 @@ class Engine:
         """The operations in flight, in the order of their launch."""
         with self.lock:
             return list(self._active)
+
+
+def forked_from(rank: int) -> str:
+    """Why a process that a rank has forked cannot communicate."""
+    return f"this process was forked from rank {rank}; a forked process is no rank"
 
 
 class ProgressThread:

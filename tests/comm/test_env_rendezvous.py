@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import socket
@@ -88,6 +89,40 @@ def test_the_last_answers_arrive_though_nobody_closed() -> None:
     finally:
         [result] = finish([rank0])
     assert result == (0, "")
+
+
+def test_a_group_that_its_hub_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may run on the thread of the hub."""
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    receive, collecting = Hub._receive, list[Hub]()
+
+    def collect(self: Hub, rank: int, slots: dict[int, bytes]) -> None:
+        if self in collecting:
+            gc.collect()
+        receive(self, rank, slots)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        group: Any = rendezvous.split(0)
+        hub = group._hub
+        if rendezvous.rank == 0:
+            group.itself = group
+            del group
+            collecting.append(hub)
+        rendezvous.barrier()
+        if rendezvous.rank == 1:
+            group.close()
+        else:
+            hub.join(TIMEOUT)
+            assert not hub.is_alive()
+
+    monkeypatch.setattr(Hub, "_receive", collect)
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
+    assert errors == []
 
 
 def by_environment(size: int, body: Callable[[Rendezvous], Any]) -> list[Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -69,6 +71,7 @@ def disagree_about_counts(comm: kos.Communicator, sent: int, expected: int) -> N
         comm.all_to_all_v(x, matrix[me], matrix[:, me], timeout=10)
     message = f"rank 0 expected {expected} elements of float64 from rank 1, got {sent} elements of float64"
     assert message in str(caught.value)
+    assert caught.value.ranks == (0, 1)
     assert "all_to_all_v #1" in str(caught.value)
     with pytest.raises(CollectiveError, match="failed before"):
         comm.barrier()
@@ -80,6 +83,50 @@ COUNTS = [(0, 3), (3, 0), (2, 3), (300_000, 0), (0, 300_000), (300_000, 299_999)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_counts_of_two_ranks_that_disagree(several: Any, counts: tuple[int, int]) -> None:
     several.run(lambda comm: disagree_about_counts(comm, *counts))
+
+
+def receive_another_size_in_a_group(comm: kos.Communicator) -> None:
+    """The error names ranks of the world, as all errors do."""
+    last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
+    assert group is not None
+    if comm.rank == last:
+        with contextlib.suppress(CollectiveMismatch):  # unless it is buffered
+            group.send(np.ones(3), 1)
+    elif comm.rank == last - 1:
+        message = f"rank {last - 1} of world expected 4 elements of float64 from rank {last} of world, got 3 elements"
+        with pytest.raises(CollectiveMismatch, match=message) as caught:
+            group.recv(np.zeros(4), 0)
+        assert caught.value.ranks == (last - 1, last)
+    group.barrier()
+
+
+def test_a_message_of_another_size_in_a_group(several: Any) -> None:
+    several.run(receive_another_size_in_a_group)
+
+
+@pytest.mark.mpi
+def test_a_message_of_another_size_in_a_group_between_hosts_on_mpi(ranks_of_mpi: Any, apart: None) -> None:
+    ranks_of_mpi.run(receive_another_size_in_a_group)
+
+
+def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
+    """The others name the rank."""
+    if comm.rank == 1:
+        comm.backend.transport.irecv = Mock(side_effect=error)  # type: ignore[attr-defined]
+    with pytest.raises(raised if comm.rank == 1 else CollectiveError) as caught:
+        comm.all_reduce(np.ones(4), algorithm="ring")
+    if comm.rank != 1:
+        message = r"rank 1: .*all_reduce #\d .*: (MemoryError|interrupted by KeyboardInterrupt)"
+        assert re.match(message, str(caught.value))
+        assert caught.value.ranks == (1,)  # type: ignore[union-attr]
+
+
+ERRORS = [(MemoryError(), CollectiveError), (KeyboardInterrupt(), KeyboardInterrupt)]
+
+
+@pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
+def test_an_error_of_one_rank(several: Any, error: BaseException, raised: type[BaseException]) -> None:
+    several.run(lambda comm: fail_on_one_rank(comm, error, raised))
 
 
 def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:

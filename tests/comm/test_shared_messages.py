@@ -133,6 +133,27 @@ def test_more_messages_than_headers() -> None:
     run(body, 2)
 
 
+def test_more_long_messages_than_answers() -> None:
+    """They block no message of another tag, and stay in order."""
+    count = ANSWERS + 20
+    values = np.arange(count + EAGER, dtype=np.uint16).astype(np.uint8)
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.empty(EAGER + 1, np.uint8)
+        if comm.rank == 0:
+            works = [comm.send(values[at : at + x.size], 1, async_op=True) for at in range(count)]
+            works.append(comm.send(values[: x.size], 1, tag=1, async_op=True))
+            for work in works:
+                work.wait()
+        else:
+            assert (comm.recv(x, 0, tag=1) == values[: x.size]).all()
+            for at in range(count):
+                assert (comm.recv(x, 0) == values[at : at + x.size]).all()
+        assert_nothing_is_left(comm)
+
+    TCPRanks(2).run(body)
+
+
 @pytest.mark.parametrize("count", [0, 1000, EAGER])
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,13 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_large,
     test_shapes_and_scalars,
 )
-from tests.comm.test_message_failures import COUNTS, disagree_about_counts
+from tests.comm.test_message_failures import (
+    COUNTS,
+    ERRORS,
+    disagree_about_counts,
+    fail_on_one_rank,
+    receive_another_size_in_a_group,
+)
 from tests.comm.test_shared_failures import SCHEDULED, check_mismatch
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
@@ -227,6 +233,15 @@ def test_message_of_another_size_or_dtype(comm: kos.Communicator, /, count: int,
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_counts_of_two_ranks_that_disagree(ranks: TCPRanks, counts: tuple[int, int]) -> None:
     ranks.run(lambda comm: disagree_about_counts(comm, *counts))
+
+
+def test_a_message_of_another_size_in_a_group(ranks: TCPRanks) -> None:
+    ranks.run(receive_another_size_in_a_group)
+
+
+@pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
+def test_an_error_of_one_rank(ranks: TCPRanks, error: BaseException, raised: type[BaseException]) -> None:
+    ranks.run(lambda comm: fail_on_one_rank(comm, error, raised))
 
 
 @pytest.mark.parametrize("counts", [[2, 2, 0], [0, 2, 3], [2, 2, 300_000]], ids=str)

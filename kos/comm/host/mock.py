@@ -216,7 +216,8 @@ class _Message:
     def __init__(self, mailboxes: _Mailboxes, key: Key, array: Array, other: int) -> None:
         self._mailboxes, self.array, self.other = mailboxes, array, other
         self.src, self.dst, self.tag = key
-        self.complete, self.error = False, ""
+        self.complete = False
+        self.error: CollectiveMismatch | None = None
 
     def take(self, message: _Message) -> None:
         """Receive ``message``; the caller holds the lock of the world."""
@@ -224,7 +225,7 @@ class _Message:
         message.complete = True
         if sent.dtype != array.dtype or sent.size != array.size:
             expected, got = ((each.nbytes, each.dtype) for each in (array, sent))
-            self.error = str(wrong_message(self.dst, expected, self.src, got))
+            self.error = wrong_message(self._mailboxes.ledger, self.dst, expected, self.src, got)
             return  # only the receiver raises
         np.copyto(array, sent)
         self.complete = True
@@ -236,8 +237,8 @@ class _Message:
         with group.world.lock:
             if self.complete:
                 return True
-            if self.error:
-                raise CollectiveMismatch(self.error)
+            if self.error is not None:
+                raise self.error
             group.raise_failure()
             group.raise_end(self.other, self._mailboxes.ledger)
         return False

@@ -89,7 +89,7 @@ class Messages:
         else:
             mpi_job.keep_unfinished(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)))
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> _DTYPE_SHIFT))
-            message.error = wrong_message(self._comm.rank, expected, peer, got)
+            message.error = wrong_message(self.ledger, self._comm.rank, expected, peer, got)
 
     def send_notice(self, kind: str, sequence: int, *what: Any) -> None:
         """Send all ranks a notice; they read it while they wait."""

@@ -423,7 +423,7 @@ class Peer:
                 if (message := self._announced.pop(number, None)) is not None:
                     expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
                     got = len(message.view), message.dtype
-                    message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
+                    message.error = wrong_message(self.mesh.ledger, self.rank, expected, self.mesh.rank, got)
             elif kind == DATA and number in self._incoming and len(self._incoming[number].view) == nbytes:
                 yield from self._read_into(number)
             elif kind in (CALL, FAILED, ABORT, CLOSE) and nbytes <= CONTROL_BYTES:
@@ -470,7 +470,8 @@ class Peer:
         fits = expected == got and message.call == arrival.call
         if not fits and not (collective and message.call != arrival.call):  # all ranks raise that mismatch
             dtype = message.dtype if collective else dtype_of_code(arrival.call)
-            message.error = wrong_message(self.mesh.rank, (expected, message.dtype), self.rank, (got, dtype))
+            mesh, wanted = self.mesh, (expected, message.dtype)
+            message.error = wrong_message(mesh.ledger, mesh.rank, wanted, self.rank, (got, dtype))
         if arrival.data is not None:
             if fits:
                 message.view[:] = arrival.data

@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
@@ -402,4 +403,5 @@ def _stop(connection: Connection, hub: Hub, process: int) -> None:
     if connection.sock.fileno() >= 0:
         _send(connection, CLOSE)
         connection.close()
-    hub.join(CLOSE_SECONDS)
+    if hub is not threading.current_thread():  # where the garbage collector may find the group
+        hub.join(CLOSE_SECONDS)

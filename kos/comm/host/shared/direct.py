@@ -59,6 +59,7 @@ class Direct:
 
     def __init__(self, rendezvous: Rendezvous, segment: Segment, plans: Plans) -> None:
         self.rank, self.size, self.peers, self._plans = plans.rank, plans.size, plans.peers, plans
+        self._ledger = rendezvous.ledger
         self._gots, puts = ([segment.layout.line(r) + word for r in range(self.size)] for word in (GOT, PUT))
         self._puts = [puts[r] for r in self.peers]
         self._readv: Any = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
@@ -174,7 +175,7 @@ class Direct:
                 offer, memory = offers[source]
                 where = offer[at]
                 if offer[at + 1] != nbytes:
-                    raise wrong_message(self.rank, (nbytes, dtype), source, (offer[at + 1], dtype))
+                    raise wrong_message(self._ledger, self.rank, (nbytes, dtype), source, (offer[at + 1], dtype))
                 if where > 0:
                     read(where, nbytes)
                 else:

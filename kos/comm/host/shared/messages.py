@@ -3,7 +3,8 @@
 Every rank has a mailbox for each other rank: a ring of headers, and room for data.  A short message is eager: the
 sender copies it into the room and is done.  A long one, or one beyond the room or the credits, uses the rendezvous
 protocol: its header (RTS) holds the address, the receiver reads the data in one copy (``direct.py``) and answers.  If
-memory cannot be read so, the header announces a message of the transport between hosts.
+memory cannot be read so, or too many RTS wait for an answer, the header announces a message of the transport between
+hosts.
 
 A rank that waits for a message takes all that have arrived.  It keeps those without a receive: their bytes, at most
 ``CREDIT_BYTES`` of each sender, or their address.  So messages of one tag arrive in order, and no order of tags blocks.
@@ -170,10 +171,10 @@ class _Box:
         yield from self.active
 
     def put(self, message: _Message) -> bool:
-        """Write a message, or its RTS, to the mailbox; False if all headers or answers are in use."""
+        """Write a message, or its RTS, to the mailbox; False if all headers are in use."""
         words, out, sent, nbytes, what = self.words, self._out, self._sent, message.nbytes, message.what
         unread = sent - words[out + _TAKEN]
-        if unread == HEADERS or not self.free:
+        if unread == HEADERS:
             return False
         header, at = out + _HEADERS + 8 * (sent % HEADERS), self._at if unread else 0
         eager_bytes = self._eager_bytes + nbytes + OVERHEAD_BYTES
@@ -184,7 +185,7 @@ class _Box:
             self._eager_bytes, message.complete, at = eager_bytes, True, at + (nbytes + 63 & -64)
         else:
             self.active.append(message)
-            if address := message.readable():
+            if self.free and (address := message.readable()):
                 what |= _RTS
                 words[header + _WHERE] = address
                 words[header + _ANSWER] = message.answer = self.free.pop()
@@ -229,7 +230,8 @@ class _Box:
             message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
         elif what & ~_RTS != message.what or nbytes != message.nbytes:
             got = nbytes, dtype_of_code(what >> _DTYPE & 255)
-            message.error = wrong_message(self.mail.rank, (message.nbytes, message.array.dtype), self.rank, got)
+            expected = message.nbytes, message.array.dtype
+            message.error = wrong_message(self.mail.calls.ledger, self.mail.rank, expected, self.rank, got)
             if what >= _RTS:
                 words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
         elif words[answer]:
@@ -307,7 +309,8 @@ class _Message:
         self.answer, self.complete = 0, answer == _READ
         if not self.complete:
             expected = (answer & ~_REFUSED) >> 8, dtype_of_code(answer & 255)
-            self.error = wrong_message(box.rank, expected, box.mail.rank, (self.nbytes, self.array.dtype))
+            sent = self.nbytes, self.array.dtype
+            self.error = wrong_message(box.mail.calls.ledger, box.rank, expected, box.mail.rank, sent)
         return True
 
     def done(self) -> bool:
