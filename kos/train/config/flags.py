@@ -128,12 +128,17 @@ def parse(argv: Sequence[str] | None = None) -> TrainConfig:
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], int, str | None]:
-    """As ``parse``, of a command line with ``--plan``; the settings that it names, in which words; ranks and GPU."""
+    """As ``parse``, of a command line with ``--plan``; the settings that it names, in which words; ranks and GPU.
+
+    A file names those that it changes: the config.json of a run has every setting.
+    """
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     _add_plan(parser)
     arguments, words = parser.parse_known_args(argv)
-    given = {key for _, values in read_command_line(words) for key, value in values.items() if value is not None}
     config, ranks = parse(words), getattr(arguments, "ranks", 0)
+    defaults = {key: field.default for key, field in TrainConfig.model_fields.items()}
+    given = {key for source, values in read_command_line(words) for key, value in values.items()
+             if value is not None and (source == "flags" or value != defaults[key])}  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--plan: expected --ranks N of at least 1, got {ranks or 'none'}")
     return config, given, words, ranks, getattr(arguments, "gpu", None)
