@@ -142,6 +142,16 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
         _train(missing, tmp_path / "c", 2, resume=source)
 
 
+def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
+    """Which is as many learned positions; it is refused before the data is read."""
+    how: dict[str, Any] = {"model": {"model_type": "gpt2", "hidden_size": 16, "num_attention_heads": 2}}
+    _train(text, tmp_path, steps=1, **how)
+    with pytest.raises(CheckpointError, match="of this run, max_position_embeddings 16, got 32"):
+        _train(tmp_path / "missing.txt", tmp_path, steps=2, seq_len=16, resume="auto", **how)
+    how["model"]["max_position_embeddings"] = 32
+    _train(text, tmp_path, steps=2, seq_len=16, resume="auto", **how)
+
+
 def test_another_vocabulary_is_refused_before_a_trial(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     _train(text, tmp_path / "a", steps=1)
     monkeypatch.setattr(CpuEngine, "trial", None)

@@ -192,7 +192,6 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         model = read_config(folder)
     except CheckpointError as error:
         raise ConfigError(f"--init-from: {error}") from None
-    free = {"initializer_range", *(["max_position_embeddings"] if model.model_type == "llama" else [])}
     shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
     shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
     given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
@@ -201,7 +200,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         if name not in shape or got is None:
             continue
         expected = shape[name]
-        if name in free:
+        if name in model.free:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
