@@ -499,10 +499,9 @@ def _layout_in(description: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
-    """CheckpointError naming the fields in which the two shapes differ; context and initial weights may."""
-    free = {"max_position_embeddings", "initializer_range"}
+    """CheckpointError naming the fields in which the two shapes differ and may not."""
     ours_values, theirs_values = ({"model_type": x.model_type, **dataclasses.asdict(x)} for x in (ours, theirs))
-    differ = [name for name, value in ours_values.items() if name not in free and theirs_values[name] != value]
+    differ = [name for name, value in ours_values.items() if name not in ours.free and theirs_values[name] != value]
     if differ:
         expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
         got = ", ".join(str(theirs_values[name]) for name in differ)

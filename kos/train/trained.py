@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,13 @@ class TrainedModel:
             ids, targets = ids[:, :-1], ids[:, 1:]
             if not ids.size:
                 raise InvalidArgument("loss: expected at least two tokens, got one")
-        wanted = np.atleast_2d(np.ascontiguousarray(targets, np.int32))
-        if wanted.shape != ids.shape or not -1 <= wanted.min() <= wanted.max() < self.config.vocab_size:
-            expected = f"targets of shape {ids.shape} from -1 to {self.config.vocab_size - 1}"
-            raise InvalidArgument(f"loss: expected {expected}, got {wanted.shape}, {wanted.min()} to {wanted.max()}")
-        return self._model.loss(self.weights, np.ascontiguousarray(ids), wanted)
+        wanted = np.atleast_2d(np.asarray(targets))
+        same = wanted.shape == ids.shape and wanted.dtype.kind in "iu"
+        if not same or not -1 <= wanted.min() <= wanted.max() < self.config.vocab_size:
+            expected = f"integer targets of shape {ids.shape} from -1 to {self.config.vocab_size - 1}"
+            got = f"{wanted.dtype} {wanted.shape}, {reprlib.repr(wanted.tolist())}"
+            raise InvalidArgument(f"loss: expected {expected}, got {got}")
+        return self._model.loss(self.weights, np.ascontiguousarray(ids), np.ascontiguousarray(wanted, np.int32))
 
     def generate(
         self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
@@ -82,6 +85,9 @@ class TrainedModel:
         if given.ndim not in (1, 2) or given.dtype.kind not in "iu" or not given.size or given.shape[-1] > most:
             expected = f"a text or integers (T,) or (B, T), T from 1 to {most}"
             raise InvalidArgument(f"tokens: expected {expected}, got {given.dtype} {given.shape}")
+        if not 0 <= given.min() <= given.max() < self.config.vocab_size:
+            expected = f"0 to {self.config.vocab_size - 1}"
+            raise InvalidArgument(f"tokens: expected {expected}, got {given.min()} to {given.max()}")
         return np.ascontiguousarray(given, np.int32)
 
 

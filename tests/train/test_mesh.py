@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, InvalidArgument
 from kos.testing import spawn
 from kos.train.config.flags import parse
-from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.shapes import Stages, split_layers
 from kos.train.parallel.mesh import AXES, Layout, Mesh
 from kos.train.parallel.schedules import Schedule
@@ -159,13 +157,6 @@ def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) ->
     with pytest.raises(ConfigError) as caught:
         small(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2).local(**parts)
     assert str(caught.value) == message
-
-
-def test_a_gpt2_stays_data_parallel() -> None:
-    shape: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    model = GPT2Config(**shape, num_attention_heads=2, num_key_value_heads=2, head_dim=4, tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match="--tp 2 --pp 1: expected 1 and 1 with a GPT-2.*, got 2 and 1"):
-        model.local(0, 2)
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,16 @@ def test_what_is_given_stays():
     assert settings == {(0, "block", "gpipe", 2)}
 
 
+def test_the_settings_of_a_run_are_given_where_it_changed_them(tmp_path):
+    """Its config.json has all settings."""
+    for name, flags in (("default", []), ("tp", ["--tp=2", "--zero=1"])):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"config": parse([*SHAPE, *flags]).to_json()}))
+    file = ["--config", str(tmp_path / "default.json")]
+    assert {each.job.layout for each in planned(4, *file)[0]} == {each.job.layout for each in planned(4)[0]}
+    file = ["--config", str(tmp_path / "tp.json"), "--pp", "1"]
+    assert {(x.job.layout.tp, x.job.layout.pp, x.job.config.zero) for x in planned(4, *file)[0]} == {(2, 1, 1)}
+
+
 def test_of_what_does_not_fit_the_least_is_shown():
     config, given, _, ranks, _ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
     config = config.model_copy(update={"device": "cuda"})

@@ -112,6 +112,14 @@ def test_a_warm_up_that_is_not_over_goes_on() -> None:
     assert commands.more_steps(Path("run"), 1, config).endswith("--resume auto --steps 20")
 
 
+def test_a_last_rate_of_many_digits() -> None:
+    """The advice rounds it, here to less than ``min_lr``, which a constant schedule does not use."""
+    config = TrainConfig.from_preset("tiny", steps=2, warmup_steps=0, min_lr=1.23456123e-4)
+    words = shlex.split(commands.more_steps(Path("run"), 1, config))
+    assert words[-6:] == ["--schedule", "constant", "--lr", "0.000123456", "--warmup-steps", "0"]
+    assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).make_schedule()(9) == 0.000123456
+
+
 def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
     """mpirun where srun has started the ranks, and a plot without matplotlib."""
     monkeypatch.setenv("PMIX_RANK", "0")
@@ -132,6 +140,16 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
         _train(missing, tmp_path / "c", 2, resume=source, model=SMALL["model"] | {"tie_word_embeddings": False})
     with pytest.raises(DataError):
         _train(missing, tmp_path / "c", 2, resume=source)
+
+
+def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
+    """Which is as many learned positions; it is refused before the data is read."""
+    how: dict[str, Any] = {"model": {"model_type": "gpt2", "hidden_size": 16, "num_attention_heads": 2}}
+    _train(text, tmp_path, steps=1, **how)
+    with pytest.raises(CheckpointError, match="of this run, max_position_embeddings 16, got 32"):
+        _train(tmp_path / "missing.txt", tmp_path, steps=2, seq_len=16, resume="auto", **how)
+    how["model"]["max_position_embeddings"] = 32
+    _train(text, tmp_path, steps=2, seq_len=16, resume="auto", **how)
 
 
 def test_another_vocabulary_is_refused_before_a_trial(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -166,6 +184,18 @@ def test_a_run_resumes_in_a_moved_folder(text: Path, tmp_path: Path) -> None:
     assert parse(["--config", str(tmp_path / "again.json")]).out == tmp_path / "b"
 
 
+def test_where_a_run_began_is_no_setting_of_others(text: Path, tmp_path: Path) -> None:
+    """A run from other weights resumes at a path; its config.json says nothing of that to the runs that read it."""
+    _train(text, tmp_path / "a", steps=2, **CONSTANT)
+    _train(text, tmp_path / "b", steps=4, init_from=str(tmp_path / "a/checkpoints/step-2"), **CONSTANT)
+    whole, file = read_metrics(tmp_path / "b/metrics.jsonl"), ["--config", str(tmp_path / "b/config.json")]
+    config = parse([*file, "--resume", str(tmp_path / "b/checkpoints/step-2")])
+    spawn(lambda comm: Trainer(config, comm).run(), 1, timeout=100)
+    rows = read_metrics(tmp_path / "b/metrics.jsonl")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
+    assert parse(file).resume is None
+
+
 def test_what_a_killed_run_left_of_a_checkpoint_is_removed(text: Path, tmp_path: Path) -> None:
     """By the next run that goes on in the folder; one that is writing there keeps the others out."""
     _train(text, tmp_path, steps=1)
@@ -192,7 +222,7 @@ def test_the_commands_that_it_prints_work(text: Path, tmp_path: Path, ranks: int
     """From where they were printed, without any setting typed again."""
     command = _command(
         "--data", os.path.relpath(text, tmp_path), "--steps", "6", "--warmup-steps", "2", "--lr", "2e-3", "--seed", "7",
-        "--sample-tokens", "20", "--temperature", "0.5", "--top-k", "3", "--prompt", "one ring", ranks=ranks,
+        "--sample-tokens", "20", "--temperature", "0.5", "--top-k", "3", "--prompt=-ring", ranks=ranks,
     )  # fmt: skip
     environment = {**ENVIRONMENT, "PYTHONPATH": os.getcwd()}
     done = run_program(*command, env=environment, cwd=tmp_path)
@@ -203,5 +233,5 @@ def test_the_commands_that_it_prints_work(text: Path, tmp_path: Path, ranks: int
     rows = read_metrics(tmp_path / "runs/tiny/metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13)) and rows[6]["lr"] == pytest.approx(2e-4)
     sample = run_program("sh", "-c", _pasted(more.stdout, "more text:"), env=environment, cwd=tmp_path)
-    assert sample.stdout.startswith("one ring"), sample.stderr
-    assert "--top-k 3" in more.stdout and "--temperature 0.5" in more.stdout
+    assert sample.stdout.startswith("-ring"), sample.stderr
+    assert "--top-k=3" in more.stdout and "--temperature=0.5" in more.stdout

@@ -94,7 +94,7 @@ def test_what_several_ranks_have_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tokens", "got"),
     [("", r"T from 1 to 32, got \w+ \(0,\)"), ([1.5], r"float64 \(1,\)"), ([[[1]]], r"\(1, 1, 1\)"),
-     ([0] * 33, r"\(33,\)"), ([1, -1], "got -1 to 1"), ([99], "got 99 to 99")],
+     ([0] * 33, r"\(33,\)"), ([1, -1], "got -1 to 1"), ([99], "got 99 to 99"), ([1 << 32], "got 4294967296 to")],
 )  # fmt: skip
 def test_wrong_tokens_are_named(run: Path, tokens: Any, got: str) -> None:
     with pytest.raises(InvalidArgument, match=f"expected .*{got}"):
@@ -105,8 +105,8 @@ def test_wrong_targets_are_named(run: Path) -> None:
     model = kos.train.load(run)
     with pytest.raises(InvalidArgument, match="expected at least two tokens, got one"):
         model.loss([1])
-    for targets in ([1, 2, 3], [1, -2], [1, 99]):
-        with pytest.raises(InvalidArgument, match=r"expected targets of shape \(1, 2\) from -1 to \d+, got "):
+    for targets in ([1, 2, 3], [1, -2], [1, 99], [], [1.5, 2], [1 << 32, 1]):
+        with pytest.raises(InvalidArgument, match=r"expected integer targets of shape \(1, 2\) from -1 to \d+, got "):
             model.loss([1, 2], targets)
     with pytest.raises(InvalidArgument, match="temperature: expected 0 or more, got -1"):
         model.generate(temperature=-1)

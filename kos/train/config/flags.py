@@ -128,12 +128,17 @@ def parse(argv: Sequence[str] | None = None) -> TrainConfig:
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], int, str | None]:
-    """As ``parse``, of a command line with ``--plan``; the settings that it names, in which words; ranks and GPU."""
+    """As ``parse``, of a command line with ``--plan``; the settings that it names, in which words; ranks and GPU.
+
+    A file names those that it changes: the config.json of a run has every setting.
+    """
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     _add_plan(parser)
     arguments, words = parser.parse_known_args(argv)
-    given = {key for _, values in read_command_line(words) for key, value in values.items() if value is not None}
     config, ranks = parse(words), getattr(arguments, "ranks", 0)
+    defaults = {key: field.default for key, field in TrainConfig.model_fields.items()}
+    given = {key for source, values in read_command_line(words) for key, value in values.items()
+             if value is not None and (source == "flags" or value != defaults[key])}  # fmt: skip
     if ranks < 1:
         raise ConfigError(f"--plan: expected --ranks N of at least 1, got {ranks or 'none'}")
     return config, given, words, ranks, getattr(arguments, "gpu", None)
@@ -187,7 +192,6 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         model = read_config(folder)
     except CheckpointError as error:
         raise ConfigError(f"--init-from: {error}") from None
-    free = {"initializer_range", *(["max_position_embeddings"] if model.model_type == "llama" else [])}
     shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
     shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
     given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
@@ -196,7 +200,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         if name not in shape or got is None:
             continue
         expected = shape[name]
-        if name in free:
+        if name in model.free:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
@@ -227,7 +231,7 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
     if isinstance(values, dict) and isinstance(values.get("config"), dict):
-        values = dict(values["config"])
+        values = {key: value for key, value in values["config"].items() if key != "resume"}  # where that run began
         if os.path.isdir(path.parent / "checkpoints"):
             values["out"] = str(path.parent)
     if not isinstance(values, dict):

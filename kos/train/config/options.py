@@ -205,7 +205,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        if self.min_lr is not None and self.min_lr > self.lr:
+        if self.min_lr is not None and self.min_lr > self.lr and self.schedule != "constant":
             raise ValueError(f"expected min_lr ≤ lr, got {self.min_lr:g} and {self.lr:g}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
@@ -214,8 +214,6 @@ class TrainConfig(Section):
         longest = self.model.max_position_embeddings
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"expected seq_len ≤ max_position_embeddings, got {self.seq_len} and {longest}")
-        if self.init_from is not None and self.resume not in (None, "auto"):
-            raise ValueError(f"expected init_from or resume, got {self.init_from!r} and {self.resume!r}")
         return self
 
     @classmethod

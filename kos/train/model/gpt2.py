@@ -14,7 +14,7 @@ from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
-from kos.train.model.shapes import Local, Placement, Stages
+from kos.train.model.shapes import Local, Placement
 from kos.train.ops import Array, Ops
 from kos.train.parallel.tensor import Half
 
@@ -31,6 +31,7 @@ class GPT2Config(LlamaConfig):
     final_norm: ClassVar[str] = "transformer.ln_f.weight"
     tables: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
     residual: ClassVar[tuple[str, ...]] = (".c_proj.weight",)
+    free: ClassVar[frozenset[str]] = frozenset({"initializer_range"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,12 +53,6 @@ class GPT2Config(LlamaConfig):
     def layer_names(self, layer: int) -> LayerNames:
         names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
         return LayerNames(*(f"transformer.h.{layer}.{name}.weight" for name in names))
-
-    def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
-        if tp * (pp := len(stages)) > 1:
-            expected = "expected 1 and 1 with a GPT-2, which is data parallel only"
-            raise ConfigError(f"--tp {tp} --pp {pp}: {expected}, got {tp} and {pp}")
-        return super().local()
 
     def fused_groups(self, *parts: Local) -> dict[str, tuple[str, ...]]:
         return {}

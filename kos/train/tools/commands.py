@@ -38,7 +38,7 @@ def sample(out: Path, config: TrainConfig) -> str:
     """Text from the run in ``out``, drawn as this run draws it."""
     asked = {name: getattr(config, name) for name in ("prompt", "temperature", "top_k")}  # whose defaults are the same
     given = [(name, value) for name, value in asked.items() if value != TrainConfig.model_fields[name].default]
-    flags = [word for name, value in given for word in (flag_of(name), str(value))]
+    flags = [f"{flag_of(name)}={value}" for name, value in given]  # the value may begin with a dash
     return shlex.join([python(), "-m", "kos.train.sample", str(out), *flags])
 
 
