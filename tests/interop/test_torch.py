@@ -56,12 +56,14 @@ def test_a_split_of_a_group_and_its_timeout():
 
 
 def test_errors_name_what_was_expected():
-    sparse, parts, missing, unknown, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
+    sparse, parts, missing, unknown, meta, expanded, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
     assert "allreduce: expected dense tensors, all on cpu, got one of torch.sparse_coo on cpu" in sparse
     assert "allgather: expected a list of 2 tensors, one for each rank, got 1" in parts
     assert "count 3 against 4" in mismatch
     assert missing == "TypeError: broadcast: expected (tensors, opts) or (tensor, root, timeout), got 0 and ['root']"
     assert "reduce: expected (tensors, opts) or (tensor, root, op, timeout), got 2 and ['rank']" in unknown
+    assert "allreduce: expected tensors in memory of the host or of a GPU, got one on meta" in meta
+    assert "expected a result whose elements have memory of their own, got strides (0,)" in expanded
     assert "caught collective operation timeout in process group" in timeout and "ranks [1] did not arrive" in timeout
 
 
@@ -80,8 +82,14 @@ def test_a_backend_for_gpus_that_does_not_exist():
 
 
 def test_the_death_of_a_rank_is_raised_soon():
-    text, seconds = run(f"{PROGRAMS}:killed")[0]
+    text, seconds, *later = run(f"{PROGRAMS}:killed")[0]
     assert "rank 1 is gone" in text and seconds < 30
+    assert len(later) == 3 and all("DistBackendError" in each and "rank 1 is gone" in each for each in later), later
+
+
+def test_a_result_that_cannot_be_copied_fails_its_future_alone():
+    failed, later = run(f"{PROGRAMS}:failed_copy")[0]
+    assert "it cannot be written to" in failed and later == "[2.0, 2.0, 2.0]"
 
 
 def test_a_closed_group_raises():

@@ -156,12 +156,14 @@ class ProcessGroupKos(_ProcessGroup):
         elif device != self.device:
             raise InvalidArgument(f"tensors: expected memory of {self.device}, as in earlier calls, got {device}")
 
-    def translated(self, error: KosError) -> Exception:
+    def translated(self, error: Exception) -> Exception:
         """The error that torch's users expect."""
-        if isinstance(error, InvalidArgument):
+        if isinstance(error, InvalidArgument) or not isinstance(error, KosError):
             return error
         what = "caught collective operation timeout" if isinstance(error, CollectiveTimeout) else "failure"
-        return dist.DistBackendError(f"kos: {what} in process group {self._name or 'default'}: {error}")
+        failure = dist.DistBackendError(f"kos: {what} in process group {self._name or 'default'}: {error}")
+        failure.__cause__ = error
+        return failure
 
     def check(self) -> None:
         """Raise the failure of the GPU's communicator, if it has failed."""

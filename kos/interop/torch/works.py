@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import kos
-from kos.errors import KosError
 from kos.interop.torch.tensors import Arrays, Tensor
 
 _C: Any = torch._C
@@ -32,7 +31,7 @@ class Group(Protocol):
     def current_stream(self) -> Any: ...
     def follow(self, work: DeviceWork) -> None: ...
     def complete_aside(self, future: Any, result: Any) -> None: ...
-    def translated(self, error: KosError) -> Exception: ...
+    def translated(self, error: Exception) -> Exception: ...
     def check(self) -> None: ...
     def wait_on_host(self, event: Any, seconds: float) -> None: ...
     def send_all(self) -> None: ...
@@ -68,25 +67,30 @@ class HostWork(_Work):
 
     def wait(self, timeout: timedelta = NONE) -> bool:
         """Wait for the result, at most ``timeout``; 0: the timeout of the operation."""
-        seconds = timeout.total_seconds()
-        try:
-            for work in self._works:
-                work.wait(seconds if seconds > 0 else None)
-        except KosError as error:
-            self._failure = self._failure or self._group.translated(error)
-            raise self._failure from error
+        if self._failure is None:
+            try:
+                self._finish(timeout.total_seconds())
+            except Exception as error:
+                self._failure = self._group.translated(error)
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def _finish(self, seconds: float) -> None:
+        for work in self._works:
+            work.wait(seconds if seconds > 0 else None)
         with self._lock:
             self._arrays.copy()
-        return True
+
+    def _done(self) -> bool:
+        return all(work.done() for work in self._works)
 
     def is_completed(self) -> bool:
         try:
-            if not all(work.done() for work in self._works):
-                return False
-            self.wait()
-        except KosError as error:
+            return self._failure is not None or (self._done() and self.wait())
+        except Exception as error:  # of kos, or of torch that copies the results
             self._failure = self._failure or self._group.translated(error)
-        return True
+            return True
 
     def exception(self) -> Exception | None:
         return self._failure
