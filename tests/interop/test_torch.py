@@ -98,9 +98,8 @@ def test_a_closed_group_raises():
     assert "rank 0 is gone: it aborted the process group" in others
 
 
-@pytest.mark.parametrize("given", ["group", "function"])
-def test_a_communicator_of_kos_among_the_ranks_of_a_group(given):
-    found = run(f"{PROGRAMS}:communicator", 3, "gloo", given)
+def test_a_communicator_of_kos_among_the_ranks_of_a_group():
+    found = run(f"{PROGRAMS}:communicator", 3, "gloo")
     outside = ["group: this rank is not in it"]
     assert found == [outside, ["tcp", 0, [3.0] * 3, True], ["tcp", 1, [3.0] * 3, True]]
 

@@ -230,21 +230,19 @@ def use_after_destroy() -> list[str]:
     return texts
 
 
-def communicator(given: str) -> list[Any]:
+def communicator() -> list[Any]:
     """A communicator of kos among the ranks of a process group, and whether kos set hooks of the process."""
     import kos
-    from kos.interop.torch import rendezvous
 
     dist.barrier()  # a rank that ends while gloo still connects the others' pairs would break these
     hook, environment = sys.excepthook, dict(os.environ)
     group = dist.new_group([2, 1])
-    accept = {"function": rendezvous, "group": lambda group: group}[given]
     if dist.get_rank() == 0:
         try:
-            return [kos.init(rendezvous=accept(group))]
+            return [kos.init(rendezvous=group)]
         except kos.errors.InvalidArgument as error:
             return [str(error)]
-    with kos.init(rendezvous=accept(group)) as comm:
+    with kos.init(rendezvous=group) as comm:
         total = comm.all_reduce(torch.full((3,), float(dist.get_rank())))
         unchanged = sys.excepthook is hook and dict(os.environ) == environment
         return [comm.backend_name, comm.rank, total.tolist(), unchanged]

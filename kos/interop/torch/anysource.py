@@ -15,7 +15,7 @@ import torch
 import kos
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
-from kos.interop.torch.works import POLL_SECONDS, Group, HostWork
+from kos.interop.torch.works import POLL_SECONDS, HostWork
 
 _ENDLESS = 1e6  # seconds: the deadline is the work's
 
@@ -64,7 +64,7 @@ class AnySource:
 class AnySourceWork(HostWork):
     """A receive from any rank."""
 
-    def __init__(self, group: Group, source: AnySource, tensors: Sequence[Tensor], tag: int, seconds: float) -> None:
+    def __init__(self, group: Any, source: AnySource, tensors: Sequence[Tensor], tag: int, seconds: float) -> None:
         super().__init__(group, [], Arrays(), tensors)
         self._any, self._tag, self._seconds, self._source = source, tag, seconds, -1
         self.is_completed()  # posts the receives

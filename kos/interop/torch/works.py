@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,6 @@ from kos.interop.torch.tensors import Arrays, Tensor
 _C: Any = torch._C
 NONE = timedelta(0)
 POLL_SECONDS = 50e-6
-
-
-class Group(Protocol):
-    """What a Work asks of its process group."""
-
-    device: Any
-    side: Any
-    events: list[Any]
-    lock: Any
-
-    def current_stream(self) -> Any: ...
-    def follow(self, work: DeviceWork) -> None: ...
-    def complete_aside(self, future: Any, result: Any) -> None: ...
-    def translated(self, error: Exception) -> Exception: ...
-    def check(self) -> None: ...
-    def wait_on_host(self, event: Any, seconds: float) -> None: ...
-    def send_all(self) -> None: ...
 
 
 class _Work(dist.Work):
@@ -57,7 +40,7 @@ class _Work(dist.Work):
 class HostWork(_Work):
     """An operation on host memory."""
 
-    def __init__(self, group: Group, works: Sequence[kos.Work[Any]], arrays: Arrays, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, group: Any, works: Sequence[kos.Work[Any]], arrays: Arrays, tensors: Sequence[Tensor]) -> None:
         super().__init__(tensors)
         self._group, self._works, self._arrays = group, works, arrays
         self._failure: Exception | None = None
@@ -192,7 +175,7 @@ class PooledEvent:
 class DeviceWork(_Work):
     """An operation on a GPU, on the group's stream (``aside``) or on the stream that was current."""
 
-    def __init__(self, group: Group, tensors: Sequence[Tensor], aside: bool) -> None:
+    def __init__(self, group: Any, tensors: Sequence[Tensor], aside: bool) -> None:
         dist.Work.__init__(self)
         self.tensors, self._group, self._aside = [*tensors], group, aside
         self.event: PooledEvent | None = None
@@ -243,7 +226,7 @@ class DeviceWork(_Work):
 class DeviceMessage(DeviceWork):
     """A message between GPUs, which the first wait for any message of its group launches."""
 
-    def __init__(self, group: Group, tensors: Sequence[Tensor], name: str, peer: int) -> None:
+    def __init__(self, group: Any, tensors: Sequence[Tensor], name: str, peer: int) -> None:
         super().__init__(group, tensors, True)
         self.name, self.peer = name, peer
 
