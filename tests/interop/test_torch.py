@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,9 @@ import pytest
 
 from kos.errors import InvalidArgument
 from tests.comm.tcp_ranks import free_port
+from tests.comm.test_jobs import environment
 from tests.interop.ranks import run
+from tests.launcher import MPIRUN, needs_mpirun, run_program
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 PROGRAMS = "tests.interop.torch_programs"
@@ -130,6 +133,19 @@ def test_a_sharded_checkpoint_continues_with_the_same_losses(tmp_path):
     ours = run(f"{PROGRAMS}:checkpoint", 2, "kos", str(tmp_path / "kos"))
     assert ours[0][0] == ours[0][1]
     assert ours == run(f"{PROGRAMS}:checkpoint", 2, "gloo", str(tmp_path / "gloo"))
+
+
+@needs_mpirun
+def test_the_program_of_the_guide_started_by_mpirun_as_the_guide_says(tmp_path):
+    guide = (ROOT / "docs" / "guides" / "pytorch.md").read_text()
+    patterns = r"```python\n(.*?)```", r"mpirun -n.*?py'"
+    program, command = (re.findall(pattern, guide, re.DOTALL)[0] for pattern in patterns)
+    check = "assert x.tolist() == [2.0] * 4 and dist.get_backend() == 'kos', x\n"
+    (tmp_path / "program.py").write_text("import kos.interop.torch\n" + program.replace("model =", f"{check}model ="))
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(Path(MPIRUN).parent), os.environ["PATH"]])
+    env = environment() | {"PATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = run_program("sh", "-c", command, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_registers_it_by_its_entry_point(tmp_path):
