@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def _all_to_all(outputs: list[Any], inputs: list[Any]) -> None:
@@ -128,11 +129,13 @@ def group_errors() -> list[str]:
     rank, texts = dist.get_rank(), []
     sparse, short = torch.ones(2).to_sparse(), [torch.ones(2)]
     meta, expanded = torch.ones(2, device="meta"), torch.ones(1).expand(4)
+    with FakeTensorMode():
+        fake = torch.ones(2)
     group: Any = dist.group.WORLD
     for wrong in (
         lambda: dist.all_reduce(sparse), lambda: dist.all_gather(short, torch.ones(2)),
         lambda: group.broadcast(root=1), lambda: group.reduce(torch.ones(2), 0, rank=1),
-        lambda: dist.all_reduce(meta), lambda: dist.all_reduce(expanded),
+        lambda: dist.all_reduce(meta), lambda: dist.all_reduce(fake), lambda: dist.all_reduce(expanded),
     ):  # fmt: skip
         try:
             wrong()

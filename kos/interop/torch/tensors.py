@@ -49,12 +49,13 @@ def reduce_op(op: Any, tensor: Tensor) -> Any:
 def check_dense(tensors: Sequence[Tensor], what: str) -> None:
     """Raise InvalidArgument unless all tensors are dense and on one device, which kos supports."""
     device = tensors[0].device
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidArgument(f"{what}: expected tensors in memory of the host or of a GPU, got one on {device}")
     for tensor in tensors:
         if tensor.device != device or tensor.layout is not torch.strided:
             got = f"{tensor.layout} on {tensor.device}"
             raise InvalidArgument(f"{what}: expected dense tensors, all on {device}, got one of {got}")
+        if device.type not in ("cpu", "cuda") or (not tensor.data_ptr() and tensor.numel()):
+            got = f"{type(tensor).__name__} on {tensor.device}"
+            raise InvalidArgument(f"{what}: expected tensors in memory of the host or of a GPU, got {got}")
 
 
 def check_parts(parts: Sequence[Tensor], size: int, what: str) -> None:
