@@ -17,16 +17,16 @@ of the method of ``kos.Communicator`` with that name, but for ``out`` and ``asyn
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import kos
-from kos.dtypes import dtype_of
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.memory.dlpack import CPU, ON_GPU, export_capsule
+from kos.memory.dlpack import ON_GPU
 from kos.memory.libraries import as_jax
 
 _ALIGNMENT = 64
@@ -90,10 +90,12 @@ def _call(comm: kos.Communicator, name: str, tree: Any, result: Callable[[Shape]
     import jax
     from jax.experimental import io_callback
 
-    if arguments.get("async_op"):
-        raise InvalidArgument("async_op: expected False, as JAX's arrays have no Work; calls on a GPU do not wait")
+    for option in arguments.keys() & {"async_op", "out"}:
+        raise InvalidArgument(f"{option}: expected none, as each call returns new arrays; on a GPU it does not wait")
     leaves, structure = jax.tree.flatten(tree)
     leaves = [leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves]
+    if any(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
+        raise InvalidArgument("tree: expected arrays of numbers, got a PRNG key: pass jax.random.key_data(key)")
     shapes = [result(leaf.shape) for leaf in leaves]
 
     def on_host(*arrays: Any) -> list[Any]:
@@ -107,8 +109,12 @@ def _call(comm: kos.Communicator, name: str, tree: Any, result: Callable[[Shape]
         results = io_callback(on_host, kinds, *leaves, ordered=True)
     else:
         outs = [_empty(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
-        _launch(comm, name, leaves, [getattr(out, "array", out) for out in outs], arguments)
-        results = [as_jax(out) for out in outs]
+        _launch(comm, name, leaves, outs, arguments)
+        # NumPy's memory by ``device_put``, for NumPy has no DLPack of bfloat16 and float8.
+        results = [
+            as_jax(out) if isinstance(out, Array) else jax.device_put(out, leaf.sharding)
+            for out, leaf in zip(outs, leaves, strict=True)
+        ]
     return jax.tree.unflatten(structure, results)
 
 
@@ -126,24 +132,9 @@ def _empty(leaf: Any, shape: Shape) -> Any:
         kind, device = leaf.__dlpack_device__()
     except BufferError as error:
         raise InvalidArgument(f"tree: expected arrays on one device, got {leaf.sharding}: {error}") from error
-    return Array.empty(shape, leaf.dtype, device) if kind in ON_GPU else _HostArray(shape, leaf.dtype)
-
-
-class _HostArray:
-    """Aligned memory of the host, exported by DLPack; NumPy's own export has no bfloat16 and no float8."""
-
-    def __init__(self, shape: Shape, dtype: Any) -> None:
-        dtype = np.dtype(dtype)
-        count = int(np.prod(shape))
-        memory = np.empty(count * dtype.itemsize + _ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % _ALIGNMENT
-        self.array = memory[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return CPU, 0
-
-    def __dlpack__(self, *, max_version: Any = None, **_: Any) -> Any:
-        x, versioned = self.array, max_version is not None and max_version[0] >= 1
-        return export_capsule(
-            x.ctypes.data, x.shape, dtype_of(x.dtype), 0, x, readonly=False, versioned=versioned, kind=CPU
-        )
+    if kind in ON_GPU:
+        return Array.empty(shape, leaf.dtype, device)
+    size = math.prod(shape) * leaf.dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(leaf.dtype).reshape(shape)

@@ -93,8 +93,12 @@ def test_wrong_arguments_are_refused(jax: Any) -> None:
         x = jax.numpy.ones((3, 2))
         with pytest.raises(InvalidArgument, match=r"expected a first axis that 2 ranks divide, got shape \(3, 2\)"):
             collectives.reduce_scatter(comm, x)
-        with pytest.raises(InvalidArgument, match="async_op: expected False"):
-            collectives.all_reduce(comm, x, async_op=True)
+        for option in ("async_op", "out"):
+            with pytest.raises(InvalidArgument, match=f"{option}: expected none, as each call returns new arrays"):
+                collectives.all_reduce(comm, x, **{option: x})
+        for call in (collectives.broadcast, jax.jit(collectives.broadcast, static_argnums=0)):
+            with pytest.raises(InvalidArgument, match="got a PRNG key: pass jax.random.key_data"):
+                call(comm, {"key": jax.random.key(0)})
         with pytest.raises(InvalidArgument, match="x: expected a writable array"):
             comm.all_reduce(x)
         assert (np.asarray(collectives.all_reduce(comm, x)) == 2).all()  # the communicator is intact

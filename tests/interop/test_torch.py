@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,9 @@ import pytest
 
 from kos.errors import InvalidArgument
 from tests.comm.tcp_ranks import free_port
+from tests.comm.test_jobs import environment
 from tests.interop.ranks import run
+from tests.launcher import MPIRUN, needs_mpirun, run_program
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 PROGRAMS = "tests.interop.torch_programs"
@@ -56,12 +59,15 @@ def test_a_split_of_a_group_and_its_timeout():
 
 
 def test_errors_name_what_was_expected():
-    sparse, parts, missing, unknown, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
+    sparse, parts, missing, unknown, meta, fake, expanded, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
     assert "allreduce: expected dense tensors, all on cpu, got one of torch.sparse_coo on cpu" in sparse
     assert "allgather: expected a list of 2 tensors, one for each rank, got 1" in parts
     assert "count 3 against 4" in mismatch
     assert missing == "TypeError: broadcast: expected (tensors, opts) or (tensor, root, timeout), got 0 and ['root']"
     assert "reduce: expected (tensors, opts) or (tensor, root, op, timeout), got 2 and ['rank']" in unknown
+    assert "allreduce: expected tensors in memory of the host or of a GPU, got Tensor on meta" in meta
+    assert "allreduce: expected tensors in memory of the host or of a GPU, got FakeTensor on cpu" in fake
+    assert "expected a result whose elements have memory of their own, got strides (0,)" in expanded
     assert "caught collective operation timeout in process group" in timeout and "ranks [1] did not arrive" in timeout
 
 
@@ -80,8 +86,14 @@ def test_a_backend_for_gpus_that_does_not_exist():
 
 
 def test_the_death_of_a_rank_is_raised_soon():
-    text, seconds = run(f"{PROGRAMS}:killed")[0]
+    text, seconds, *later = run(f"{PROGRAMS}:killed")[0]
     assert "rank 1 is gone" in text and seconds < 30
+    assert len(later) == 3 and all("DistBackendError" in each and "rank 1 is gone" in each for each in later), later
+
+
+def test_a_result_that_cannot_be_copied_fails_its_future_alone():
+    failed, later = run(f"{PROGRAMS}:failed_copy")[0]
+    assert "it cannot be written to" in failed and later == "[2.0, 2.0, 2.0]"
 
 
 def test_a_closed_group_raises():
@@ -90,9 +102,8 @@ def test_a_closed_group_raises():
     assert "rank 0 is gone: it aborted the process group" in others
 
 
-@pytest.mark.parametrize("given", ["group", "function"])
-def test_a_communicator_of_kos_among_the_ranks_of_a_group(given):
-    found = run(f"{PROGRAMS}:communicator", 3, "gloo", given)
+def test_a_communicator_of_kos_among_the_ranks_of_a_group():
+    found = run(f"{PROGRAMS}:communicator", 3, "gloo")
     outside = ["group: this rank is not in it"]
     assert found == [outside, ["tcp", 0, [3.0] * 3, True], ["tcp", 1, [3.0] * 3, True]]
 
@@ -123,6 +134,19 @@ def test_a_sharded_checkpoint_continues_with_the_same_losses(tmp_path):
     ours = run(f"{PROGRAMS}:checkpoint", 2, "kos", str(tmp_path / "kos"))
     assert ours[0][0] == ours[0][1]
     assert ours == run(f"{PROGRAMS}:checkpoint", 2, "gloo", str(tmp_path / "gloo"))
+
+
+@needs_mpirun
+def test_the_program_of_the_guide_started_by_mpirun_as_the_guide_says(tmp_path):
+    guide = (ROOT / "docs" / "guides" / "pytorch.md").read_text()
+    patterns = r"```python\n(.*?)```", r"mpirun -n.*?py'"
+    program, command = (re.findall(pattern, guide, re.DOTALL)[0] for pattern in patterns)
+    check = "assert x.tolist() == [2.0] * 4 and dist.get_backend() == 'kos', x\n"
+    (tmp_path / "program.py").write_text("import kos.interop.torch\n" + program.replace("model =", f"{check}model ="))
+    path = os.pathsep.join([str(Path(sys.executable).parent), str(Path(MPIRUN).parent), os.environ["PATH"]])
+    env = environment() | {"PATH": path, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = run_program("sh", "-c", command, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 def test_torch_registers_it_by_its_entry_point(tmp_path):

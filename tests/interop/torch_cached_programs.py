@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import kos
-from kos.interop.torch import rendezvous
 from tests.comm.fake_nccl import no_gpu
 from tests.interop.torch_on_host import Processes, connect_gpu, tensors_of_a_gpu
 from tests.interop.torch_programs import collectives
@@ -21,7 +20,7 @@ TURNS = 4
 def on_stand_ins() -> list[Any]:
     """Every collective, ``TURNS`` times, on stand-ins for tensors of a GPU; then two calls in turn on one tensor."""
     group: Any = dist.group.WORLD
-    host = kos.init("tcp", rendezvous=rendezvous(), progress_thread=True)
+    host = kos.init("tcp", rendezvous=group, progress_thread=True)
     with (
         pytest.MonkeyPatch.context() as patch, no_gpu(patch), tensors_of_a_gpu(patch),
         host, connect_gpu(group, Processes(host)),

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def _all_to_all(outputs: list[Any], inputs: list[Any]) -> None:
@@ -127,10 +128,14 @@ def group_errors() -> list[str]:
     """A mismatch, a timeout and wrong arguments, each as the text of what is raised; groups of their own."""
     rank, texts = dist.get_rank(), []
     sparse, short = torch.ones(2).to_sparse(), [torch.ones(2)]
+    meta, expanded = torch.ones(2, device="meta"), torch.ones(1).expand(4)
+    with FakeTensorMode():
+        fake = torch.ones(2)
     group: Any = dist.group.WORLD
     for wrong in (
         lambda: dist.all_reduce(sparse), lambda: dist.all_gather(short, torch.ones(2)),
         lambda: group.broadcast(root=1), lambda: group.reduce(torch.ones(2), 0, rank=1),
+        lambda: dist.all_reduce(meta), lambda: dist.all_reduce(fake), lambda: dist.all_reduce(expanded),
     ):  # fmt: skip
         try:
             wrong()
@@ -154,6 +159,30 @@ def group_errors() -> list[str]:
     return texts
 
 
+class Unwritable(torch.Tensor):
+    """A tensor to which torch does not copy."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.copy_:
+            raise RuntimeError("it cannot be written to")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def failed_copy() -> list[str]:
+    """Futures of a result that torch cannot copy to its tensor, and of a later operation; rank 1 comes later."""
+    torn, texts = torch.ones(4, 4).t().as_subclass(Unwritable), []
+    for x in (torn, torch.ones(3)):
+        dist.barrier()
+        time.sleep(0.2 * dist.get_rank())  # the thread of the futures sees the result
+        future = dist.all_reduce(x, async_op=True).get_future().then(lambda done: done.value())
+        try:
+            texts.append(str(future.wait()[0].tolist()))
+        except RuntimeError as error:
+            texts.append(str(error))
+    return texts
+
+
 def monitored() -> list[str]:
     """The errors of ``monitored_barrier`` on rank 0, which the others do not call; each on a group of its own."""
     texts = []
@@ -169,7 +198,7 @@ def monitored() -> list[str]:
 
 
 def killed() -> Any:
-    """Rank 1 dies before the second collective; what rank 0 raises, and after how many seconds."""
+    """Rank 1 dies before the second collective; what rank 0 raises, after how many seconds, and later."""
     x = torch.ones(3)
     dist.all_reduce(x)
     if dist.get_rank() == 1:
@@ -178,8 +207,13 @@ def killed() -> Any:
     try:
         dist.all_reduce(x)
     except dist.DistBackendError as error:
-        return str(error), time.monotonic() - began
-    return None
+        found = [str(error), time.monotonic() - began]
+    for later in (lambda: dist.recv(x), lambda: dist.recv(x, 1), lambda: dist.irecv(x).get_future().wait()):
+        try:
+            later()
+        except RuntimeError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def use_after_destroy() -> list[str]:
@@ -199,21 +233,19 @@ def use_after_destroy() -> list[str]:
     return texts
 
 
-def communicator(given: str) -> list[Any]:
+def communicator() -> list[Any]:
     """A communicator of kos among the ranks of a process group, and whether kos set hooks of the process."""
     import kos
-    from kos.interop.torch import rendezvous
 
     dist.barrier()  # a rank that ends while gloo still connects the others' pairs would break these
     hook, environment = sys.excepthook, dict(os.environ)
     group = dist.new_group([2, 1])
-    accept = {"function": rendezvous, "group": lambda group: group}[given]
     if dist.get_rank() == 0:
         try:
-            return [kos.init(rendezvous=accept(group))]
+            return [kos.init(rendezvous=group)]
         except kos.errors.InvalidArgument as error:
             return [str(error)]
-    with kos.init(rendezvous=accept(group)) as comm:
+    with kos.init(rendezvous=group) as comm:
         total = comm.all_reduce(torch.full((3,), float(dist.get_rank())))
         unchanged = sys.excepthook is hook and dict(os.environ) == environment
         return [comm.backend_name, comm.rank, total.tolist(), unchanged]

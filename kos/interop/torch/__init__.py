@@ -11,8 +11,8 @@ A group finds its ranks by torch's Store.  kos sets no hooks of the process.
 from __future__ import annotations
 
 from kos.interop import autoload
-from kos.interop.torch.group import Options, ProcessGroupKos, rendezvous
+from kos.interop.torch.group import Options, ProcessGroupKos
 
-__all__ = ["Options", "ProcessGroupKos", "rendezvous"]
+__all__ = ["Options", "ProcessGroupKos"]
 
 autoload.register()

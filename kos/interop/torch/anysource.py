@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 import kos
 from kos.comm import timeouts
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.interop.torch.tensors import Arrays, Tensor, as_array
-from kos.interop.torch.works import NONE, POLL_SECONDS, Group, HostWork
+from kos.interop.torch.works import POLL_SECONDS, HostWork
 
 _ENDLESS = 1e6  # seconds: the deadline is the work's
 
@@ -66,36 +65,25 @@ class AnySource:
 class AnySourceWork(HostWork):
     """A receive from any rank."""
 
-    def __init__(self, group: Group, source: AnySource, tensors: Sequence[Tensor], tag: int, seconds: float) -> None:
+    def __init__(self, group: Any, source: AnySource, tensors: Sequence[Tensor], tag: int, seconds: float) -> None:
         super().__init__(group, [], Arrays(), tensors)
         self._any, self._tag, self._seconds, self._source = source, tag, seconds, -1
-        self._poll()
+        self.is_completed()  # posts the receives
 
-    def _poll(self) -> bool:
+    def _done(self) -> bool:
         if self._source < 0 and (found := self._any.poll(self._tag, self.tensors[0], self._arrays)) is not None:
             self._source, self._works = found[0], [found[1]]
         return self._source >= 0
 
-    def is_completed(self) -> bool:
-        try:
-            return self._poll() and super().is_completed()
-        except KosError as error:
-            self._failure = self._failure or self._group.translated(error)
-            return True
-
-    def wait(self, timeout: timedelta = NONE) -> bool:
-        seconds = timeout.total_seconds() or self._seconds
+    def _finish(self, seconds: float) -> None:
+        seconds = seconds or self._seconds
         deadline = time.monotonic() + seconds
-        try:
-            while not self._poll():
-                if time.monotonic() > deadline:
-                    what = f"recv from any rank with tag {self._tag}"
-                    raise CollectiveTimeout(f"{what}: {timeouts.incomplete(seconds)}")
-                time.sleep(POLL_SECONDS)
-        except KosError as error:
-            self._failure = self._failure or self._group.translated(error)
-            raise self._failure from error
-        return super().wait(timeout)
+        while not self._done():
+            if time.monotonic() > deadline:
+                what = f"recv from any rank with tag {self._tag}"
+                raise CollectiveTimeout(f"{what}: {timeouts.incomplete(seconds)}")
+            time.sleep(POLL_SECONDS)
+        super()._finish(seconds)
 
     def source_rank(self) -> int:
         return self._source

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import kos
 from kos.comm import timeouts
-from kos.comm.rendezvous.foreign import StoreRendezvous, of_process_group
+from kos.comm.rendezvous.foreign import StoreRendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
 from kos.interop.torch.launch import Cache, Launch, add, cache_key, run, start
@@ -157,12 +157,14 @@ class ProcessGroupKos(_ProcessGroup):
         elif device != self.device:
             raise InvalidArgument(f"tensors: expected memory of {self.device}, as in earlier calls, got {device}")
 
-    def translated(self, error: KosError) -> Exception:
+    def translated(self, error: Exception) -> Exception:
         """The error that torch's users expect."""
-        if isinstance(error, InvalidArgument):
+        if isinstance(error, InvalidArgument) or not isinstance(error, KosError):
             return error
         what = "caught collective operation timeout" if isinstance(error, CollectiveTimeout) else "failure"
-        return dist.DistBackendError(f"kos: {what} in process group {self._name or 'default'}: {error}")
+        failure = dist.DistBackendError(f"kos: {what} in process group {self._name or 'default'}: {error}")
+        failure.__cause__ = error
+        return failure
 
     def check(self) -> None:
         """Raise the failure of the GPU's communicator, if it has failed."""
@@ -463,10 +465,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.AllgatherOptions, "output_tensors input_tensor timeout")
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:
-        """``output_tensors[i][r]`` receives input i of rank r; sizes may differ between ranks.
-
-        Raises DistBackendError, InvalidArgument.
-        """
+        """Gather input i of rank r to ``output_tensors[i][r]``, any size.  Raises DistBackendError, InvalidArgument."""
         for parts in output_tensors:
             check_parts(parts, self.size(), "allgather")
 
@@ -512,10 +511,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.ReduceScatterOptions, "output input op timeout")
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
-        """``input_tensors[0][r]`` is reduced for rank r; sizes may differ between ranks.
-
-        Raises DistBackendError, InvalidArgument.
-        """
+        """Reduce ``input_tensors[0][r]`` to rank r; sizes may differ.  Raises DistBackendError, InvalidArgument."""
         output, parts, op = output_tensors[0], input_tensors[0], opts.reduceOp
         check_parts(parts, self.size(), "reduce_scatter")
 
@@ -529,10 +525,7 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, [output, *parts], opts, "reduce_scatter", op_id(op))
 
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Any:
-        """Rank r receives shard r of the reduction, along the first dimension.
-
-        Raises DistBackendError, InvalidArgument.
-        """
+        """Rank r receives shard r of the reduction along dimension 0.  Raises DistBackendError, InvalidArgument."""
         return self.reduce_scatter_single_coalesced([outputTensor], [inputTensor], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
@@ -551,10 +544,7 @@ class ProcessGroupKos(_ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any
     ) -> Any:
-        """Shard r goes to rank r.  Splits are rows of the first dimension; none: equal ones.
-
-        Raises DistBackendError, InvalidArgument.
-        """
+        """Shard r goes to rank r; splits are rows, none: equal ones.  Raises DistBackendError, InvalidArgument."""
         splits = output_splits, input_splits = tuple(output_split_sizes), tuple(input_split_sizes)
 
         def call(launch: Launch) -> None:
@@ -585,10 +575,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.BarrierOptions, "timeout")
     def barrier(self, opts: Any) -> Any:
-        """Return once all ranks are here and their GPUs have run the current stream.
-
-        Raises DistBackendError, InvalidArgument.
-        """
+        """Wait for all ranks, and each for its GPU's current stream.  Raises DistBackendError, InvalidArgument."""
         if self._gpu is not None:
             torch.cuda.current_stream(self.device).synchronize()
         return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", ())
@@ -632,10 +619,7 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, tensors, None, "recv")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive into host memory; ``source_rank`` is known once the Work is done.
-
-        Raises DistBackendError, InvalidArgument.
-        """
+        """Receive into host memory; a done Work has ``source_rank``.  Raises DistBackendError, InvalidArgument."""
         if tensors[0].is_cuda:
             raise InvalidArgument("recv: expected a source rank for a tensor on a GPU, got any")
         return AnySourceWork(self, self._any, tensors, tag, self._timeout)
@@ -701,14 +685,3 @@ class ProcessGroupKos(_ProcessGroup):
         return CoalescedWork(works)
 
     start_coalescing, end_coalescing = _start_coalescing, _end_coalescing  # the names of newer torch
-
-
-def rendezvous(group: Any = None, timeout: float = 120.0) -> StoreRendezvous:
-    """The ranks of a process group of any backend, for ``kos.init(rendezvous=...)``.  Collective in the group.
-
-        comm = kos.init(rendezvous=kos.interop.torch.rendezvous())
-
-    ``group`` None is the default group.  ``timeout`` in seconds bounds every wait of the rendezvous.  Raises
-    InvalidArgument on a rank outside the group.
-    """
-    return of_process_group(dist, dist.group.WORLD if group is None else group, timeout)

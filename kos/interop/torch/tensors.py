@@ -47,12 +47,15 @@ def reduce_op(op: Any, tensor: Tensor) -> Any:
 
 
 def check_dense(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise InvalidArgument unless all tensors are dense and on one device."""
+    """Raise InvalidArgument unless all tensors are dense and on one device, which kos supports."""
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device != device or tensor.layout is not torch.strided:
             got = f"{tensor.layout} on {tensor.device}"
             raise InvalidArgument(f"{what}: expected dense tensors, all on {device}, got one of {got}")
+        if device.type not in ("cpu", "cuda") or (not tensor.data_ptr() and tensor.numel()):
+            got = f"{type(tensor).__name__} on {tensor.device}"
+            raise InvalidArgument(f"{what}: expected tensors in memory of the host or of a GPU, got {got}")
 
 
 def check_parts(parts: Sequence[Tensor], size: int, what: str) -> None:
@@ -142,12 +145,15 @@ class Arrays:
         if joined is None:
             sizes = [part.numel() for part in parts]
             joined = parts[0].new_empty(sum(sizes))
-            pieces = zip(parts, joined.split(sizes), strict=True)
-            self._copies += [(part, piece.view(part.shape)) for part, piece in pieces]
+            for part, piece in zip(parts, joined.split(sizes), strict=True):
+                self.add_copy(part, piece.view(part.shape))
         return as_array(joined)
 
     def add_copy(self, destination: Tensor, source: Tensor) -> None:
-        """Copy ``source`` when the operation is over."""
+        """Copy ``source`` when the operation is over.  InvalidArgument if elements of ``destination`` share memory."""
+        if torch._debug_has_internal_overlap(destination) == 1:
+            got = f"strides {destination.stride()}"
+            raise InvalidArgument(f"tensors: expected a result whose elements have memory of their own, got {got}")
         self._copies.append((destination, source))
 
     def copy(self) -> None:

@@ -7,35 +7,17 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import kos
-from kos.errors import KosError
 from kos.interop.torch.tensors import Arrays, Tensor
 
 _C: Any = torch._C
 NONE = timedelta(0)
 POLL_SECONDS = 50e-6
-
-
-class Group(Protocol):
-    """What a Work asks of its process group."""
-
-    device: Any
-    side: Any
-    events: list[Any]
-    lock: Any
-
-    def current_stream(self) -> Any: ...
-    def follow(self, work: DeviceWork) -> None: ...
-    def complete_aside(self, future: Any, result: Any) -> None: ...
-    def translated(self, error: KosError) -> Exception: ...
-    def check(self) -> None: ...
-    def wait_on_host(self, event: Any, seconds: float) -> None: ...
-    def send_all(self) -> None: ...
 
 
 class _Work(dist.Work):
@@ -58,7 +40,7 @@ class _Work(dist.Work):
 class HostWork(_Work):
     """An operation on host memory."""
 
-    def __init__(self, group: Group, works: Sequence[kos.Work[Any]], arrays: Arrays, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, group: Any, works: Sequence[kos.Work[Any]], arrays: Arrays, tensors: Sequence[Tensor]) -> None:
         super().__init__(tensors)
         self._group, self._works, self._arrays = group, works, arrays
         self._failure: Exception | None = None
@@ -68,25 +50,30 @@ class HostWork(_Work):
 
     def wait(self, timeout: timedelta = NONE) -> bool:
         """Wait for the result, at most ``timeout``; 0: the timeout of the operation."""
-        seconds = timeout.total_seconds()
-        try:
-            for work in self._works:
-                work.wait(seconds if seconds > 0 else None)
-        except KosError as error:
-            self._failure = self._failure or self._group.translated(error)
-            raise self._failure from error
+        if self._failure is None:
+            try:
+                self._finish(timeout.total_seconds())
+            except Exception as error:
+                self._failure = self._group.translated(error)
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def _finish(self, seconds: float) -> None:
+        for work in self._works:
+            work.wait(seconds if seconds > 0 else None)
         with self._lock:
             self._arrays.copy()
-        return True
+
+    def _done(self) -> bool:
+        return all(work.done() for work in self._works)
 
     def is_completed(self) -> bool:
         try:
-            if not all(work.done() for work in self._works):
-                return False
-            self.wait()
-        except KosError as error:
+            return self._failure is not None or (self._done() and self.wait())
+        except Exception as error:  # of kos, or of torch that copies the results
             self._failure = self._failure or self._group.translated(error)
-        return True
+            return True
 
     def exception(self) -> Exception | None:
         return self._failure
@@ -188,7 +175,7 @@ class PooledEvent:
 class DeviceWork(_Work):
     """An operation on a GPU, on the group's stream (``aside``) or on the stream that was current."""
 
-    def __init__(self, group: Group, tensors: Sequence[Tensor], aside: bool) -> None:
+    def __init__(self, group: Any, tensors: Sequence[Tensor], aside: bool) -> None:
         dist.Work.__init__(self)
         self.tensors, self._group, self._aside = [*tensors], group, aside
         self.event: PooledEvent | None = None
@@ -239,7 +226,7 @@ class DeviceWork(_Work):
 class DeviceMessage(DeviceWork):
     """A message between GPUs, which the first wait for any message of its group launches."""
 
-    def __init__(self, group: Group, tensors: Sequence[Tensor], name: str, peer: int) -> None:
+    def __init__(self, group: Any, tensors: Sequence[Tensor], name: str, peer: int) -> None:
         super().__init__(group, tensors, True)
         self.name, self.peer = name, peer
 
