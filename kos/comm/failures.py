@@ -1,4 +1,4 @@
-"""The ledger of failures: why a rank raised what it raised, whom its error names, and who waits for whom.
+"""The ledger of failures: why a rank raised RankLost or another error, whom the error names, and who waits for whom.
 
 Two rules decide which failure a rank raises.  Of several failures of a group, that of the earliest collective counts.
 A cause counts before its consequences: a rank that is closed, late or waiting because of another rank is not named.
@@ -7,7 +7,8 @@ So every rank of a job names the ranks that failed first.
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 
 The ledger uses no transport: backends record received failures here, and send records (``to_record``) to others.
-Through a ``Board`` the processes of one host, or the threads of one process, read each other's state directly.
+Through a ``Board`` the threads of one process read each other's state directly; through a ``SharedBoard``
+(``host/shared/board.py``) the processes of one host do.
 """
 
 from __future__ import annotations
