@@ -31,6 +31,10 @@ def test_collectives_give_what_gloo_gives(size):
     assert run(f"{PROGRAMS}:collectives", size) == run(f"{PROGRAMS}:collectives", size, "gloo")
 
 
+def test_a_gather_to_one_tensor():
+    assert run(f"{PROGRAMS}:gather_single") == [[], [2.0, 2.0, 12.0, 12.0]]
+
+
 def test_groups_take_the_other_overloads_of_their_methods():
     assert run(f"{PROGRAMS}:overloads") == run(f"{PROGRAMS}:overloads", backend="gloo")
 

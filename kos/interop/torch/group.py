@@ -496,6 +496,17 @@ class ProcessGroupKos(_ProcessGroup):
 
         return self._launch(call, [*parts, *input_tensors], opts, "gather", (opts.rootRank,))
 
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        """``output`` of ``rootRank`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
+        outputs = [output] if self.rank() == opts.rootRank else []
+
+        def call(launch: Launch) -> None:
+            launch("gather", as_array(input), opts.rootRank, launch.output(output) if outputs else None)
+
+        return self._launch(call, [*outputs, input], opts, "gather_single", (opts.rootRank,))
+
+    gather_into_tensor = gather_single
+
     @_overloaded(_C._distributed_c10d.ScatterOptions, "output_tensor input_tensors root timeout")
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
         """Rank r receives ``input_tensors[0][r]`` of rank ``rootRank``.  Raises DistBackendError, InvalidArgument."""
