@@ -146,6 +146,7 @@ def group_errors() -> list[str]:
         lambda: dist.all_reduce(sparse), lambda: dist.all_gather(short, torch.ones(2)),
         lambda: group.broadcast(root=1), lambda: group.reduce(torch.ones(2), 0, rank=1),
         lambda: dist.all_reduce(meta), lambda: dist.all_reduce(fake), lambda: dist.all_reduce(expanded),
+        lambda: dist.new_group(timeout=timedelta(seconds=-1)),
     ):  # fmt: skip
         try:
             wrong()

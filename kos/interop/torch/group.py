@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import kos
+from kos.comm.arguments import check_timeout
 from kos.comm.rendezvous.foreign import StoreRendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
@@ -106,7 +107,8 @@ class ProcessGroupKos(_ProcessGroup):
         self, store: Any, rank: int, size: int, timeout: timedelta, ranks: Sequence[int], options: Options
     ) -> None:
         super().__init__(rank, size)
-        self._store, self._timeout, self._ranks, self.options = store, timeout.total_seconds(), list(ranks), options
+        self._timeout = check_timeout(timeout.total_seconds())
+        self._store, self._ranks, self.options = store, list(ranks), options
         self._name = ""
         self.lock = threading.RLock()  # hooks of DDP may call from the thread that completes futures
         self._sequence = 0
