@@ -195,7 +195,7 @@ def test_arrays_that_never_change_are_read_only() -> None:
 
     given = Immutable(np.zeros(3), old=True)
     assert (as_buffer(given, "x", writable=False).flat == 0).all()
-    with pytest.raises(InvalidArgument, match=r"x: expected a writable array, got a read-only one\. kos\.interop\.jax has"):
+    with pytest.raises(InvalidArgument, match=r"x: expected a writable array, .* one\. kos\.interop\.jax has"):
         as_buffer(given, "x", writable=True)
 
 
