@@ -231,7 +231,9 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
     if isinstance(values, dict) and isinstance(values.get("config"), dict):
-        values = {key: value for key, value in values["config"].items() if key != "resume"}  # where that run began
+        values = dict(values["config"])
+        if values.get("resume") != "auto":
+            values.pop("resume", None)  # where that run began
         if os.path.isdir(path.parent / "checkpoints"):
             values["out"] = str(path.parent)
     if not isinstance(values, dict):
