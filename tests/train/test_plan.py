@@ -317,7 +317,7 @@ def test_what_no_run_has_confirmed_is_said(flags, said):
 def test_bad_requests_are_refused():
     for flags, said in (
         ([], "expected --ranks N of at least 1, got none"),
-        (["--ranks", "0"], "of at least 1, got none"),
+        (["--ranks", "0"], "of at least 1, got 0"),
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 with --plan"),
         (["--ranks", "3", "--tp", "2"], "expected a layout of 3 ranks, got none with --tp 2$"),

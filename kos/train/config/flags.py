@@ -135,12 +135,12 @@ def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], i
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     _add_plan(parser)
     arguments, words = parser.parse_known_args(argv)
-    config, ranks = parse(words), getattr(arguments, "ranks", 0)
+    config, ranks = parse(words), getattr(arguments, "ranks", None)
     defaults = {key: field.default for key, field in TrainConfig.model_fields.items()}
     given = {key for source, values in read_command_line(words) for key, value in values.items()
              if value is not None and (source == "flags" or value != defaults[key])}  # fmt: skip
-    if ranks < 1:
-        raise ConfigError(f"--plan: expected --ranks N of at least 1, got {ranks or 'none'}")
+    if ranks is None or ranks < 1:
+        raise ConfigError(f"--plan: expected --ranks N of at least 1, got {'none' if ranks is None else ranks}")
     return config, given, words, ranks, getattr(arguments, "gpu", None)
 
 
