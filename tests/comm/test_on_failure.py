@@ -91,6 +91,36 @@ def test_on_threads(crashes: bool) -> None:
     assert np.shape(reported[1] or []) == (0,)
 
 
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_callback_that_raises_does_not_keep_others_from_being_called(error: type[BaseException]) -> None:
+    """Neither those of this failure nor those of a later one."""
+
+    def body(comm: kos.Communicator) -> None:
+        first, second = comm.duplicate(), comm.duplicate()
+        if comm.rank == 0:
+            called = [threading.Event() for _ in range(3)]
+
+            def report(failure: KosError) -> None:
+                called[0].set()
+                raise error
+
+            first.on_failure(report)
+            first.on_failure(lambda failure: called[1].set())
+            second.on_failure(lambda failure: called[2].set())
+        comm.barrier()
+        if comm.rank == 1:
+            first.abort()
+        elif comm.rank == 0:
+            assert called[0].wait(TIMEOUT) and called[1].wait(TIMEOUT)
+        comm.barrier()
+        if comm.rank == 1:
+            second.abort()
+        elif comm.rank == 0:
+            assert called[2].wait(TIMEOUT)
+
+    spawn(body, 2)
+
+
 def test_who_aborts_because_of_a_callback_names_the_cause() -> None:
     found, aborted = threading.Event(), threading.Event()
 
