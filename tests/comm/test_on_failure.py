@@ -41,10 +41,10 @@ print(*dict.fromkeys(f"{{type(error).__name__}} {{error.ranks}}" for error in er
 """
 
 
-def ranks_report(end: str, memory: str, seconds: float = TIMEOUT) -> list[str]:
-    """What the callbacks of ranks 0 and 2 of three received."""
+def ranks_report(end: str, memory: str, seconds: float = TIMEOUT, last: str = "pass") -> list[str]:
+    """What the callbacks of ranks 0 and 2 of three received; ``last`` runs on all ranks before any aborts."""
     code = PROGRAM.format(backend="tcp", memory=memory, end=end, seconds=seconds)
-    results = run_processes(f"{code}\ncomm.abort() if errors else group.close() or comm.close()", 3)
+    results = run_processes(f"{code}\n{last}\ncomm.abort() if errors else group.close() or comm.close()", 3)
     assert [results[rank][0] for rank in (0, 2)] == [0, 0], results
     return [results[rank][1].strip() for rank in (0, 2)]
 
@@ -59,6 +59,19 @@ def test_a_rank_that_ends_is_reported(end: str, memory: str) -> None:
 def test_a_rank_that_closes_is_not_reported(memory: str) -> None:
     """Nor if its process ends afterwards."""
     assert ranks_report("group.close(); comm.close(); os._exit(0)", memory, 1.0) == ["", ""]
+
+
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_a_failed_collective_of_another_rank_is_reported(memory: str) -> None:
+    end = """
+    for each in (comm, group):
+        try:
+            each.barrier(timeout=0.2)
+        except kos.errors.CollectiveTimeout:
+            pass
+"""
+    for found in ranks_report(end, memory, 10.0, "comm.rendezvous.barrier()"):
+        assert found.startswith("CollectiveTimeout"), found
 
 
 @needs_mpirun
