@@ -72,6 +72,7 @@ class TCPBackend(HostBackend):
             self._mesh.close(CLOSE, reason, self.cause())
 
     def abort(self, reason: str) -> None:
+        self._aborting = True  # before the connections close
         with self.engine.lock:
             self._mesh.close(ABORT, str(self.broken or reason), self.cause())
         super().abort(reason)
