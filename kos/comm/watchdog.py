@@ -136,5 +136,5 @@ def _tick() -> None:
         for callback in callbacks:
             try:
                 callback(error)
-            except Exception:
+            except BaseException:  # such as that of sys.exit, which would end this thread
                 log.exception("on_failure: %s raised", callback)

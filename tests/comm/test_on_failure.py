@@ -41,10 +41,10 @@ print(*dict.fromkeys(f"{{type(error).__name__}} {{error.ranks}}" for error in er
 """
 
 
-def ranks_report(end: str, memory: str, seconds: float = TIMEOUT) -> list[str]:
-    """What the callbacks of ranks 0 and 2 of three received."""
+def ranks_report(end: str, memory: str, seconds: float = TIMEOUT, last: str = "pass") -> list[str]:
+    """What the callbacks of ranks 0 and 2 of three received; ``last`` runs on all ranks before any aborts."""
     code = PROGRAM.format(backend="tcp", memory=memory, end=end, seconds=seconds)
-    results = run_processes(f"{code}\ncomm.abort() if errors else group.close() or comm.close()", 3)
+    results = run_processes(f"{code}\n{last}\ncomm.abort() if errors else group.close() or comm.close()", 3)
     assert [results[rank][0] for rank in (0, 2)] == [0, 0], results
     return [results[rank][1].strip() for rank in (0, 2)]
 
@@ -59,6 +59,38 @@ def test_a_rank_that_ends_is_reported(end: str, memory: str) -> None:
 def test_a_rank_that_closes_is_not_reported(memory: str) -> None:
     """Nor if its process ends afterwards."""
     assert ranks_report("group.close(); comm.close(); os._exit(0)", memory, 1.0) == ["", ""]
+
+
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_a_failed_collective_of_another_rank_is_reported(memory: str) -> None:
+    end = """
+    for each in (comm, group):
+        try:
+            each.barrier(timeout=0.2)
+        except kos.errors.CollectiveTimeout:
+            pass
+"""
+    for found in ranks_report(end, memory, 10.0, "comm.rendezvous.barrier()"):
+        assert found.startswith("CollectiveTimeout"), found
+
+
+def test_a_closed_group_holds_no_descriptors_of_processes() -> None:
+    """Nor until the garbage collector runs."""
+    code = """
+import gc, os
+import kos
+def watched():
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum("pidfd" in os.readlink(link) for link in links if os.path.islink(link))
+gc.disable()
+comm = kos.init("tcp", timeout=60)
+group = comm.duplicate()
+assert group.backend.find_failure() is None and watched() == 1
+group.close()
+print(watched())
+comm.close()
+"""
+    assert run_processes(code, 2) == [(0, "0\n")] * 2
 
 
 @needs_mpirun
@@ -89,6 +121,62 @@ def test_on_threads(crashes: bool) -> None:
         assert [type(error) for error in reported[rank]] == [RankLost] * crashes
         assert all(error.ranks == (1,) and "rank 1 is gone" in str(error) for error in reported[rank])
     assert np.shape(reported[1] or []) == (0,)
+
+
+@pytest.mark.parametrize("memory", ["shared", "none"])
+@pytest.mark.parametrize("call", ["all_reduce(np.ones(3), async_op=True)", "recv(np.ones(3), 1, async_op=True)"])
+def test_a_wait_that_another_thread_aborts(call: str, memory: str) -> None:
+    """Memory and connections are freed before its operations are cancelled; the waiting thread may poll in between."""
+    code = f"""
+import os
+import numpy as np
+import kos
+import kos.comm.host.backend as host
+if "{memory}" == "none":
+    host.open_segment = lambda _: (None, "switched off by the test")
+comm = kos.init("tcp", timeout=60)
+group = comm.duplicate()
+if comm.rank == 0:
+    work = group.{call}
+    group.backend.abort("a callback")
+    try:
+        work.wait()
+    except kos.errors.CollectiveError as error:
+        print(type(error).__name__, str(error).rpartition(": ")[2], error.ranks, flush=True)
+comm.rendezvous.barrier()
+os._exit(0)
+"""
+    assert run_processes(code, 2)[0] == (0, "CollectiveError the communicator was aborted ()\n")
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_a_callback_that_raises_does_not_keep_others_from_being_called(error: type[BaseException]) -> None:
+    """Neither those of this failure nor those of a later one."""
+
+    def body(comm: kos.Communicator) -> None:
+        first, second = comm.duplicate(), comm.duplicate()
+        if comm.rank == 0:
+            called = [threading.Event() for _ in range(3)]
+
+            def report(failure: KosError) -> None:
+                called[0].set()
+                raise error
+
+            first.on_failure(report)
+            first.on_failure(lambda failure: called[1].set())
+            second.on_failure(lambda failure: called[2].set())
+        comm.barrier()
+        if comm.rank == 1:
+            first.abort()
+        elif comm.rank == 0:
+            assert called[0].wait(TIMEOUT) and called[1].wait(TIMEOUT)
+        comm.barrier()
+        if comm.rank == 1:
+            second.abort()
+        elif comm.rank == 0:
+            assert called[2].wait(TIMEOUT)
+
+    spawn(body, 2)
 
 
 def test_who_aborts_because_of_a_callback_names_the_cause() -> None:

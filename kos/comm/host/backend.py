@@ -106,6 +106,7 @@ class HostBackend(MessagingBackend):
         self._mail: SharedMessages | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
+        self._aborting = False
         self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
@@ -206,6 +207,8 @@ class HostBackend(MessagingBackend):
         return bool(self.transport.in_flight(rank, tag, receives))
 
     def failed(self, call: Call, error: Exception) -> KosError:
+        if self._aborting:  # another thread frees what it uses
+            return CollectiveError(f"{call}: the communicator was aborted")
         if not ends_group(call, error):
             return super().failed(call, error)
         if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
@@ -255,9 +258,9 @@ class HostBackend(MessagingBackend):
         return min((call.sequence for call in mine if call.collective), default=self.begun)
 
     def abort(self, reason: str) -> None:
+        self._aborting = True  # operations that end from now on are not reported
         self.report_end(reason)
         self.broken = self.broken or CollectiveError(reason)
-        self._reported = -1  # operations cancelled from now on are not reported
         self._free()
 
     def close(self) -> None:

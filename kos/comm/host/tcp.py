@@ -59,9 +59,11 @@ class TCPBackend(HostBackend):
             raise again(self.ledger.failure[1])
 
     def find_failure(self) -> KosError | None:
-        if self._poller.any_ended():
-            with self.engine.lock:
+        if self.engine.lock.acquire(blocking=False):  # else the program reads
+            try:
                 self._poller.progress()
+            finally:
+                self.engine.lock.release()
         return super().find_failure() or self._mesh.find_failure()
 
     def report_end(self, reason: str) -> None:
@@ -70,6 +72,7 @@ class TCPBackend(HostBackend):
             self._mesh.close(CLOSE, reason, self.cause())
 
     def abort(self, reason: str) -> None:
+        self._aborting = True  # before the connections close
         with self.engine.lock:
             self._mesh.close(ABORT, str(self.broken or reason), self.cause())
         super().abort(reason)

@@ -44,8 +44,6 @@ _RECENT = 1024  # collectives whose descriptions a rank keeps
 _SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
 _CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
-_ENDED = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
-_READ = select.EPOLLIN | select.EPOLLRDHUP
 _CLOSED_HERE = "this rank closed the communicator"
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, dtype or fingerprint
@@ -62,18 +60,14 @@ class Poller:
 
     def add(self, peer: Peer) -> None:
         self._peers[peer.sock.fileno()] = peer
-        self._epoll.register(peer.sock, _READ)
+        self._epoll.register(peer.sock, select.EPOLLIN)
 
     def want_write(self, peer: Peer, wanted: bool) -> None:
-        self._epoll.modify(peer.sock, _READ | (select.EPOLLOUT if wanted else 0))
+        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def remove(self, peer: Peer) -> None:
         del self._peers[peer.sock.fileno()]
         self._epoll.unregister(peer.sock)
-
-    def any_ended(self) -> bool:
-        """Whether the other end of a connection has closed it; reads nothing."""
-        return any(events & _ENDED for _, events in self._epoll.poll(0))
 
     def progress(self) -> None:
         """Read and write without waiting."""

@@ -191,6 +191,7 @@ class Calls(Fingerprints):
             if (cause := self.ledger.closing()) is not None:
                 self._causes().post_failure(cause)
             self.mark_closed(CLOSED_ORDERLY)
+        self._processes = None
         self.segment.close()
         self.ledger.board.release()
         self._words = self.segment.words  # releases the old view, which holds the memory and its descriptor
