@@ -17,7 +17,7 @@ from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.tcp_messages import ABORT, CLOSE, Mesh, Poller
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.work import Engine, Idle
+from kos.comm.work import Engine, Idle, Steps
 from kos.errors import KosError
 
 _DESCRIBE_SECONDS = 0.05  # seconds of waiting in a collective before a rank describes its call
@@ -87,6 +87,11 @@ class TCPBackend(HostBackend):
             return local_poll is None or local_poll()
 
         return all_arrived
+
+    def _by_messages(self, call: Call, all_arrived: Callable[[], bool] | None = None) -> Steps:
+        yield from super()._by_messages(call, all_arrived)
+        if not self.one_host:
+            self._mesh.complete(self._tag(call))
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)
