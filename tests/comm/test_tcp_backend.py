@@ -239,6 +239,29 @@ def test_a_message_of_another_size_in_a_group(ranks: TCPRanks) -> None:
     ranks.run(receive_another_size_in_a_group)
 
 
+def test_no_thread_polls_connections_that_are_being_closed(ranks: TCPRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that uses another group polls those of all groups of the rank."""
+    engines, polled, close = dict[Any, Any](), list[bool](), backend.Mesh.close
+
+    def closing(self: backend.Mesh, *arguments: Any) -> None:
+        poll = threading.Thread(target=engines[self.poller].poll)
+        poll.start()
+        poll.join(0.2)
+        polled.append(not poll.is_alive())
+        close(self, *arguments)
+
+    def body(comm: kos.Communicator) -> None:
+        carrier: Any = comm.backend
+        engines[carrier._poller] = carrier.engine
+        comm.split(0).close()
+        comm.duplicate().abort()
+
+    monkeypatch.setattr(backend.Mesh, "close", closing)
+    ranks.run(body)
+    assert polled
+    assert not any(polled)
+
+
 def test_many_collectives_in_flight(ranks: TCPRanks) -> None:
     """More than the complete ones whose descriptions a rank keeps."""
 

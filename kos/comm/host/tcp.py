@@ -52,18 +52,23 @@ class TCPBackend(HostBackend):
 
     def close(self) -> None:
         super().close()
-        self._poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._mesh.close(CLOSE, "it closed its communicator", self.ledger.closing())
+        with self.engine.lock:
+            self._poller.progress()  # reads the descriptions of ranks that wait in another call
+        self._disconnect(CLOSE, "it closed its communicator", self.ledger.closing())
         if self._mesh.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
             raise again(self.ledger.failure[1])
 
     def report_end(self, reason: str) -> None:
         super().report_end(reason)
-        self._mesh.close(CLOSE, reason, self.cause())
+        self._disconnect(CLOSE, reason, self.cause())
 
     def abort(self, reason: str) -> None:
-        self._mesh.close(ABORT, str(self.broken or reason), self.cause())
+        self._disconnect(ABORT, str(self.broken or reason), self.cause())
         super().abort(reason)
+
+    def _disconnect(self, kind: int, why: str, cause: KosError | None) -> None:
+        with self.engine.lock:  # a thread that uses a group of this communicator polls these connections too
+            self._mesh.close(kind, why, cause)
 
     def _tag(self, call: Call) -> int:
         return COLLECTIVE_TAGS + call.sequence  # needs no wrap-around, unlike MPI's tags
