@@ -30,8 +30,8 @@ def as_dtype(dtype: Any) -> DType:
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
     try:
-        return dtype_of(np.dtype(dtype or "None"))
-    except TypeError:
+        return dtype_of(np.dtype("None" if dtype is None else dtype))  # NumPy's None is float64
+    except (TypeError, ValueError):
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}") from None
 
 

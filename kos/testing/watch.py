@@ -115,7 +115,7 @@ class Watch:
             raise CollectiveError(
                 f"{call}: rank {o.rank} wrote to its array while the operation was in flight, or another operation did"
             )
-        if o.recv is not None and recv is not None:
+        if o.recv is not None and recv is not None and o.recv.flat.flags.writeable:  # unlike a root's array
             np.copyto(o.recv.flat, recv.flat)
 
     def opened(self, backend: MockBackend, group: ThreadGroup) -> None:

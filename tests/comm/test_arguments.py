@@ -129,6 +129,8 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
         "counts: expected a sum from 0 to 288230376151711744, got 4611686018427387908",
     ),
     "counts huge to come": (lambda c: c.all_to_all_v(F, [4, 0], [4, 1 << 62]), "recv_counts: expected a sum from 0 to"),
+    "dtype": (lambda c: c.allocate(3, np.ones(4)), "dtype: expected one of .*; got array"),
+    "empty dtype": (lambda c: c.allocate(3, {}), "dtype: expected one of .*; got "),
     "shape huge": (lambda c: c.allocate((1 << 40, 1 << 40), np.float32), "shape: expected a product from 0 to"),
     "scatter count": (lambda c: c.scatter(np.zeros(5, np.float32), F), "x: expected 8 elements, got 5"),
     "scatter elsewhere": (lambda c: c.scatter(F, F, root=1), "x: expected None on rank 0"),

@@ -177,6 +177,15 @@ def test_arrays_that_are_written_in_flight(name: str, result: bool) -> None:
         spawn(lambda comm: in_flight(comm, write, name), 2, 60, check_arrays=False)
 
 
+def test_a_root_that_may_only_read() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.full(3, float(comm.rank))
+        x.flags.writeable = comm.rank != 1
+        assert (comm.broadcast(x, 1, async_op=True).wait() == 1).all()
+
+    spawn(body, 2)
+
+
 def test_two_operations_in_flight_on_one_array() -> None:
     def body(comm: kos.Communicator) -> None:
         x = np.ones(4)

@@ -239,6 +239,46 @@ def test_a_message_of_another_size_in_a_group(ranks: TCPRanks) -> None:
     ranks.run(receive_another_size_in_a_group)
 
 
+def test_no_thread_polls_connections_that_are_being_closed(ranks: TCPRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that uses another group polls those of all groups of the rank."""
+    engines, polled, close = dict[Any, Any](), list[bool](), backend.Mesh.close
+
+    def closing(self: backend.Mesh, *arguments: Any) -> None:
+        poll = threading.Thread(target=engines[self.poller].poll)
+        poll.start()
+        poll.join(0.2)
+        polled.append(not poll.is_alive())
+        close(self, *arguments)
+
+    def body(comm: kos.Communicator) -> None:
+        carrier: Any = comm.backend
+        engines[carrier._poller] = carrier.engine
+        comm.split(0).close()
+        comm.duplicate().abort()
+
+    monkeypatch.setattr(backend.Mesh, "close", closing)
+    ranks.run(body)
+    assert polled
+    assert not any(polled)
+
+
+def test_many_collectives_in_flight(ranks: TCPRanks) -> None:
+    """More than the complete ones whose descriptions a rank keeps."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.arange(1100.0)
+        if comm.rank == 1:
+            comm.rendezvous.barrier()
+        works = [comm.all_reduce(x[at : at + 1], algorithm="ring", async_op=True) for at in range(x.size)]
+        if comm.rank != 1:
+            comm.rendezvous.barrier()
+        for work in works:
+            work.wait(10)
+        assert (x == comm.size * np.arange(x.size)).all()
+
+    ranks.run(body)
+
+
 @pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
 def test_an_error_of_one_rank(ranks: TCPRanks, error: BaseException, raised: type[BaseException]) -> None:
     ranks.run(lambda comm: fail_on_one_rank(comm, error, raised))

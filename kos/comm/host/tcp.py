@@ -17,7 +17,7 @@ from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.tcp_messages import ABORT, CLOSE, Mesh, Poller
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.work import Engine, Idle
+from kos.comm.work import Engine, Idle, Steps
 from kos.errors import KosError
 
 _DESCRIBE_SECONDS = 0.05  # seconds of waiting in a collective before a rank describes its call
@@ -52,9 +52,9 @@ class TCPBackend(HostBackend):
 
     def close(self) -> None:
         super().close()
-        with self.engine.lock:  # the watchdog may read from the connections of a group
+        with self.engine.lock:
             self._poller.progress()  # reads the descriptions of ranks that wait in another call
-            self._mesh.close(CLOSE, WHY_CLOSED, self.ledger.closing())
+        self._disconnect(CLOSE, WHY_CLOSED, self.ledger.closing())
         if self._mesh.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
             raise again(self.ledger.failure[1])
 
@@ -68,14 +68,16 @@ class TCPBackend(HostBackend):
 
     def report_end(self, reason: str) -> None:
         super().report_end(reason)
-        with self.engine.lock:
-            self._mesh.close(CLOSE, reason, self.cause())
+        self._disconnect(CLOSE, reason, self.cause())
 
     def abort(self, reason: str) -> None:
         self._aborting = True  # before the connections close
-        with self.engine.lock:
-            self._mesh.close(ABORT, str(self.broken or reason), self.cause())
+        self._disconnect(ABORT, str(self.broken or reason), self.cause())
         super().abort(reason)
+
+    def _disconnect(self, kind: int, why: str, cause: KosError | None) -> None:
+        with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
+            self._mesh.close(kind, why, cause)
 
     def _tag(self, call: Call) -> int:
         return COLLECTIVE_TAGS + call.sequence  # needs no wrap-around, unlike MPI's tags
@@ -99,6 +101,11 @@ class TCPBackend(HostBackend):
             return local_poll is None or local_poll()
 
         return all_arrived
+
+    def _by_messages(self, call: Call, all_arrived: Callable[[], bool] | None = None) -> Steps:
+        yield from super()._by_messages(call, all_arrived)
+        if not self.one_host:
+            self._mesh.complete(self._tag(call))
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)

@@ -40,7 +40,7 @@ CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are in flight
 OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own bytes
 CONTROL_BYTES = 20_000  # the longest control message
 REASON_LENGTH = 1000  # characters of a reason or an error
-_RECENT = 1024  # collectives whose descriptions a rank keeps
+_RECENT = 1024  # complete collectives whose descriptions a rank keeps
 _SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
 _CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
@@ -91,6 +91,7 @@ class Mesh:
         self.lost: Peer | None = None  # the first rank lost without CLOSE
         self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
+        self._complete: deque[int] = deque()  # the tags of those that are complete
         self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
         self._group = ""
         assert rendezvous.connect is not None
@@ -120,9 +121,14 @@ class Mesh:
         """Compare ``o`` with the other ranks' collectives of the same tag."""
         mark, self._group = fingerprints.mark(o), o.group
         self._calls[tag] = mark, fingerprints.texts[mark]
-        self._calls.pop(tag - _RECENT, None)
         for rank, call in self._described.pop(tag, {}).items():
             self.compare(tag, rank, *call)
+
+    def complete(self, tag: int) -> None:
+        """This rank's collective of that tag is complete."""
+        self._complete.append(tag)
+        if len(self._complete) > _RECENT:
+            del self._calls[self._complete.popleft()]
 
     def called(self, tag: int) -> tuple[int, bytes]:
         """Fingerprint and description of this rank's collective of that tag."""
