@@ -123,6 +123,25 @@ def test_on_threads(crashes: bool) -> None:
     assert np.shape(reported[1] or []) == (0,)
 
 
+def test_a_process_forked_while_the_watchdog_holds_its_lock_ends() -> None:
+    code = """
+import os, signal, sys
+import kos
+from kos.comm import watchdog
+comm = kos.init("tcp", timeout=60)
+comm.on_failure(print)
+watchdog._stop._cond.acquire()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    sys.exit()
+watchdog._stop._cond.release()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+comm.close()
+"""
+    assert run_processes(code, 2) == [(0, "0\n")] * 2
+
+
 @pytest.mark.parametrize("memory", ["shared", "none"])
 @pytest.mark.parametrize("call", ["all_reduce(np.ones(3), async_op=True)", "recv(np.ones(3), 1, async_op=True)"])
 def test_a_wait_that_another_thread_aborts(call: str, memory: str) -> None:
