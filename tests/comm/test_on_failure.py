@@ -23,6 +23,8 @@ import kos
 import kos.comm.host.backend as host
 if "{memory}" == "none":
     host.open_segment = lambda _: (None, "switched off by the test")
+if "{memory}" == "without":
+    del os.pidfd_open
 comm = kos.init("{backend}", timeout=60)
 group = comm.duplicate()
 comm.all_reduce(np.ones(3))
@@ -53,6 +55,11 @@ def ranks_report(end: str, memory: str, seconds: float = TIMEOUT, last: str = "p
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "sys.exit()", "comm.abort()"])
 def test_a_rank_that_ends_is_reported(end: str, memory: str) -> None:
     assert ranks_report(end, memory) == ["RankLost (1,)"] * 2
+
+
+def test_a_python_without_pidfd_open() -> None:
+    """As built for systems before Linux 5.3."""
+    assert ranks_report("os.kill(os.getpid(), 9)", "without", 10.0) == ["RankLost (1,)"] * 2
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"])
