@@ -86,8 +86,8 @@ def _end() -> None:
 
 def _forked() -> None:
     """Reset in a forked process, which is no rank."""
-    global _thread, _lock, _checking
-    _thread, _lock, _checking = None, threading.RLock(), threading.Lock()  # the thread may have held them
+    global _thread, _lock, _checking, _stop
+    _thread, _lock, _checking, _stop = None, threading.RLock(), threading.Lock(), threading.Event()  # it may hold them
     _watched.clear()
     _callbacks.clear()
 

@@ -23,6 +23,8 @@ import kos
 import kos.comm.host.backend as host
 if "{memory}" == "none":
     host.open_segment = lambda _: (None, "switched off by the test")
+if "{memory}" == "without":
+    del os.pidfd_open
 comm = kos.init("{backend}", timeout=60)
 group = comm.duplicate()
 comm.all_reduce(np.ones(3))
@@ -53,6 +55,11 @@ def ranks_report(end: str, memory: str, seconds: float = TIMEOUT, last: str = "p
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "sys.exit()", "comm.abort()"])
 def test_a_rank_that_ends_is_reported(end: str, memory: str) -> None:
     assert ranks_report(end, memory) == ["RankLost (1,)"] * 2
+
+
+def test_a_python_without_pidfd_open() -> None:
+    """As built for systems before Linux 5.3."""
+    assert ranks_report("os.kill(os.getpid(), 9)", "without", 10.0) == ["RankLost (1,)"] * 2
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"])
@@ -121,6 +128,25 @@ def test_on_threads(crashes: bool) -> None:
         assert [type(error) for error in reported[rank]] == [RankLost] * crashes
         assert all(error.ranks == (1,) and "rank 1 is gone" in str(error) for error in reported[rank])
     assert np.shape(reported[1] or []) == (0,)
+
+
+def test_a_process_forked_while_the_watchdog_holds_its_lock_ends() -> None:
+    code = """
+import os, signal, sys
+import kos
+from kos.comm import watchdog
+comm = kos.init("tcp", timeout=60)
+comm.on_failure(print)
+watchdog._stop._cond.acquire()
+child = os.fork()
+if not child:
+    signal.alarm(20)
+    sys.exit()
+watchdog._stop._cond.release()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+comm.close()
+"""
+    assert run_processes(code, 2) == [(0, "0\n")] * 2
 
 
 @pytest.mark.parametrize("memory", ["shared", "none"])

@@ -210,7 +210,7 @@ class Processes:
         for pid in pids:
             try:
                 self._files.append(os.pidfd_open(pid))
-            except OSError:  # it has ended, or this system lacks the call or the descriptor
+            except (OSError, AttributeError):  # it has ended, or the system or Python lacks the call, or a descriptor
                 self._unknown = True
             else:
                 self._poll.register(self._files[-1], select.POLLIN)
