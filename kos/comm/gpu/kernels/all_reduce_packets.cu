@@ -1,4 +1,4 @@
-// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.  reduce_scatter is the first half of two_shot, and
+// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.  reduce_scatter is the first half of two_shot,
 // reduce_scatter_v the same with parts of different sizes.  scan and exscan are one_shot with fewer additions.
 // Without ``out`` a rank gets no result: so one_shot and two_shot also reduce to one rank.
 //

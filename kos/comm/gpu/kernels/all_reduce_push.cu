@@ -68,7 +68,7 @@ __device__ __forceinline__ void put(const Vector& v, u64 out, long long i, long 
     if constexpr (!plain) put_slowly(v, out, i, count);
     else store(out + 16 * i, v);
 }
-// How a piece of the message is split: into a chunk for each rank, a chunk into shares of channels, a share into batches.
+// How a piece of the message is split: into a chunk for each rank, a chunk into channels' shares, a share into batches.
 // Pieces are split alike: a channel has copied what it collected in one piece before others write there again.
 struct Even {
     const char* in;
