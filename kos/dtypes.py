@@ -2,7 +2,7 @@
 
 A new type also needs ``kos/memory/dlpack.py`` (its code).  For sums on GPUs it needs
 ``kos/comm/gpu/kernels/reduce.cuh`` with ``ptx.cuh`` (conversions), and ``kos/comm/gpu/ordered_sum.py`` (the GPUs that
-have these conversions).  A new ``kind`` also needs ``kos/comm/reduction.py`` (the reduce operations that it allows).
+have these conversions).  A new ``kind`` needs ``kos/comm/reduction.py`` (the reduce operations that it allows).
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ So every rank of a job names the ranks that failed first.
 Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 
 The ledger uses no transport: backends record received failures here, and send records (``to_record``) to others.
-Through a ``Board`` the processes of one host, or the threads of one process, read each other's state directly.
+Through a ``Board`` the threads of one process read each other's state directly; through a ``SharedBoard``
+(``host/shared/board.py``) the processes of one host do.
 """
 
 from __future__ import annotations

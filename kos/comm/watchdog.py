@@ -100,7 +100,13 @@ def _run() -> None:
         _tick()
 
 
-def _tick() -> None:
+def check_others() -> None:
+    """Check the GPU backends while one of them waits on the watchdog's thread.  On other threads: do nothing."""
+    if threading.current_thread() is _thread:
+        _watch()
+
+
+def _watch() -> None:
     with _lock:
         watched = list(_watched)
     for backend in watched:
@@ -108,6 +114,10 @@ def _tick() -> None:
             backend.watch()
         except Exception:  # a defect of kos must not end the thread
             log.exception("the watchdog could not check %s", backend)
+
+
+def _tick() -> None:
+    _watch()
     with _lock:
         waiting = list(_callbacks)
     for backend in waiting:

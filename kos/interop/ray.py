@@ -25,7 +25,6 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.foreign import rendezvous_of
 from kos.errors import InvalidArgument, RendezvousError
 
-_OPS = {"SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}  # Ray's names and those of kos
 _POLL_SECONDS, _PROBE_SECONDS = 0.05, 1.0
 
 
@@ -147,7 +146,7 @@ def _single(tensors: list[Any]) -> Any:
 
 
 def _op(options: Any) -> kos.ReduceOp:
-    return kos.ReduceOp[_OPS[options.reduceOp.name]] if options is not None else kos.ReduceOp.SUM
+    return kos.ReduceOp[options.reduceOp.name] if options is not None else kos.ReduceOp.SUM
 
 
 def _seconds(options: Any) -> float | None:

@@ -105,14 +105,19 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
             f"{what}: expected a C-contiguous array, got shape {array.shape} with strides {array.strides}"
         )
     if writable and not flags.writeable:
-        raise InvalidArgument(f"{what}: expected a writable array, got a read-only one")
+        raise InvalidArgument(f"{what}: expected a writable array, got a read-only one{_instead(x)}")
     return Buffer(x, array.reshape(-1), dtype_of(array.dtype), array.size, array.shape)
+
+
+def _instead(x: Any) -> str:
+    return "; for arrays of JAX use kos.interop.jax" if library_of(x) == "jax" else ""
 
 
 def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any) -> Buffer:
     """The Buffer of ``given``, the caller's array, whose memory is ``array``."""
     if writable and array.readonly:
-        raise InvalidArgument(f"{what}: expected a writable array, got a read-only {type(given).__name__}")
+        got = f"a read-only {type(given).__name__}{_instead(given)}"
+        raise InvalidArgument(f"{what}: expected a writable array, got {got}")
     if getattr(array.owner, "closed", False):
         raise InvalidArgument(f"{what}: expected an array with memory, got one that was freed, {array!r}")
     if stream is None:

@@ -98,6 +98,7 @@ class Trainer:
             self._saving: Saving | None = None
             self._held.callback(self._cancel_save)
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
+            self._trains = self.start < config.steps and not config.profile
             self.data = self._load_data()
             same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
             with raised_on_every_rank():
@@ -241,8 +242,7 @@ class Trainer:
             lock.write(secrets.token_hex(8))
             lock.flush()
             checkpoint.remove_unfinished(self.checkpoints)
-            trains = not config.profile and self.start < config.steps
-            if trains or not (self.out / "config.json").exists():
+            if self._trains or not (self.out / "config.json").exists():
                 write_json(self.out / "config.json", self.description)
             if config.profile:
                 return None
@@ -449,7 +449,7 @@ class Trainer:
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         self.console.say(self.engine.describe())
-        if (trial := self.engine.trial()) is not None and self.start < config.steps:
+        if self._trains and (trial := self.engine.trial()) is not None:
             step, validation = trial
             every, steps = config.eval_every or config.steps, config.steps - self.start
             validations = (self.start == 0) + -(-config.steps // every) - self.start // every

@@ -36,6 +36,16 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         yield fake
 
 
+class InOrder(dict[Any, None]):
+    """A set that is iterated in the order of its additions."""
+
+    def add(self, each: Any) -> None:
+        self[each] = None
+
+    def discard(self, each: Any) -> None:
+        self.pop(each, None)
+
+
 class Heard:
     """What ``on_failure`` reported to a rank."""
 
@@ -85,6 +95,43 @@ def test_a_rank_that_dies_is_named(parts: str) -> None:
         comm.rendezvous.barrier()
 
     run(body, parts, host=SharedOnly)
+
+
+@pytest.mark.parametrize("finder", ["the watchdog", "a call"])
+def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
+    finder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The GPU is idle only after the kernels of the duplicate have ended, too."""
+    monkeypatch.setattr(device, "_ABORT_SECONDS", 5.0)
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        other = comm.duplicate()
+        for each in (comm, other):
+            each.all_reduce(on_gpu())
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            gpus = [each.backend.gpus[0] for each in (comm, other)]
+            both = threading.Event()
+
+            def drain(gpu: Any) -> None:
+                if all(each.broken is not None for each in gpus):
+                    both.set()
+                both.wait(2 * TIMEOUT)
+
+            monkeypatch.setattr(device.DeviceBackend, "_drain", drain)
+            monkeypatch.setattr(watchdog, "_watched", InOrder.fromkeys(gpus))  # the world first
+            heard = [Heard(each) for each in (comm, other)]
+            if finder == "a call":
+                kill(other, 1)
+                gpus[0].failed(gpus[0]._last, RankLost("world: rank 1 is gone"))
+            else:
+                kill(comm, 1)
+                kill(other, 1)
+            assert all(isinstance(each.wait(), RankLost) for each in heard)
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
+    assert "did not end its work" not in caplog.text
 
 
 @on_each_rank(run, "nccl", host=SharedOnly)

@@ -31,6 +31,10 @@ def test_collectives_give_what_gloo_gives(size):
     assert run(f"{PROGRAMS}:collectives", size) == run(f"{PROGRAMS}:collectives", size, "gloo")
 
 
+def test_a_gather_to_one_tensor():
+    assert run(f"{PROGRAMS}:gather_single") == [[], [2.0, 2.0, 12.0, 12.0]]
+
+
 def test_groups_take_the_other_overloads_of_their_methods():
     assert run(f"{PROGRAMS}:overloads") == run(f"{PROGRAMS}:overloads", backend="gloo")
 
@@ -59,7 +63,8 @@ def test_a_split_of_a_group_and_its_timeout():
 
 
 def test_errors_name_what_was_expected():
-    sparse, parts, missing, unknown, meta, fake, expanded, mismatch, timeout = run(f"{PROGRAMS}:group_errors")[0]
+    texts = run(f"{PROGRAMS}:group_errors")[0]
+    sparse, parts, missing, unknown, meta, fake, expanded, negative, mismatch, timeout = texts
     assert "allreduce: expected dense tensors, all on cpu, got one of torch.sparse_coo on cpu" in sparse
     assert "allgather: expected a list of 2 tensors, one for each rank, got 1" in parts
     assert "count 3 against 4" in mismatch
@@ -67,6 +72,7 @@ def test_errors_name_what_was_expected():
     assert "reduce: expected (tensors, opts) or (tensor, root, op, timeout), got 2 and ['rank']" in unknown
     assert "allreduce: expected tensors in host or GPU memory, got Tensor on meta" in meta
     assert "allreduce: expected tensors in host or GPU memory, got FakeTensor on cpu" in fake
+    assert negative == "InvalidArgument: timeout: expected a positive number of seconds, got -1.0"
     assert "expected a result whose elements do not share memory, got strides (0,)" in expanded
     assert "caught collective operation timeout in process group" in timeout and "ranks [1] did not arrive" in timeout
 

@@ -85,6 +85,16 @@ def collectives() -> dict[str, Any]:
     return found
 
 
+def gather_single() -> list[float]:
+    """The operation of ``dist.gather_single``, which torch has from 2.15 on, to rank 1."""
+    rank, opts, group = dist.get_rank(), dist.GatherOptions(), dist.group.WORLD
+    opts.rootRank = 1
+    output = torch.zeros(4 if rank == 1 else 0)
+    for turn in range(3):  # the last one is cached
+        group.gather_single(output, torch.full((2,), 10.0 * rank + turn), opts).wait()
+    return output.tolist()
+
+
 def messages() -> dict[str, Any]:
     """Messages with tags, out of order, by batch_isend_irecv, and futures."""
     rank = dist.get_rank()
@@ -136,6 +146,7 @@ def group_errors() -> list[str]:
         lambda: dist.all_reduce(sparse), lambda: dist.all_gather(short, torch.ones(2)),
         lambda: group.broadcast(root=1), lambda: group.reduce(torch.ones(2), 0, rank=1),
         lambda: dist.all_reduce(meta), lambda: dist.all_reduce(fake), lambda: dist.all_reduce(expanded),
+        lambda: dist.new_group(timeout=timedelta(seconds=-1)),
     ):  # fmt: skip
         try:
             wrong()

@@ -102,6 +102,7 @@ def run_part(backend: str, ranks: int, pattern: str, part: int, parts: int) -> d
         env = os.environ | {
             "BACKEND": backend.removeprefix("kos as "), "WORLD_SIZE": str(ranks), "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONHASHSEED": "0",  # reasons have sets of names: a repeated run writes the same file
         }  # fmt: skip
         if backend.startswith("kos as "):
             env["TORCH_SUITE_ON_KOS"] = "1"

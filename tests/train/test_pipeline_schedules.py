@@ -358,3 +358,11 @@ def test_the_command_draws(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith(draw(zero_bubble(2, 8), timeline))
     assert main(["interleaved", "--stages", "4", "--micro-batches", "6"]) == 2
     assert capsys.readouterr().err == "kos: error: interleaved: expected a multiple of 4 micro-batches, got 6\n"
+    for costs, message in (("0 0 0", "0"), ("1 nan 1", "0"), ("-1 2 2", "0"), ("1 1 1", "-5")):
+        assert main(["1f1b", "--costs", *costs.split(), "--message", message]) == 2
+        assert capsys.readouterr().err.startswith("kos: error: expected --costs above 0 and a --message of at least 0")
+
+
+def test_a_pass_of_almost_no_time_leaves_the_drawing_its_width() -> None:
+    lines = draw(one_f_one_b(2, 4), simulate(one_f_one_b(2, 4), {"F": 1e-9, "I": 1.0, "W": 1.0})).splitlines()
+    assert 1_000 < max(map(len, lines)) < 100_000

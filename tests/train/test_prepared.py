@@ -93,6 +93,14 @@ def test_what_changed_is_tokenised_again(folder: Path, encoded: list[int]) -> No
     assert encoded
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 9)])
+def test_what_is_kept_in_part_is_made_again(folder: Path, encoded: list[int], damage: Any) -> None:
+    whole = _tokens(_load(folder))
+    damage(next((folder / ".kos").glob("*/train")))
+    encoded.clear()
+    assert _tokens(_load(folder)) == whole and sum(encoded) == 2 * (5 + len(TEXT))
+
+
 def test_once_a_machine(folder: Path, tmp_path: Path, encoded: list[int]) -> None:
     config = TrainConfig.from_preset("tiny", data=str(folder), out=tmp_path / "run", **{**SMALL, "steps": 1})
 

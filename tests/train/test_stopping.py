@@ -378,6 +378,16 @@ def test_the_time_of_a_run_follows_from_a_trial_step(text: Path, tmp_path: Path,
     assert abs(whole - 6 * step - 3 * validation) <= digits[0] + 6 * digits[1] + 3 * digits[2] + 1e-9
 
 
+def test_no_trial_without_steps_to_come(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """With --profile, or if no steps are left, no trial runs."""
+    _train(text, tmp_path, steps=2, sample_tokens=0)
+    assert " in all: " in capsys.readouterr().out
+    monkeypatch.setattr(cpu.CpuEngine, "trial", None)
+    _train(text, tmp_path, steps=2, sample_tokens=0, resume="auto")
+    _train(text, tmp_path / "profile", steps=2, profile=1)
+    assert " in all: " not in capsys.readouterr().out
+
+
 def test_no_validation_where_none_is_wanted(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(cpu.CpuEngine, "evaluate", None)
     rows = _train(text, tmp_path, 2, steps=4, eval_every=2, eval_batches=0)

@@ -14,6 +14,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from functools import cached_property, partial
 from typing import Any, NoReturn
@@ -455,7 +456,9 @@ class DeviceBackend(Backend):
     def watch(self) -> None:
         """Look at the other ranks, at the library's errors, and at the deadlines of what is queued."""
         shared = self.shared
-        with shared.lock:  # what is closed or aborted meanwhile must not be touched
+        if not shared.lock.acquire(blocking=False):  # another thread is ending it, which may wait until the GPU is idle
+            return
+        try:  # what is closed or aborted meanwhile must not be touched
             if self.broken is not None or self._closing:
                 return
             latest = self._last or shared.last or Call(Operation("watchdog", self.rank))
@@ -469,6 +472,8 @@ class DeviceBackend(Backend):
                 self._show_queue()
             except Exception as error:
                 self.failed(latest, again(error, f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
+        finally:
+            shared.lock.release()
 
     def _look_at_deadlines(self, now: float) -> None:
         """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
@@ -531,10 +536,18 @@ class DeviceBackend(Backend):
         """Let kernels that wait for other ranks end, without waiting for that."""
 
     def abort_device(self) -> None:
-        """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""
+        """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle.
+
+        Kernels of other communicators may keep the GPU busy, since they wait for the same rank.  So the watchdog's
+        thread checks these meanwhile.
+        """
         self.signal_abort()
-        if not mpi_job.in_thread(self._drain, _ABORT_SECONDS):
-            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
+        drained, deadline = mpi_job.on_thread(self._drain), time.monotonic() + _ABORT_SECONDS
+        while not wait([drained], watchdog.TICK).done:
+            if time.monotonic() > deadline:
+                log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
+                return
+            watchdog.check_others()
 
     def _drain(self) -> None:
         with suppress(CudaError), relaxed_capture():  # a broken context runs nothing any more

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 import kos
 from kos.comm import timeouts
+from kos.comm.arguments import check_timeout
 from kos.comm.rendezvous.foreign import StoreRendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource, AnySourceWork
@@ -107,7 +108,8 @@ class ProcessGroupKos(_ProcessGroup):
         self, store: Any, rank: int, size: int, timeout: timedelta, ranks: Sequence[int], options: Options
     ) -> None:
         super().__init__(rank, size)
-        self._store, self._timeout, self._ranks, self.options = store, timeout.total_seconds(), list(ranks), options
+        self._timeout = check_timeout(timeout.total_seconds())
+        self._store, self._ranks, self.options = store, list(ranks), options
         self._name = ""
         self.lock = threading.RLock()  # hooks of DDP may call from the thread that completes futures
         self._sequence = 0
@@ -496,6 +498,17 @@ class ProcessGroupKos(_ProcessGroup):
             launch("gather", as_array(input_tensors[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
 
         return self._launch(call, [*parts, *input_tensors], opts, "gather", (opts.rootRank,))
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
+        """``output`` of ``rootRank`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
+        outputs = [output] if self.rank() == opts.rootRank else []
+
+        def call(launch: Launch) -> None:
+            launch("gather", as_array(input), opts.rootRank, launch.output(output) if outputs else None)
+
+        return self._launch(call, [*outputs, input], opts, "gather_single", (opts.rootRank,))
+
+    gather_into_tensor = gather_single
 
     @_overloaded(_C._distributed_c10d.ScatterOptions, "output_tensor input_tensors root timeout")
     def scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:

@@ -21,8 +21,7 @@ STATES = 3
 
 
 class Shards:
-    """``writers`` names the rank that writes each tensor; ``shapes`` are those of the whole tensors.
-    """
+    """``writers`` names the rank that writes each tensor; ``shapes`` are those of the whole tensors."""
 
     def __init__(self, model: LlamaConfig, layout: Layout, stages: Stages) -> None:
         self.shapes: Mapping[str, Shape] = model.parameter_shapes()

@@ -137,12 +137,12 @@ def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], i
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     _add_plan(parser)
     arguments, words = parser.parse_known_args(argv)
-    config, ranks = parse(words), getattr(arguments, "ranks", 0)
+    config, ranks = parse(words), getattr(arguments, "ranks", None)
     defaults = {key: field.default for key, field in TrainConfig.model_fields.items()}
     given = {key for source, values in read_command_line(words) for key, value in values.items()
              if value is not None and (source == "flags" or value != defaults[key])}  # fmt: skip
-    if ranks < 1:
-        raise ConfigError(f"--plan: expected --ranks N of at least 1, got {ranks or 'none'}")
+    if ranks is None or ranks < 1:
+        raise ConfigError(f"--plan: expected --ranks N of at least 1, got {'none' if ranks is None else ranks}")
     return config, given, words, ranks, getattr(arguments, "gpu", None)
 
 
@@ -233,7 +233,9 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
     if isinstance(values, dict) and isinstance(values.get("config"), dict):
-        values = {key: value for key, value in values["config"].items() if key != "resume"}  # a choice of that run
+        values = dict(values["config"])
+        if values.get("resume") != "auto":
+            values.pop("resume", None)  # the checkpoint from which that run resumed
         if os.path.isdir(path.parent / "checkpoints"):
             values["out"] = str(path.parent)
     if not isinstance(values, dict):

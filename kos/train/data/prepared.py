@@ -39,10 +39,15 @@ def prepared(files: Sequence[Path], how: Any, make: Callable[[Path], dict[str, A
 
 
 def _state_of(place: Path) -> Any:
-    """The sizes and times of the files that this was made of; None where there is nothing."""
+    """The sizes and times of the files that this was made of; None if it is missing or incomplete."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return json.loads((place / ABOUT).read_text())["files"]
+        kept = json.loads((place / ABOUT).read_text())
+        return kept["files"] if kept["sizes"] == _sizes(place) else None
     return None
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in folder.iterdir() if path.name != ABOUT}
 
 
 def _keep(place: Path, state: Any, make: Callable[[Path], dict[str, Any]]) -> bool:
@@ -52,7 +57,8 @@ def _keep(place: Path, state: Any, make: Callable[[Path], dict[str, Any]]) -> bo
         with tempfile.TemporaryDirectory(dir=place.parent, ignore_cleanup_errors=True) as temporary:
             made = Path(temporary, "made")
             made.mkdir()
-            (made / ABOUT).write_text(json.dumps({"about": make(made), "files": state}))
+            about = make(made)
+            (made / ABOUT).write_text(json.dumps({"about": about, "files": state, "sizes": _sizes(made)}))
             for path in made.iterdir():
                 sync(path)
             with suppress(OSError):

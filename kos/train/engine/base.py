@@ -51,7 +51,6 @@ class Engine(Step):
     parts of the model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
     """
 
-
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
     state: ShardedState
 

@@ -1,7 +1,8 @@
 """PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/gpu/kernels``).
 
-The engine owns the slab in which the kernels meet, chooses the launch of a message by its size, and reports
-what a kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
+The engine owns the slab in which the kernels meet.  A ``bind_`` method chooses the launch of a message by its size:
+blocks and threads, and the algorithm of an all-reduce by the table of ``launches.py``.  The engine reports what a
+kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
 
 ``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather and all-to-all between

@@ -2,7 +2,8 @@
 
 A rank that begins collective s writes the fingerprint of its call, plus s, to its ring, and then sets its ARRIVED flag.
 A rank that waits for another compares the fingerprints once the other has arrived.  The first failure is written once
-for all ranks of the host, so that all of them raise the same error.
+for all ranks of the host, so that all of them raise the same error.  ``kos.comm.failures`` decides which of several
+failures a rank raises.
 """
 
 from __future__ import annotations

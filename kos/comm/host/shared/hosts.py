@@ -1,4 +1,4 @@
-"""The comparison of calls between hosts: the first ranks of the hosts send each other notices.
+"""The comparison of GPU backends' calls between hosts: the first ranks of the hosts send each other notices.
 
 A notice holds the calls that its rank began since the last one, and the first failure of its host.  Each rank compares
 the calls that both have begun: no rank waits for another, and a rank that is behind is no mismatch.

@@ -2,7 +2,7 @@
 
 Causal, within a rank's tokens; or of some of them to others that another rank has sent, without a mask.
 
-Three families of kernels compute the same function (``kos/train/kernels/attention_*.cu``): ``hopper`` (wgmma and
+Three families of kernels compute the same function (``kernels/attention_*.cu``): ``hopper`` (wgmma and
 TMA, sm_90a), ``mma`` (tensor cores of every GPU since Ampere) and ``simple`` (any dtype, any head size up to 256:
 fp32 checks).  The first two take bfloat16 and float16 and head sizes 64 and 128.
 

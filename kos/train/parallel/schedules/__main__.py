@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
-from kos.errors import KosError
+from kos.errors import ConfigError, KosError
 from kos.files import printing
 from kos.train.parallel.schedules import SCHEDULES, build, verify
 from kos.train.parallel.schedules.timeline import draw, simulate
@@ -23,7 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help="times of one chunk's passes; default: 1 1 1")  # fmt: skip
     parser.add_argument("--message", type=float, default=0.0, help="time of a message, in the same unit; default: 0")
     arguments = parser.parse_args(argv)
+    times = [*arguments.costs, arguments.message]
     try:
+        if not math.isfinite(sum(times)) or min(arguments.costs) <= 0 or arguments.message < 0:
+            got = " ".join(f"{time:g}" for time in times)
+            raise ConfigError(f"expected --costs above 0 and a --message of at least 0, got {got}")
         schedule = build(arguments.name, arguments.stages, arguments.micro_batches, arguments.chunks)
         verify(schedule)
         timeline = simulate(schedule, dict(zip("FIW", arguments.costs, strict=True)), arguments.message)

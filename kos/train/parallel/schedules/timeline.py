@@ -10,6 +10,9 @@ from kos.train.parallel.schedules import Action, Result, Schedule
 LEGEND = "F forward, B backward, I gradient of the input, W gradient of the weights; number: micro-batch; blank: idle"
 
 
+WIDEST = 10_000  # the width of a drawing is at most so many of the shortest actions
+
+
 class Timeline(NamedTuple):
     """(action, start, end) of each rank's actions, in the unit of the costs."""
 
@@ -60,6 +63,7 @@ def draw(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """A row a rank, time to the right; ``F3`` is the forward of micro-batch 3, ``F3b`` that of the rank's chunk 1."""
     timeline = timeline or simulate(schedule)
     shortest = min((end - start for actions in timeline.passes for _, start, end in actions if end > start), default=1)
+    shortest = max(shortest, timeline.makespan / WIDEST)
     width = max(len(_label(schedule, action)) for actions in schedule.actions for action in actions) + 1
     lines = [f"{schedule}: {timeline.idle_of_all:.1%} idle", LEGEND + "; a, b, ...: chunk" * (schedule.chunks > 1)]
     for rank, (actions, idle) in enumerate(zip(timeline.passes, timeline.idle, strict=True)):
