@@ -1,8 +1,8 @@
 """One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL.
 
-A new type also needs ``kos/memory/dlpack.py`` (its code); for sums on GPUs ``kos/comm/gpu/kernels/reduce.cuh`` with
-``ptx.cuh`` (conversions) and ``kos/comm/gpu/ordered_sum.py`` (the GPUs that have them).  A new kind, beside bool, int,
-uint, float and complex, needs ``kos/comm/reduction.py`` (the operations that it allows).
+A new type also needs ``kos/memory/dlpack.py`` (its code).  For sums on GPUs it needs
+``kos/comm/gpu/kernels/reduce.cuh`` with ``ptx.cuh`` (conversions), and ``kos/comm/gpu/ordered_sum.py`` (the GPUs that
+have these conversions).  A new ``kind`` needs ``kos/comm/reduction.py`` (the reduce operations that it allows).
 """
 
 from __future__ import annotations

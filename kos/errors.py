@@ -1,6 +1,6 @@
 """The classes of all errors that kos raises on purpose.
 
-The texts of failures are in ``kos.comm.failures``, the words of timeouts in ``kos.comm.timeouts``.
+The texts of failures are in ``kos.comm.failures``, those of timeouts in ``kos.comm.timeouts``.
 ``KosError`` catches all of them.  Those that stand for a builtin condition also inherit the builtin (``ValueError``,
 ``TimeoutError``).
 """

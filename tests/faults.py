@@ -367,7 +367,7 @@ def _mpirun() -> str | None:
 
 
 def lacking(backend: str) -> str:
-    """What the trials need and this machine lacks, with the command that installs it; empty if nothing."""
+    """What the trials need and this machine lacks, with the command that installs it; empty if nothing is missing."""
     if backend == "mpi" and _mpirun() is None:
         return f"mpirun was not found beside Python or in PATH: {install('mpi')}"
     try:

@@ -228,7 +228,7 @@ def found(fragment: str) -> bool:
     return fragment in texts or all(clause.strip("()") in texts for clause in clauses)
 
 
-def test_the_words_of_timeouts_are_in_one_file() -> None:
+def test_the_texts_of_timeouts_are_in_one_file() -> None:
     words = re.compile("(not complete|not begun by all ranks|running) after … s|within … s"
                        "|went no further|still waiting|… (did not arrive|did not receive|sent nothing with)")
     others = [path for path in sorted((ROOT / "kos").rglob("*.py"))

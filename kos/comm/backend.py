@@ -198,7 +198,7 @@ class Backend(ABC):
         return CollectiveTimeout(f"{call}: {timeouts.incomplete(seconds)}; {self.missing(call)}")
 
     def find_failure(self) -> KosError | None:
-        """The failure of this communicator, as far as it is known without a call.  The watchdog's thread calls it."""
+        """The failure of this communicator, if it can be found without a call.  Called by the watchdog's thread."""
         return self.broken
 
     def report_wait(self, call: Call | None) -> None:  # noqa: B027

@@ -55,7 +55,7 @@ class _Plain(_Options, total=False):
 
 
 class _PlainAsync(_Options, Generic[Bool], total=False):
-    """``Bool`` is the type of the argument: a literal True, or a bool that is known at run time."""
+    """``Bool`` is the type of ``async_op``: a literal True, or a bool that is known only at run time."""
 
     async_op: Required[Bool]
 
@@ -87,20 +87,20 @@ _KEYWORDS = {
     "algorithm": 'the name of a schedule of kos.comm.schedules; "auto" lets the backend choose.',
     "deterministic": "True adds in rank order: the same bits from run to run and on every backend.",
 }
-"""The keywords of every operation that has them, for ``help``."""
+"""What ``help`` says of the keywords that operations share."""
 _ERRORS = """Raises InvalidArgument for wrong arguments, before anything is sent; CollectiveMismatch if the ranks made
 different calls; CollectiveTimeout; RankLost; CollectiveError if the communicator failed before or is closed."""
 
 
 def _document(call: Callable[..., Any]) -> str:
-    """Add the common keywords and the errors to the help of an operation; returns it."""
+    """Add the shared keywords and the errors to the docstring of an operation, and return it."""
     keywords = [f"``{name}``: {_KEYWORDS[name]}" for name in inspect.signature(call).parameters if name in _KEYWORDS]
     call.__doc__ = "\n".join([inspect.getdoc(call) or "", "", *keywords, "", _ERRORS])
     return call.__doc__
 
 
 def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate[Comm, P], Persistent[T]]:
-    """The persistent form of an operation: checked once, launched by each ``start``.  Completes the help of both."""
+    """The persistent form of an operation: checked once, launched by each ``start``.  Completes both docstrings."""
 
     @functools.wraps(call)
     def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent[T]:
@@ -299,8 +299,8 @@ class Operations:
              timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
 
-        As ``all_reduce``, also in place without ``out``.  Contributions are always added in rank order, and ``op`` may
-        not be AVG.
+        As ``all_reduce``, in place without ``out``.  Contributions are always added in rank order.  ``op`` may not be
+        AVG.
 
             ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
         """
@@ -328,7 +328,7 @@ class Operations:
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
         if plain and self.rank == 0 and out is not None and out is not x:
-            in_and_out(x, out, None)  # so that a wrong out is an error on every rank; no cached call of rank 0 has one
+            in_and_out(x, out, None)  # checked at every call, since the cached call of rank 0 has no out
         if plain and self._cache.repeat(self, "exscan", x, out if self.rank else None, op):
             return None if self.rank == 0 else x if out is None else out
         options = self._options("exscan", stream, async_op, timeout, algorithm)
@@ -796,8 +796,8 @@ class _Builder(Operations):
 
 
 def _key(counts: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Counts as a part of a cache key.  None, which no key has, if they are neither a list nor a tuple."""
-    return tuple(counts) if type(counts) is list or type(counts) is tuple else None  # isinstance: twice the time
+    """Counts as a part of a cache key.  If they are neither a list nor a tuple: None, which no cached call has."""
+    return tuple(counts) if type(counts) is list or type(counts) is tuple else None  # isinstance takes twice as long
 
 
 def _input(x: Any, stream: Any) -> Buffer:

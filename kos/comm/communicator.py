@@ -123,7 +123,7 @@ class Communicator(Operations):
     def gather_bytes(self, data: bytes, root: int = 0, *, timeout: float | None = None) -> list[bytes] | None:
         """All ranks' ``data``, of any lengths, in rank order on rank ``root``; None elsewhere.
 
-        As ``all_gather_bytes``, with its ``timeout``, and it raises the same errors.
+        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.
 
             names = comm.gather_bytes(socket.gethostname().encode())
         """
@@ -132,7 +132,7 @@ class Communicator(Operations):
     def broadcast_bytes(self, data: bytes | None, root: int = 0, *, timeout: float | None = None) -> bytes:
         """The ``data`` of rank ``root``, of any length, on every rank.  The other ranks pass None.
 
-        As ``all_gather_bytes``, with its ``timeout``, and it raises the same errors.
+        Takes the ``timeout`` and raises the errors of ``all_gather_bytes``.
 
             settings = json.loads(comm.broadcast_bytes(file.read_bytes() if comm.rank == 0 else None))
         """
@@ -238,8 +238,8 @@ class Communicator(Operations):
 
         ``shape`` are the sizes of the axes, with a product of ``size``.  The communicator of axis ``a`` holds the ranks
         whose coordinates differ from this rank's along ``a`` alone; its ``rank`` is this rank's coordinate.
-        Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.  Raises InvalidArgument for
-        another product, and the errors of ``split``.
+        Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.  Raises InvalidArgument if the
+        product is not ``size``, and the errors of ``split``.
 
             column, row = comm.grid((2, 4))            # column.size == 2, row.size == 4
         """
@@ -262,7 +262,7 @@ class Communicator(Operations):
     def duplicate(self) -> Communicator:
         """Another communicator over the same ranks, whose operations never match this one's.  Collective.
 
-        A library uses one of its own.  Raises CollectiveMismatch, CollectiveTimeout, RankLost.
+        A library uses a duplicate for its own operations.  Raises CollectiveMismatch, CollectiveTimeout, RankLost.
 
             mine = comm.duplicate()
         """
@@ -454,11 +454,11 @@ class Communicator(Operations):
         """Call ``callback(error)`` once when this communicator has failed, at once if it has failed already.
 
         The watchdog's thread calls it within half a second, whatever the program does meanwhile.  On GPUs the
-        operations in flight have been aborted by then, and their results are undefined.  On hosts the next call or
-        wait ends them.  The loss of a rank counts from the end of its process, unless it closed the communicator
-        before.  On ``mpi`` the loss of a rank of another host is reported after the next call only.  ``callback``
-        must return soon, and of this communicator it may use only ``abort``.  Raises InvalidArgument for anything
-        that is not callable.
+        operations in flight have been aborted by then, and their results are undefined.  In host memory the next call
+        or wait ends them.  A rank is lost when its process ends, unless it has closed the communicator before.  On
+        ``mpi`` the loss of a rank of another host is reported only after the next call.  ``callback`` must return
+        soon, and of this communicator it may use only ``abort``.  Raises InvalidArgument if ``callback`` is not
+        callable.
 
             comm.on_failure(lambda error: print(f"lost: {error.ranks}"))
         """
@@ -469,7 +469,7 @@ class Communicator(Operations):
     def explain(self) -> str:
         """A table of the backends, with the reason where one is unusable, and a table of routes by operation.
 
-        It is about this rank, raises nothing, and needs no other rank.
+        Describes this rank.  Not collective; raises nothing.
 
             print(comm.explain())
         """

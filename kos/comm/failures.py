@@ -1,4 +1,4 @@
-"""The ledger of failures: why a rank raised RankLost or another error, whom the error names, and who waits for whom.
+"""The ledger of failures: which failure a rank raises, which ranks its error names, and which ranks wait for others.
 
 Two rules decide which failure a rank raises.  Of several failures of a group, that of the earliest collective counts.
 A cause counts before its consequences: a rank that is closed, late or waiting because of another rank is not named.
@@ -42,7 +42,7 @@ for a rank that is closed or late.
 
 
 WHY_CLOSED = "it closed its communicator"
-"""Why a rank that ``close`` has ended is gone.  It is no failure until another rank waits for that one."""
+"""The reason for the loss of a rank that has called ``close``: a failure only for a rank that waits for that rank."""
 
 
 class EndedEarly(RankLost):
@@ -228,7 +228,7 @@ class Ledger:
     ) -> KosError:  # fmt: skip
         """The error of ``what``, in which the ``late`` ranks are missing: it names the ranks that block them.
 
-        ``words`` (of ``timeouts.py``) describe how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU
+        ``words``, a text of ``timeouts.py``, say how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU
         stream, without posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
         """
         world = [*(self.world[rank] for rank in late), *elsewhere]

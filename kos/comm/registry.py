@@ -73,7 +73,7 @@ def _load(entry: EntryPoint) -> Any:
         return entry.load()
     except Exception as error:
         probe = Probe(False, f"its entry point {entry.value} failed: {type(error).__name__}: {error}")
-        unused = dict.fromkeys(Backend.__abstractmethods__)  # no backend is made of it
+        unused = dict.fromkeys(Backend.__abstractmethods__)  # the class is never instantiated
         return type("Unusable", (Backend,), {**unused, "probe": classmethod(lambda kind, rendezvous: probe)})
 
 

@@ -1,4 +1,4 @@
-"""ScheduledBackend: a backend of a transport, which moves messages between two ranks; runs every operation over it.
+"""ScheduledBackend: runs every operation over a transport, which moves messages between two ranks.
 
 A subclass provides a ``Transport`` (``schedules/execute.py``) and, optionally, native calls: ``mock`` does, and
 ``HostBackend`` (``host/backend.py``) for ranks that are processes.  This class stages the reduction (16-bit floats

@@ -3,7 +3,7 @@
 Every ``TICK`` seconds it calls ``watch`` on each GPU backend, which checks for dead ranks, errors of libraries and
 passed deadlines.  A communicator that fails aborts its operations in flight, so that streams drain, and its next use
 raises the error.  The watchdog also calls the callbacks of ``on_failure``, once each, for any failure.  For them it
-checks backends for host memory too (``find_failure``), where a call, not the watchdog, ends what is in flight.
+also checks backends for host memory (``find_failure``).  There the next call ends the operations in flight.
 
 Calls take no lock and do not wake this thread.
 """
@@ -60,8 +60,8 @@ def on_failure(backend: Backend, callback: Callback) -> None:
         _start()
 
 
-def settle() -> None:
-    """Wait until no backend is being checked for ``on_failure``: its memory is to be freed."""
+def wait_for_check() -> None:
+    """Wait while a backend is checked for ``on_failure``: the caller is about to free its backend's memory."""
     with _checking:
         pass
 
@@ -101,7 +101,7 @@ def _run() -> None:
 
 
 def check_others() -> None:
-    """Check the GPU backends, while one of them waits on this thread, the watchdog's; on other threads do nothing."""
+    """Check the GPU backends while one of them waits on the watchdog's thread.  On other threads: do nothing."""
     if threading.current_thread() is _thread:
         _watch()
 

@@ -114,10 +114,10 @@ class Engine:
             return bool(works)
 
     def disown(self) -> None:
-        """Fail all operations in flight in a forked process; those of the rank continue in its own process."""
+        """Fail all operations in flight in a forked process.  They continue in the process of the rank."""
         self.lock, self.thread = threading.RLock(), None  # another thread of the rank may hold the lock
         for work in self._active:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work._steps))  # if it were freed, it would cancel messages
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(work._steps))  # never freed, which would cancel messages
             work._error = CollectiveError(f"{work.call}: {forked_from(work.backend.rank)}")
             work._steps = None
         self._active.clear()

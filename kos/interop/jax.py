@@ -91,7 +91,7 @@ def _call(comm: kos.Communicator, name: str, tree: Any, result: Callable[[Shape]
     from jax.experimental import io_callback
 
     for option in arguments.keys() & {"async_op", "out"}:
-        raise InvalidArgument(f"{option}: expected none, as each call returns new arrays; on a GPU it does not wait")
+        raise InvalidArgument(f"{option}: expected none, as calls return new arrays, and on a GPU they do not wait")
     leaves, structure = jax.tree.flatten(tree)
     leaves = [leaf if isinstance(leaf, jax.Array) else jax.numpy.asarray(leaf) for leaf in leaves]
     if any(jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves):
@@ -110,7 +110,7 @@ def _call(comm: kos.Communicator, name: str, tree: Any, result: Callable[[Shape]
     else:
         outs = [_empty(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=True)]
         _launch(comm, name, leaves, outs, arguments)
-        # NumPy's memory by ``device_put``, for NumPy has no DLPack of bfloat16 and float8.
+        # ``device_put`` for host memory: NumPy's DLPack has no bfloat16 and no float8.
         results = [
             as_jax(out) if isinstance(out, Array) else jax.device_put(out, leaf.sharding)
             for out, leaf in zip(outs, leaves, strict=True)

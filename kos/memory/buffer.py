@@ -110,7 +110,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
 
 
 def _instead(x: Any) -> str:
-    return ". kos.interop.jax has operations for arrays of JAX" if library_of(x) == "jax" else ""
+    return "; for arrays of JAX use kos.interop.jax" if library_of(x) == "jax" else ""
 
 
 def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any) -> Buffer:

@@ -499,10 +499,10 @@ def _layout_in(description: Mapping[str, Any]) -> list[Any]:
 
 
 def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
-    """CheckpointError naming the fields in which the two shapes differ and may not."""
+    """Raise CheckpointError if the shapes differ in fields in which they may not; it names these fields."""
     ours_values, theirs_values = ({"model_type": x.model_type, **dataclasses.asdict(x)} for x in (ours, theirs))
-    differ = [name for name, value in ours_values.items() if name not in ours.free and theirs_values[name] != value]
-    if differ:
+    fixed = [name for name in ours_values if name not in ours.may_differ]
+    if differ := [name for name in fixed if theirs_values[name] != ours_values[name]]:
         expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
         got = ", ".join(str(theirs_values[name]) for name in differ)
         raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")

@@ -92,7 +92,7 @@ def test_the_last_answers_arrive_though_nobody_closed() -> None:
 
 
 def test_a_group_that_its_hub_frees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The garbage collector may run on the thread of the hub."""
+    """The garbage collector may free a group on the thread of its hub."""
     errors: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", errors.append)
     receive, collecting = Hub._receive, list[Hub]()

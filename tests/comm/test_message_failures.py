@@ -86,7 +86,7 @@ def test_counts_of_two_ranks_that_disagree(several: Any, counts: tuple[int, int]
 
 
 def receive_another_size_in_a_group(comm: kos.Communicator) -> None:
-    """The error names ranks of the world, as all errors do."""
+    """The error names ranks of the world, not of the group."""
     last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
     assert group is not None
     if comm.rank == last:
@@ -110,7 +110,7 @@ def test_a_message_of_another_size_in_a_group_between_hosts_on_mpi(ranks_of_mpi:
 
 
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
-    """The others name the rank."""
+    """The errors of the other ranks name the rank that raised."""
     if comm.rank == 1:
         comm.backend.transport.irecv = Mock(side_effect=error)  # type: ignore[attr-defined]
     with pytest.raises(raised if comm.rank == 1 else CollectiveError) as caught:

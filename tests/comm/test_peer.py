@@ -135,7 +135,7 @@ def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: Re
 def test_parts_of_any_size_go_by_one_kernel(
     gpu: Any, /, seed: int, dtype: np.dtype, op: ReduceOp, algorithm: str
 ) -> None:
-    """By packets and by writes alone; in one or several batches, also where a part is empty or begins anywhere."""
+    """By packets and by direct writes, in one or several batches, with empty and unaligned parts."""
     comm, n, me, guard = gpu.comm, gpu.size, gpu.rank, 24
     launches = comm.backend._engine.launches
     comm.backend.use(Launches(*[((None, Launch(algorithm, threads=64)),)] * 2))

@@ -94,7 +94,7 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
 
 
 def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks: ThreadRanks) -> None:
-    """Each rank knows its own counts alone: the sizes of the pieces are compared at every call."""
+    """A rank knows only its own counts, so the sizes of the pieces are compared at every call."""
 
     def body(gpu: Any) -> None:
         comm, calls = gpu.comm, []

@@ -490,7 +490,7 @@ def test_repeated_calls_with_counts_and_scans(ranks: ThreadRanks, seed: int, nam
 @pytest.mark.parametrize("name", ["all_to_all_v", "reduce_scatter_v", "scan"])
 @on_each_rank("ranks.run")
 def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
-    """A captured call is prepared anew, so that the graph keeps the windows; freed windows are another call's."""
+    """A capture is no cache hit, so that the graph holds the windows.  Nor is the first call on new windows."""
     comm, me = gpu.comm, gpu.comm.rank
     prepared, sent = Prepared(comm), [7, 5, 9]
     counts = {"all_to_all_v": ([3] * SIZE, [3] * SIZE), "reduce_scatter_v": (sent,)}.get(name, ())
@@ -583,7 +583,7 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
 
 
 def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that a capture has taken takes no eager copies until the capture ends, nor those of another capture."""
+    """Until a capture ends, eager copies and copies of other captures do not use its stream."""
     cu, graph, created = driver.cu, FakeGraph(), itertools.count(100)
     captured, recorded = dict[int, int](), dict[Any, int]()  # by stream and event: the capture
 

@@ -25,7 +25,7 @@ class Another(MockBackend):
 
 
 class Partial(Backend):
-    """It lacks methods."""
+    """A class that lacks methods of Backend is refused, and the error names them."""
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:

@@ -92,7 +92,7 @@ def test_other_ranks_are_another_call(gpu: Any, /, fake: FakeNCCL) -> None:
 
 @on_each_rank(FakeRanks(SIZE).run)
 def test_calls_with_counts_that_change(gpu: Any, /, fake: FakeNCCL) -> None:
-    """On the same arrays where their sizes are the same."""
+    """The results are right, also on the arrays of an earlier call with other counts."""
     comm, me, arrays = gpu.comm, gpu.comm.rank, dict[tuple[str, int], Array]()
 
     def array(name: str, count: int, fill: int) -> Array:
@@ -120,7 +120,7 @@ def test_calls_with_counts_that_change(gpu: Any, /, fake: FakeNCCL) -> None:
 
 
 def uneven_call(comm: kos.Communicator, name: str, counts: Any, x: Array, out: Array) -> Any:
-    """The call of a form with counts, the same for all ranks."""
+    """The call of an operation with counts; all ranks pass the same."""
     root = comm.rank == 1
     arguments: dict[str, tuple[Any, ...]] = {
         "all_to_all_v": (x, counts, counts, out), "gather_v": (x, counts, 1, out if root else None),

@@ -134,7 +134,7 @@ def test_more_messages_than_headers() -> None:
 
 
 def test_more_long_messages_than_answers() -> None:
-    """They block no message of another tag, and stay in order."""
+    """More long messages than answers: they do not block messages with other tags, and arrive in order."""
     count = ANSWERS + 20
     values = np.arange(count + EAGER, dtype=np.uint16).astype(np.uint8)
 

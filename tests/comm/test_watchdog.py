@@ -101,7 +101,7 @@ def test_a_rank_that_dies_is_named(parts: str) -> None:
 def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
     finder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The GPU is idle only when those of the duplicate have ended too."""
+    """The GPU is idle only after the kernels of the duplicate have ended, too."""
     monkeypatch.setattr(device, "_ABORT_SECONDS", 5.0)
 
     def body(comm: kos.Communicator, log: Any) -> None:

@@ -45,7 +45,7 @@ def calls(comm: kos.Communicator, x: Host, g: Array, operation: Operation) -> No
 
 
 def overlaps(comm: kos.Communicator, x: Host, later: bool) -> None:
-    """``async_op`` is known at run time only."""
+    """Calls whose ``async_op`` is known only at run time."""
     assert_type(comm.all_reduce(x, deterministic=True, async_op=later), Host | kos.Work[Host])
     assert_type(comm.reduce(x, async_op=later), Host | kos.Work[Host | None] | None)
     assert_type(comm.reduce_scatter(x, async_op=later), Host | kos.Work[Host])

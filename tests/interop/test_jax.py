@@ -94,7 +94,7 @@ def test_wrong_arguments_are_refused(jax: Any) -> None:
         with pytest.raises(InvalidArgument, match=r"expected a first axis that 2 ranks divide, got shape \(3, 2\)"):
             collectives.reduce_scatter(comm, x)
         for option in ("async_op", "out"):
-            with pytest.raises(InvalidArgument, match=f"{option}: expected none, as each call returns new arrays"):
+            with pytest.raises(InvalidArgument, match=f"{option}: expected none, as calls return new arrays"):
                 collectives.all_reduce(comm, x, **{option: x})
         for call in (collectives.broadcast, jax.jit(collectives.broadcast, static_argnums=0)):
             with pytest.raises(InvalidArgument, match="got a PRNG key: pass jax.random.key_data"):

@@ -70,10 +70,10 @@ def test_errors_name_what_was_expected():
     assert "count 3 against 4" in mismatch
     assert missing == "TypeError: broadcast: expected (tensors, opts) or (tensor, root, timeout), got 0 and ['root']"
     assert "reduce: expected (tensors, opts) or (tensor, root, op, timeout), got 2 and ['rank']" in unknown
-    assert "allreduce: expected tensors in memory of the host or of a GPU, got Tensor on meta" in meta
-    assert "allreduce: expected tensors in memory of the host or of a GPU, got FakeTensor on cpu" in fake
+    assert "allreduce: expected tensors in host or GPU memory, got Tensor on meta" in meta
+    assert "allreduce: expected tensors in host or GPU memory, got FakeTensor on cpu" in fake
     assert negative == "InvalidArgument: timeout: expected a positive number of seconds, got -1.0"
-    assert "expected a result whose elements have memory of their own, got strides (0,)" in expanded
+    assert "expected a result whose elements do not share memory, got strides (0,)" in expanded
     assert "caught collective operation timeout in process group" in timeout and "ranks [1] did not arrive" in timeout
 
 

@@ -171,7 +171,7 @@ def group_errors() -> list[str]:
 
 
 class Unwritable(torch.Tensor):
-    """A tensor to which torch does not copy."""
+    """A tensor to which torch cannot copy."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,7 +181,7 @@ class Unwritable(torch.Tensor):
 
 
 def failed_copy() -> list[str]:
-    """Futures of a result that torch cannot copy to its tensor, and of a later operation; rank 1 comes later."""
+    """The futures of a result that torch cannot copy to its tensor, and of a later operation.  Rank 1 is late."""
     torn, texts = torch.ones(4, 4).t().as_subclass(Unwritable), []
     for x in (torn, torch.ones(3)):
         dist.barrier()
@@ -209,7 +209,7 @@ def monitored() -> list[str]:
 
 
 def killed() -> Any:
-    """Rank 1 dies before the second collective; what rank 0 raises, after how many seconds, and later."""
+    """Rank 1 dies before the second collective.  Returns rank 0's error, its time in seconds, and later errors."""
     x = torch.ones(3)
     dist.all_reduce(x)
     if dist.get_rank() == 1:

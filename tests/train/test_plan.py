@@ -200,7 +200,7 @@ def test_what_is_given_stays():
 
 
 def test_the_settings_of_a_run_are_given_where_it_changed_them(tmp_path):
-    """Its config.json has all settings."""
+    """The config.json of a run has all settings; those with their default values do not count as given."""
     for name, flags in (("default", []), ("tp", ["--tp=2", "--zero=1"])):
         (tmp_path / f"{name}.json").write_text(json.dumps({"config": parse([*SHAPE, *flags]).to_json()}))
     file = ["--config", str(tmp_path / "default.json")]

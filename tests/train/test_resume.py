@@ -113,7 +113,7 @@ def test_a_warm_up_that_is_not_over_goes_on() -> None:
 
 
 def test_a_last_rate_of_many_digits() -> None:
-    """The advice rounds it, here to less than ``min_lr``, which a constant schedule does not use."""
+    """The printed command rounds the rate, here to less than ``min_lr``, which a constant schedule does not use."""
     config = TrainConfig.from_preset("tiny", steps=2, warmup_steps=0, min_lr=1.23456123e-4)
     words = shlex.split(commands.more_steps(Path("run"), 1, config))
     assert words[-6:] == ["--schedule", "constant", "--lr", "0.000123456", "--warmup-steps", "0"]
@@ -143,7 +143,7 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
 
 
 def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
-    """Which is as many learned positions; it is refused before the data is read."""
+    """Another ``--seq-len``, and so number of learned positions, is refused before the data is read."""
     how: dict[str, Any] = {"model": {"model_type": "gpt2", "hidden_size": 16, "num_attention_heads": 2}}
     _train(text, tmp_path, steps=1, **how)
     with pytest.raises(CheckpointError, match="of this run, max_position_embeddings 16, got 32"):
@@ -185,7 +185,7 @@ def test_a_run_resumes_in_a_moved_folder(text: Path, tmp_path: Path) -> None:
 
 
 def test_where_a_run_began_is_no_setting_of_others(text: Path, tmp_path: Path) -> None:
-    """A run from other weights resumes at a path; its config.json says nothing of that to the runs that read it."""
+    """A run that began with --init-from resumes from a path.  Runs that read its config.json ignore that path."""
     _train(text, tmp_path / "a", steps=2, **CONSTANT)
     _train(text, tmp_path / "b", steps=4, init_from=str(tmp_path / "a/checkpoints/step-2"), **CONSTANT)
     whole, file = read_metrics(tmp_path / "b/metrics.jsonl"), ["--config", str(tmp_path / "b/config.json")]

@@ -379,7 +379,7 @@ def test_the_time_of_a_run_follows_from_a_trial_step(text: Path, tmp_path: Path,
 
 
 def test_no_trial_without_steps_to_come(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """Where only some steps are profiled, or nothing is left to do."""
+    """With --profile, or if no steps are left, no trial runs."""
     _train(text, tmp_path, steps=2, sample_tokens=0)
     assert " in all: " in capsys.readouterr().out
     monkeypatch.setattr(cpu.CpuEngine, "trial", None)

@@ -456,7 +456,7 @@ class DeviceBackend(Backend):
     def watch(self) -> None:
         """Look at the other ranks, at the library's errors, and at the deadlines of what is queued."""
         shared = self.shared
-        if not shared.lock.acquire(blocking=False):  # another thread ends it, and may wait for the whole GPU
+        if not shared.lock.acquire(blocking=False):  # another thread is ending it, which may wait until the GPU is idle
             return
         try:  # what is closed or aborted meanwhile must not be touched
             if self.broken is not None or self._closing:
@@ -538,7 +538,8 @@ class DeviceBackend(Backend):
     def abort_device(self) -> None:
         """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle.
 
-        Kernels of other communicators may wait for the same rank: the watchdog goes on to find that.
+        Kernels of other communicators may keep the GPU busy, since they wait for the same rank.  So the watchdog's
+        thread checks these meanwhile.
         """
         self.signal_abort()
         drained, deadline = mpi_job.on_thread(self._drain), time.monotonic() + _ABORT_SECONDS

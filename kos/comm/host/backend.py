@@ -1,4 +1,4 @@
-"""HostBackend: the base of backends whose ranks are processes, over a transport of their own.
+"""HostBackend: the base of backends whose ranks are processes, which a transport connects.
 
 Ranks that share memory compare their calls in it, and detect missing and dead ranks.  If the whole group is on one
 host, its collectives run through that memory.  Between hosts the transport compares calls and reports failures.
@@ -270,7 +270,7 @@ class HostBackend(MessagingBackend):
         closed(self)
         self._open = False
         calls, mail, self._calls, self._shared, self._mail = self._calls, self._mail, None, None, None
-        watchdog.settle()
+        watchdog.wait_for_check()
         if mail is not None:
             mail.close()
         if calls is not None:

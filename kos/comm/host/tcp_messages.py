@@ -167,7 +167,7 @@ class Mesh:
             peer.send_control(FAILED, tag, data)
 
     def find_failure(self) -> KosError | None:
-        """The first known failure of the group, or the loss of a rank that has not closed it."""
+        """The first known failure of the group, or the loss of a rank that has not closed its communicator."""
         if (failure := self.ledger.failure) is not None:
             return again(failure[1])
         ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, _CLOSED_HERE))

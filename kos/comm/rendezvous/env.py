@@ -403,5 +403,5 @@ def _stop(connection: Connection, hub: Hub, process: int) -> None:
     if connection.sock.fileno() >= 0:
         _send(connection, CLOSE)
         connection.close()
-    if hub is not threading.current_thread():  # where the garbage collector may find the group
+    if hub is not threading.current_thread():  # the garbage collector may free the group on the hub's thread
         hub.join(CLOSE_SECONDS)

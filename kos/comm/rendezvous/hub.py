@@ -77,7 +77,7 @@ class Hub(threading.Thread):
         remaining = self._remaining(began, len(present))
         if remaining <= 0:
             missing = [rank for rank in range(self._size) if rank not in present]
-            why = timeouts.late("", within=self.timeout).strip()  # the names are added where it is raised
+            why = timeouts.late("", within=self.timeout).strip()  # each rank adds the names to its own error
             raise _Failure(FAILED, missing, f"{why} (rank 0 listens at {self._where})")
         return min(remaining, 1.0)
 

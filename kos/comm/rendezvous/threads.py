@@ -113,7 +113,7 @@ class ThreadGroup:
             raise ledger.lost(rank, why, what, cause, window)
 
     def find_failure(self, ledger: Ledger) -> KosError | None:
-        """The failure of this group, or the loss of a rank that has not closed it."""
+        """The failure of this group, or the loss of a rank that has not closed its communicator."""
         with self.world.lock:
             try:
                 self.raise_failure()

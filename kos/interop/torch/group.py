@@ -588,7 +588,7 @@ class ProcessGroupKos(_ProcessGroup):
 
     @_overloaded(_C._distributed_c10d.BarrierOptions, "timeout")
     def barrier(self, opts: Any) -> Any:
-        """Wait for all ranks, and each for its GPU's current stream.  Raises DistBackendError, InvalidArgument."""
+        """Wait for all ranks and for their current streams.  Raises DistBackendError, InvalidArgument."""
         if self._gpu is not None:
             torch.cuda.current_stream(self.device).synchronize()
         return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", ())
@@ -632,7 +632,7 @@ class ProcessGroupKos(_ProcessGroup):
         return self._launch(call, tensors, None, "recv")
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Any:
-        """Receive into host memory; a done Work has ``source_rank``.  Raises DistBackendError, InvalidArgument."""
+        """Receive from any rank, in host memory; see ``source_rank``.  Raises DistBackendError, InvalidArgument."""
         if tensors[0].is_cuda:
             raise InvalidArgument("recv: expected a source rank for a tensor on a GPU, got any")
         return AnySourceWork(self, self._any, tensors, tag, self._timeout)

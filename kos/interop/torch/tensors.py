@@ -47,7 +47,7 @@ def reduce_op(op: Any, tensor: Tensor) -> Any:
 
 
 def check_dense(tensors: Sequence[Tensor], what: str) -> None:
-    """Raise InvalidArgument unless all tensors are dense and on one device, which kos supports."""
+    """Raise InvalidArgument unless all tensors are dense and on one device that kos supports."""
     device = tensors[0].device
     for tensor in tensors:
         if tensor.device != device or tensor.layout is not torch.strided:
@@ -55,7 +55,7 @@ def check_dense(tensors: Sequence[Tensor], what: str) -> None:
             raise InvalidArgument(f"{what}: expected dense tensors, all on {device}, got one of {got}")
         if device.type not in ("cpu", "cuda") or (not tensor.data_ptr() and tensor.numel()):
             got = f"{type(tensor).__name__} on {tensor.device}"
-            raise InvalidArgument(f"{what}: expected tensors in memory of the host or of a GPU, got {got}")
+            raise InvalidArgument(f"{what}: expected tensors in host or GPU memory, got {got}")
 
 
 def check_parts(parts: Sequence[Tensor], size: int, what: str) -> None:
@@ -150,10 +150,10 @@ class Arrays:
         return as_array(joined)
 
     def add_copy(self, destination: Tensor, source: Tensor) -> None:
-        """Copy ``source`` when the operation is over.  InvalidArgument if elements of ``destination`` share memory."""
+        """Copy ``source`` after the operation.  Raises InvalidArgument if elements of ``destination`` share memory."""
         if torch._debug_has_internal_overlap(destination) == 1:
             got = f"strides {destination.stride()}"
-            raise InvalidArgument(f"tensors: expected a result whose elements have memory of their own, got {got}")
+            raise InvalidArgument(f"tensors: expected a result whose elements do not share memory, got {got}")
         self._copies.append((destination, source))
 
     def copy(self) -> None:

@@ -71,7 +71,7 @@ class HostWork(_Work):
     def is_completed(self) -> bool:
         try:
             return self._failure is not None or (self._done() and self.wait())
-        except Exception as error:  # of kos, or of torch that copies the results
+        except Exception as error:  # of kos, or of torch's copy of a result
             self._failure = self._failure or self._group.translated(error)
             return True
 

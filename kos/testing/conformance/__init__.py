@@ -97,9 +97,9 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         raise InvalidArgument(f"only: expected a part of a promise's name, got {only!r} on {world.size} ranks")
     broken: dict[str, str] = {}
     comm = world.duplicate()
-    say = log if world.rank == 0 else _SILENT
+    logger = log if world.rank == 0 else _SILENT
     for number, case in enumerate(chosen, 1):
-        say.info("%d of %d: %s", number, len(chosen), case.name)
+        logger.info("%d of %d: %s", number, len(chosen), case.name)
         failure: tuple[str, str] | None = None
         try:
             case.call(comm)
@@ -109,7 +109,7 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         rows = [json.loads(row) for row in world.rendezvous.allgather(json.dumps(failure).encode())]
         failures = {rank: row for rank, row in enumerate(rows) if row}
         for rank, (cause, _) in failures.items():
-            say.error("BROKEN %s: rank %d: %s", case.name, rank, cause)
+            logger.error("BROKEN %s: rank %d: %s", case.name, rank, cause)
         if failures:
             broken[case.name] = "\n".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items())
             if not failure:
@@ -120,7 +120,7 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
 
 
 def _cause(error: Exception) -> str:
-    """The error on one line, and the line of the check that raised it."""
+    """The error as one line, and the line of the check that raised it."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     frames = traceback.extract_tb(error.__traceback__)[1:]
     at = [frame for frame in frames if frame.filename in _CHECKS]

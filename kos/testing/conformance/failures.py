@@ -125,7 +125,7 @@ def lost(comm: Communicator) -> None:
 
 
 def reported(comm: Communicator) -> None:
-    """A rank that fails in a collective reports it: the others raise its error, now or when they make the call."""
+    """A rank that fails in a collective reports it: the others raise its error, in that call or in a later one."""
     part, late = comm.duplicate(), comm.size - 1
     if comm.rank == late:
         comm.barrier()  # rank 0 has failed by then

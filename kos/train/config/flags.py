@@ -128,9 +128,11 @@ def parse(argv: Sequence[str] | None = None) -> TrainConfig:
 
 
 def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], int, str | None]:
-    """As ``parse``, of a command line with ``--plan``; the settings that it names, in which words; ranks and GPU.
+    """As ``parse``, for a command line with ``--plan``.
 
-    A file names those that it changes: the config.json of a run has every setting.
+    Returns the config, the names of the settings that were given, the words of the command line for the trainer, the
+    number of ranks and the GPU.  A setting of a file counts as given if it differs from its default, since the
+    config.json of a run has every setting.
     """
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     _add_plan(parser)
@@ -200,7 +202,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         if name not in shape or got is None:
             continue
         expected = shape[name]
-        if name in model.free:
+        if name in model.may_differ:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
@@ -233,7 +235,7 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     if isinstance(values, dict) and isinstance(values.get("config"), dict):
         values = dict(values["config"])
         if values.get("resume") != "auto":
-            values.pop("resume", None)  # where that run began
+            values.pop("resume", None)  # the checkpoint from which that run resumed
         if os.path.isdir(path.parent / "checkpoints"):
             values["out"] = str(path.parent)
     if not isinstance(values, dict):

@@ -39,7 +39,7 @@ def prepared(files: Sequence[Path], how: Any, make: Callable[[Path], dict[str, A
 
 
 def _state_of(place: Path) -> Any:
-    """The sizes and times of the files that this was made of; None where there is nothing, or not all of it."""
+    """The sizes and times of the files that this was made of; None if it is missing or incomplete."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = json.loads((place / ABOUT).read_text())
         return kept["files"] if kept["sizes"] == _sizes(place) else None

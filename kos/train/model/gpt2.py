@@ -31,7 +31,7 @@ class GPT2Config(LlamaConfig):
     final_norm: ClassVar[str] = "transformer.ln_f.weight"
     tables: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
     residual: ClassVar[tuple[str, ...]] = (".c_proj.weight",)
-    free: ClassVar[frozenset[str]] = frozenset({"initializer_range"})
+    may_differ: ClassVar[frozenset[str]] = frozenset({"initializer_range"})
 
     def __post_init__(self) -> None:
         super().__post_init__()

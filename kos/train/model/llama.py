@@ -36,10 +36,9 @@ Weights = Mapping[str, Array]
 class Gradients(NamedTuple):
     """Where a backward puts the gradients of weights, whether it adds to them, and what it calls when one is final.
 
-    What it calls takes the name of a tensor or of a group.
-
-    ``deferred`` takes the matrices' gradients that are left for later, by name: the two arrays that each is the product
-    of, in the slot's memory (``Llama.queue_weight_gradients``).
+    ``final`` takes the name of a tensor or of a group.  ``deferred`` takes the matrices' gradients that are left for
+    later, by name: the two arrays that each is the product of, in the slot's memory
+    (``Llama.queue_weight_gradients``).
     """
 
     of: Weights

@@ -74,8 +74,8 @@ class LlamaConfig:
     final_norm: ClassVar[str] = "model.norm.weight"
     tables: ClassVar[tuple[str, ...]] = (embedding,)  # whose rows are read, not multiplied
     residual: ClassVar[tuple[str, ...]] = (".o_proj.weight", ".down_proj.weight")  # ends of what adds to the stream
-    free: ClassVar[frozenset[str]] = frozenset({"max_position_embeddings", "initializer_range"})
-    """Fields in which a run may differ from a model whose weights it begins with."""
+    may_differ: ClassVar[frozenset[str]] = frozenset({"max_position_embeddings", "initializer_range"})
+    """Fields in which a run may differ from the model whose weights it starts from."""
 
     vocab_size: int
     hidden_size: int

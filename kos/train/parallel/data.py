@@ -84,11 +84,11 @@ class TreeSum:
         self._received = [zeros(longest, dtype) for _ in range(most if axis.size > 1 else 0)]
 
     def target(self, micro_batch: int) -> Parameters:
-        """Where the gradients of a micro-batch, of this rank's number, are to be written: behind what waits."""
+        """Memory for the gradients of a micro-batch (its number on this rank), which no waiting sum uses."""
         return self._sums[micro_batch - sum(self._completes[:micro_batch])]
 
     def add(self, name: str, micro_batch: int) -> None:
-        """The gradient of ``name`` is written; micro-batches come in order."""
+        """Add the gradient of ``name``, which the backward has written to ``target``; micro-batches come in order."""
         last = micro_batch - sum(self._completes[:micro_batch])
         for index in range(last, last - self._completes[micro_batch], -1):
             before = self._sums[index - 1][name]
@@ -118,7 +118,7 @@ class TreeSum:
                 axis.comm.all_gather(part, self.gradients.flat[bucket])
 
     def _add(self, terms: list[tuple[int, int, Array]]) -> Array:
-        """The sum, in the memory of the first: of halves first, then of what is left from the end on."""
+        """The sum, in the memory of the first term: halves of a subtree first, then the others from the last on."""
         stack: list[tuple[int, int]] = []
         arrays: list[Array] = []
         for first, size, x in terms:

@@ -15,7 +15,7 @@ from kos.train.parallel.context import seen
 from kos.train.parallel.fixed import FixedContext, FixedOrder, FixedTensor
 from kos.train.parallel.tensor import Half
 
-LEAST_ROWS_CHUNK = 4096  # tokens: shorter chunks make products and attention slow
+LEAST_ROWS_CHUNK = 4096  # tokens: shorter chunks make matrix products and attention slow
 
 
 class RowOrder(FixedOrder):

@@ -1,5 +1,5 @@
-// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.  And reduce_scatter, the first half of two_shot,
-// also with parts of different sizes (reduce_scatter_v); scan and exscan, which are one_shot with fewer additions.
+// All-reduce by packets, for latency: one_shot, two_shot, ring, tree.  reduce_scatter is the first half of two_shot,
+// reduce_scatter_v the same with parts of different sizes.  scan and exscan are one_shot with fewer additions.
 // Without ``out`` a rank gets no result: so one_shot and two_shot also reduce to one rank.
 //
 // None has a barrier; packets.cuh says why that is safe.  ``count`` elements of any number and alignment,
@@ -39,7 +39,7 @@ __device__ __forceinline__ long long packet_of(int chunk, unsigned per_channel, 
     return ((long long)chunk * gridDim.x + blockIdx.x) * per_channel + i;
 }
 
-// w[rank] is ``own``; those of the ranks up to ``last`` are added in rank order and the sum is rounded into ``own``.
+// w[rank] is ``own``.  Adds the words of the ranks up to ``last`` in rank order, and rounds the sum into ``own``.
 __device__ __forceinline__ void reduce_in_rank_order(Words (&w)[RANKS], Words& own, int rank, int last = RANKS - 1) {
     Reduction sum;
 #pragma unroll
@@ -52,7 +52,7 @@ __device__ __forceinline__ void reduce_in_rank_order(Words (&w)[RANKS], Words& o
     sum.finish(own);
 }
 
-// Every rank sends its whole vector to all others; each adds those of the ranks up to ``last``.  One exchange.
+// Every rank sends its whole vector to all others, and adds the vectors of the ranks up to ``last``.  One exchange.
 __device__ __forceinline__ void send_to_all(const Context* context, u64 own_slab, unsigned own_rank, const char* in,
                                             char* out, long long count, unsigned per_channel, double factor, int last) {
     after_former_kernel();
@@ -179,7 +179,7 @@ ALL_REDUCE(reduce_scatter) {
 #endif
 
 #if COMPILED(REDUCE_SCATTER_V)
-// Part r ends at element ``end<r>``.  Every part has as many packets as the largest; the rest of them are empty.
+// Part r ends at element ``end<r>``.  Every part has as many packets as the largest; those beyond its end are empty.
 #define END(r) , long long end##r
 #define ENTRY(r) end##r,
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -29,8 +29,8 @@
 #endif
 
 constexpr int PER_VECTOR = 16 / sizeof(Bits);
-// Whether unaligned vectors are moved by words if possible.  Parts of different sizes are mostly unaligned.  Other
-// kernels would need more registers for it: ``push`` of bfloat16 between 2 ranks 106 instead of 64.
+// Whether unaligned vectors are moved in words of 4 bytes if possible.  Parts of different sizes are mostly unaligned.
+// The other kernels would need more registers: ``push`` of bfloat16 between 2 ranks 106 instead of 64.
 constexpr bool BY_WORDS = COMPILED(REDUCE_SCATTER_V);
 
 // Vector i of ``count`` elements that are not aligned, or that end within it.
@@ -68,8 +68,8 @@ __device__ __forceinline__ void put(const Vector& v, u64 out, long long i, long 
     if constexpr (!plain) put_slowly(v, out, i, count);
     else store(out + 16 * i, v);
 }
-// How a piece of the message is cut, as one channel sees it: into a chunk for each rank, a chunk into channels and those
-// into batches.  Pieces are cut alike: what a channel collects in one it has copied before others write there again.
+// How a piece of the message is split: into a chunk for each rank, a chunk into channels' shares, a share into batches.
+// Pieces are split alike: a channel has copied what it collected in one piece before others write there again.
 struct Even {
     const char* in;
     long long count, vectors, chunk, share;
@@ -87,11 +87,12 @@ struct Even {
         return int(max(min((long long)batch, end - first(g, r)), 0ll));
     }
 };
-// The same with a part of any size for each rank.
+// A part of the message, of any size, for one rank.
 struct Part {
     const char* in;
     long long count, vectors, share;
 };
+// The same split with a part of any size as the chunk of each rank.
 struct Uneven {
     const Part* parts;
     int batch;
@@ -106,8 +107,8 @@ struct Uneven {
     }
 };
 
-template <class Cut> struct Share : Cut {
-    using Cut::batch, Cut::source, Cut::elements, Cut::first, Cut::length;
+template <class Split> struct Share : Split {
+    using Split::batch, Split::source, Split::elements, Split::first, Split::length;
     unsigned rank;
     const u64 *staging, *out;  // of every rank
     bool collected;            // the output is staging memory, with room for whole vectors
@@ -176,8 +177,8 @@ template <class Cut> struct Share : Cut {
 };
 
 // All batches.  While one is added, the next one is sent: by the same threads, or by the other half of the block.
-template <int TARGETS, bool HALVES, class Cut>
-__device__ __forceinline__ void push_and_add(Channel& channel, const Share<Cut>& s, unsigned batches, bool plain) {
+template <int TARGETS, bool HALVES, class Split>
+__device__ __forceinline__ void push_and_add(Channel& channel, const Share<Split>& s, unsigned batches, bool plain) {
     const unsigned before = channel.batches, t = threadIdx.x % THREADS, half = threadIdx.x / THREADS;
     for (unsigned g = 0; g <= batches; g++) {
         if (half == 0 && g < batches) {
@@ -249,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS)
     const long long chunk = count / PER_VECTOR, share = share_of(chunk);
     if (threadIdx.x < RANKS) {
         staging[threadIdx.x] = context->slab[threadIdx.x] + staging_offset;
-        out[threadIdx.x] = reinterpret_cast<u64>(target) - 16 * own_rank * chunk;  // of this rank alone is written to
+        out[threadIdx.x] = reinterpret_cast<u64>(target) - 16 * own_rank * chunk;  // only this rank's entry is used
     }
     __syncthreads();
     const Share<Even> s{{source, RANKS * count, RANKS * chunk, chunk, share, batch}, own_rank, staging, out, false};
@@ -276,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS)
         const long long vectors = (count + PER_VECTOR - 1) / PER_VECTOR;
         parts[threadIdx.x] = {source + begin * (long long)sizeof(Bits), count, vectors, share_of(vectors)};
         staging[threadIdx.x] = context->slab[threadIdx.x] + staging_offset;
-        out[threadIdx.x] = reinterpret_cast<u64>(target);  // of this rank alone is written to
+        out[threadIdx.x] = reinterpret_cast<u64>(target);  // only this rank's entry is used
     }
     __syncthreads();
     long long longest = 0;

@@ -25,7 +25,7 @@
 #define CHANNELS 128
 #endif
 #define LINE_BYTES 256
-#define RANKS_8(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) /* for parameters: of up to 8 ranks */
+#define RANKS_8(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) /* one parameter for each of up to 8 ranks */
 #define FAILED_OFFSET (CHANNELS * LINE_BYTES)
 #define PAIRS_OFFSET (FAILED_OFFSET + 256)
 #define INBOX_OFFSET (PAIRS_OFFSET + CHANNELS * LINE_BYTES)

@@ -1,10 +1,10 @@
 """The peer backend: GPU memory by our own kernels, over memory that all ranks of the machine map.
 
-This class chooses the kernel of an operation (``_BINDERS``); ``PeerEngine`` launches it.  All-reduce has kernels of its
-own, and so have reduce-scatters and small scans.  Between symmetric buffers, all-gather and all-to-all have them too.
-Broadcast and every other operation that only moves data use ``exchange``.  The other reductions exchange and add in
-rank order (``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or
-not, 16-bit floats are added in fp32, and any dtype, count and alignment is allowed.
+This class chooses the kernel of an operation (``_BINDERS``); ``PeerEngine`` launches it.  All-reduce, reduce-scatter
+and small scans have kernels of their own.  So have all-gather and all-to-all between symmetric buffers.  Broadcast and
+every other operation that only moves data use ``exchange``.  The other reductions exchange and add in rank order
+(``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or not.
+16-bit floats are added in fp32.  Any dtype, count and alignment is allowed.
 
 Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no
 detour, and a call of 4 MiB or more that overlaps other work (``async_op=True``, on all ranks) goes by copy engines.

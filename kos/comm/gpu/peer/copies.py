@@ -147,7 +147,7 @@ class Copies:
         return partial(_on_device, self._device, run)
 
     def _second_stream(self, main: int) -> int:
-        """Handle of a stream for copies that run beside ``main``, and that no other capture has taken."""
+        """Handle of a stream for copies that run beside ``main``; the stream is not part of another capture."""
         capture = capture_of(main)
         for stream in self._streams:
             if capture_of(handle := streams.handle(stream)) in (0, capture):

@@ -6,7 +6,8 @@ kernel that ended early was waiting for.  It checks no arguments that ranks must
 sequence numbers: that is the backend's business.
 
 ``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather and all-to-all between
-large symmetric buffers have kernels of their own.  So have reduce-scatters, of parts of any sizes, and small scans.
+large symmetric buffers have kernels of their own.  So have reduce-scatter, with parts of any size, and small scans.
+
 All-reduce adds in rank order:
 ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push``
 (only writes), ``specialized`` (only writes, each block has one role; symmetric buffers only), ``copies`` (copy
@@ -61,7 +62,7 @@ _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
 """Bytes of one rank's pieces to all others, up to which they are sent as packets.  The second limit holds where ranks
 forward what they receive, since packets then save a second wait for a batch.  Packets take twice the bytes."""
 _SCANNED_UP_TO = 3 << 20
-"""The same of a scan, which by packets is one kernel instead of three.  Not measured."""
+"""The same limit for a scan, which is one kernel by packets, otherwise three.  Not measured."""
 _COPIES_FROM = 160 << 20
 """The same from which copy engines carry all-gather and all-to-all into symmetric outputs."""
 _DIRECT_FROM = 512 << 10
@@ -276,9 +277,10 @@ class PeerEngine:
         self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float,
         ends: Sequence[int] = (),
     ) -> Run:  # fmt: skip
-        """``count`` elements, of each rank's part for ``reduce_scatter``; without ``recv`` this rank gets no result.
+        """A kernel of packets for ``count`` elements; without ``recv`` this rank gets no result.
 
-        ``reduce_scatter_v`` takes the ``ends`` of the parts, of which the largest has ``count`` elements.
+        For ``reduce_scatter`` each part has ``count`` elements.  For ``reduce_scatter_v`` the largest part has, and
+        ``ends`` are the ends of the parts.
         """
         partials = launch.algorithm in ("ring", "tree")
         widened = partials or op is ReduceOp.PREMUL_SUM
@@ -356,9 +358,10 @@ class PeerEngine:
     ) -> Run | None:  # fmt: skip
         """The reduce-scatter of ``counts[r]`` elements for each rank r, added in rank order.
 
-        ``recv`` may be this rank's part of ``send``.  Packets carry what is as small as the all-reduces that they
-        carry, ``size`` times the largest part.  None for what no kernel takes: complex numbers, and PREMUL_SUM if
-        larger.  ``beside``: by copy engines; ``send`` is symmetric then, and the parts are equal.
+        ``recv`` may be this rank's part of ``send``.  Packets are used if an all-reduce of ``size`` times the largest
+        part would use them.  Returns None if no kernel fits: for complex numbers, for PREMUL_SUM without packets, on
+        one rank and without elements.  ``beside``: by copy engines; ``send`` is symmetric then, and the parts are
+        equal.
         """
         count = max(counts)
         nbytes, equal = count * dtype.itemsize, min(counts) == count
@@ -391,7 +394,7 @@ class PeerEngine:
     ) -> Run | None:
         """The scan or exscan (``name``) of ``count`` elements by packets; ``recv`` is 0 on a rank without a result.
 
-        None for what is larger, and for complex numbers.
+        Returns None if packets do not fit: for larger buffers, for complex numbers and on one rank.
         """
         nbytes = count * dtype.itemsize
         launch = self.launches.pick(nbytes, False)
@@ -603,7 +606,7 @@ def _piece(word: int) -> str:
 
 
 def _ends(counts: Sequence[int]) -> tuple[int, ...]:
-    """The ends of parts of so many elements, as kernels take them."""
+    """The end of each part in elements, and 0 for ranks that do not exist: the parameters of a kernel."""
     return (*accumulate(counts), *[0] * (MAX_RANKS - len(counts)))
 
 

@@ -147,7 +147,7 @@ class Calls(Fingerprints):
         return next((rank for rank, _ in self.gone() if not self._words[lines[rank] + CLOSED]), None)
 
     def find_failure(self) -> KosError | None:
-        """The first failure of a rank of the host, or the loss of one that was killed, without waiting for any."""
+        """The first failure of a rank of this host, or the loss of a killed rank.  Does not wait."""
         if (known := self.failure()) is not None:
             return known[0]
         if self._processes is None:

@@ -3,8 +3,7 @@
 Every rank has a mailbox for each other rank: a ring of headers, and room for data.  A short message is eager: the
 sender copies it into the room and is done.  A long one, or one beyond the room or the credits, uses the rendezvous
 protocol: its header (RTS) holds the address, the receiver reads the data in one copy (``direct.py``) and answers.  If
-memory cannot be read so, or too many RTS wait for an answer, the header announces a message of the transport between
-hosts.
+the memory cannot be read, or all answers are in use, the header announces a message of the transport between hosts.
 
 A rank that waits for a message takes all that have arrived.  It keeps those without a receive: their bytes, at most
 ``CREDIT_BYTES`` of each sender, or their address.  So messages of one tag arrive in order, and no order of tags blocks.

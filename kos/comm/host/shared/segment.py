@@ -202,7 +202,7 @@ def started(pid: int) -> int:
 
 
 class Processes:
-    """Processes of this host: one system call finds those that have ended (pidfd_open(2))."""
+    """Processes of this host.  One poll of their descriptors finds those that have ended (pidfd_open(2))."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._poll, self._unknown = select.poll(), False
@@ -220,7 +220,7 @@ class Processes:
             os.close(file)
 
     def ended(self) -> bool:
-        """Whether a process has ended since the last call, or is not known to run."""
+        """Whether a process has ended since the last call.  Always True if one could not be opened."""
         found = [file for file, _ in self._poll.poll(0)]
         for file in found:
             self._poll.unregister(file)

@@ -10,7 +10,7 @@ from kos.train.parallel.schedules import Action, Result, Schedule
 LEGEND = "F forward, B backward, I gradient of the input, W gradient of the weights; number: micro-batch; blank: idle"
 
 
-WIDEST = 10_000  # actions of the shortest kind that a drawing has room for
+WIDEST = 10_000  # the width of a drawing is at most so many of the shortest actions
 
 
 class Timeline(NamedTuple):
