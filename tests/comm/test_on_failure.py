@@ -44,7 +44,7 @@ print(*dict.fromkeys(f"{{type(error).__name__}} {{error.ranks}}" for error in er
 
 
 def ranks_report(end: str, memory: str, seconds: float = TIMEOUT, last: str = "pass") -> list[str]:
-    """The errors that the callbacks of ranks 0 and 2 of three received; ``last`` runs on all ranks before any aborts."""
+    """The errors that the callbacks of ranks 0 and 2 of three received; ``last`` runs before any rank aborts."""
     code = PROGRAM.format(backend="tcp", memory=memory, end=end, seconds=seconds)
     results = run_processes(f"{code}\n{last}\ncomm.abort() if errors else group.close() or comm.close()", 3)
     assert [results[rank][0] for rank in (0, 2)] == [0, 0], results
