@@ -60,11 +60,15 @@ class Job(NamedTuple):
 
 
 class Clock:
-    """``spent``: the seconds of one rank, and by axis the bytes that it has sent."""
+    """``spent``: the seconds of one rank, and by axis the bytes that it has sent.
+
+    ``log``: actions, collectives (by axis), norm and update, each with its start and end in seconds.
+    """
 
     def __init__(self, rates: Rates) -> None:
         self.rates, self.spent = rates, defaultdict[str, float](float)
         self.message = 0.0  # seconds of the longest between two stages
+        self.log: list[tuple[str, float, float]] = []
 
     def operate(self, name: str, nbytes: int, flops: float) -> None:
         rates, moving = self.rates, nbytes / self.rates.memory
@@ -130,7 +134,9 @@ class Link:
     def _collective(self, nbytes: float, async_op: bool) -> Arrival:
         clock, rates = self.clock, self.clock.rates
         clock.spent[self.axis] += nbytes
-        self._free = max(self._free, clock.spent["seconds"]) + rates.latency + nbytes / rates.wire
+        start = max(self._free, clock.spent["seconds"])
+        self._free = start + rates.latency + nbytes / rates.wire
+        clock.log.append((self.axis, start, self._free))
         arrival = Arrival(clock, self._free)
         if not async_op or not rates.overlap:
             arrival.wait()
@@ -167,9 +173,15 @@ class DryStep(Rehearsal):
         before = self.clock.spent.copy()
         super().run(action, weights, received)
         self.actions[action] = {key: spent - before[key] for key, spent in self.clock.spent.items()}
+        self._log(str(action), before["seconds"])
+
+    def _log(self, what: str, start: float) -> None:
+        self.clock.log.append((what, start, self.clock.spent["seconds"]))
 
     def queue_norm(self) -> None:
+        start = self.clock.spent["seconds"]
         self.clock.operate("squares", self.gradients.flat.nbytes, 0.0)
+        self._log("norm", start)
 
     def queue_update(self) -> None:
         config, zeros, whole = self.config, self.sizing.zeros, self.gradients.flat
@@ -177,4 +189,6 @@ class DryStep(Rehearsal):
         master, moment = zeros((held,), config.master_dtype), zeros((held,), "float32")
         same = config.dtype == config.master_dtype and not self.parallel.sharded
         copy = master if same else zeros((held,), config.dtype)
+        start = self.clock.spent["seconds"]
         self.clock.operate("adamw", *cost("adamw", (master, whole, moment, moment, copy)))
+        self._log("update", start)
