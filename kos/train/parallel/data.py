@@ -78,6 +78,7 @@ class TreeSum:
         self.axis, self.gradients, self.buckets, self.ops, self.count = axis, gradients, buckets, ops, count
         self._roots = [subtrees(rank * count, count)[1] for rank in range(axis.size)]
         self._completes, _ = subtrees(axis.rank * count, count)
+        self._places = [n - sum(self._completes[:n]) for n in range(count)]  # of each micro-batch in ``_sums``
         self._sums = [gradients, *(gradients.like() for _ in range(waiting_subtrees(axis.rank, count)))]
         longest, most = max(b.stop - b.start for b in buckets), max(len(each) for each in self._roots)
         zeros, dtype = gradients.zeros, gradients.flat.dtype
@@ -85,11 +86,11 @@ class TreeSum:
 
     def target(self, micro_batch: int) -> Parameters:
         """Memory for the gradients of a micro-batch (its number on this rank), which no waiting sum uses."""
-        return self._sums[micro_batch - sum(self._completes[:micro_batch])]
+        return self._sums[self._places[micro_batch]]
 
     def add(self, name: str, micro_batch: int) -> None:
         """Add the gradient of ``name``, which the backward has written to ``target``; micro-batches come in order."""
-        last = micro_batch - sum(self._completes[:micro_batch])
+        last = self._places[micro_batch]
         for index in range(last, last - self._completes[micro_batch], -1):
             before = self._sums[index - 1][name]
             self.ops.add(before, self._sums[index][name], before)
