@@ -8,6 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,48 @@ def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[st
         with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
             try:
                 output = process.communicate(timeout=SECONDS)
-            finally:  # also what the program started, as a shell does
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            finally:
+                _kill(process)
         done = subprocess.CompletedProcess(command, process.returncode, *output)
         if done.returncode != NEVER_STARTED:
             break
     return done
+
+
+@contextlib.contextmanager
+def running_program(
+    reached: Callable[[str], bool], *command: str | Path, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """A program that has printed a line for which ``reached`` holds; killed at the end or after ``SECONDS``.
+
+    A job that mpirun never started is started again. A program that ends before that line is an AssertionError with all
+    that it printed; its standard error is in its output.
+    """
+    for _ in range(3):
+        printed = []
+        with subprocess.Popen(
+            [*map(str, command)], text=True, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            **options,
+        ) as process:  # fmt: skip
+            watch = threading.Timer(SECONDS, _kill, (process,))
+            watch.start()
+            try:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    printed.append(line)
+                    if reached(line):
+                        yield process
+                        return
+                process.wait()
+            finally:
+                watch.cancel()
+                _kill(process)
+        if process.returncode != NEVER_STARTED:
+            break
+    raise AssertionError(f"the program ended early with exit code {process.returncode}:\n{''.join(printed)}")
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends it and what it started, as a shell does, at once."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

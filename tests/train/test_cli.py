@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,7 @@ from kos.train.checkpoint import checkpoint
 from kos.train.config.flags import set_by_file
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
-from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program
-from tests.run import NEVER_STARTED
+from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program, running_program
 
 ENVIRONMENT = {**OUTSIDE, "PYTHONUNBUFFERED": ""}  # as users have it
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
@@ -146,37 +146,17 @@ def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
     assert len(rows) == 10 and rows[:5] == rows[5:]
 
 
-def _start(*flags: str | Path, ranks: int = 2, fresh: bool = True) -> subprocess.Popen[str]:
+def _running(*flags: str | Path, ranks: int = 2, fresh: bool = True) -> AbstractContextManager[subprocess.Popen[str]]:
     """A long run, once it has made a few steps."""
-    flags = (*flags, "--steps", "1000000", "--save-every", "5", "--eval-every", "0")
-    command = _command(*flags, ranks=ranks, fresh=fresh)
-    for _ in range(3):
-        process = subprocess.Popen(
-            command, env=ENVIRONMENT, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step") and " 7/" in line:
-                return process
-        if process.wait() != NEVER_STARTED:
-            break
-    raise AssertionError("the run ended before its seventh step")
-
-
-def _end(process: subprocess.Popen[str]) -> str:
-    try:
-        return process.communicate(timeout=SECONDS)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    command = _command(*flags, "--steps=1000000", "--save-every=5", "--eval-every=0", ranks=ranks, fresh=fresh)
+    return running_program(lambda line: line.startswith("step") and " 7/" in line, *command, env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: signal.Signals) -> None:
-    process = _start("--data", text, "--out", tmp_path, ranks=ranks, fresh=False)
-    process.send_signal(number)
-    said = _end(process)
+    with _running("--data", text, "--out", tmp_path, ranks=ranks, fresh=False) as process:
+        process.send_signal(number)
+        said = process.communicate()[0]
     assert process.returncode == 0, said
     assert "stopped on request after step" in said
     found = checkpoint.find(tmp_path)
@@ -209,20 +189,20 @@ def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
 @pytest.mark.parametrize("victim", ["rank", "mpirun"])
 def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0", "--pp", "2"]
-    process = _start(*flags)
-    ranks = _ranks_of(process)
-    assert len(ranks) == 2
-    os.kill(ranks[1] if victim == "rank" else process.pid, signal.SIGKILL)
-    said = _end(process)
-    assert process.returncode != 0
-    if victim == "rank":  # mpirun kills the other rank half a second later
-        (line,) = (line for line in said.splitlines() if line.startswith("kos: error: "))
-        assert re.search(rf"after step \d+: .* is gone: its process {ranks[1]} ended; the last checkpoint, ", line)
-        assert said.count("to go on: ") == 1, said
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}/fd").exists() and os.path.exists(f"/proc/{pid}/exe") for pid in ranks):
-        assert time.monotonic() < deadline, "a rank outlived its job"
-        time.sleep(0.05)
+    with _running(*flags) as process:
+        ranks = _ranks_of(process)
+        assert len(ranks) == 2
+        os.kill(ranks[1] if victim == "rank" else process.pid, signal.SIGKILL)
+        said = process.communicate()[0]
+        assert process.returncode != 0
+        if victim == "rank":  # mpirun kills the other rank half a second later
+            (line,) = (line for line in said.splitlines() if line.startswith("kos: error: "))
+            assert re.search(rf"after step \d+: .* is gone: its process {ranks[1]} ended; the last checkpoint, ", line)
+            assert said.count("to go on: ") == 1, said
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{pid}/fd").exists() and os.path.exists(f"/proc/{pid}/exe") for pid in ranks):
+            assert time.monotonic() < deadline, "a rank outlived its job"
+            time.sleep(0.05)
     found = checkpoint.latest(tmp_path / "checkpoints")
     assert found is not None
     done = _run(*flags, "--steps", str(found.step + 2), "--resume", "auto")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -21,7 +20,7 @@ from kos.train.engine.cpu import CpuEngine
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
-from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
+from tests.launcher import MPIRUN, needs_mpirun, run_program, running_program
 from tests.train.sharded import tensors_of_run
 from tests.train.test_cli import ENVIRONMENT
 from tests.train.test_loop import _config, _losses, _train, text
@@ -185,29 +184,21 @@ def test_a_killed_rank_leaves_whole_checkpoints(
 ) -> None:
     flags = [*FLAGS, "--data", text, "--out", tmp_path, "--save-every=1", "--save-async", "--zero=1", "--steps=100000"]
     command = [MPIRUN, "-n", "2", sys.executable, "-c", CODE, *flags, "--keep=3"]
-    process = subprocess.Popen(
-        [*map(str, command)], env=ENVIRONMENT, text=True, start_new_session=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    watch = threading.Timer(SECONDS, lambda: os.killpg(process.pid, signal.SIGKILL))
-    watch.start()
-    try:
-        pids, last = {}, int(rng.integers(4, 12))
-        assert process.stdout is not None
-        for line in process.stdout:
-            words = line.split()
-            if words[:1] == ["pid"]:
-                pids[int(words[1])] = int(words[2])
-            if words[:1] == ["step"] and int(words[1].partition("/")[0]) >= last:
-                os.kill(pids[killed], signal.SIGKILL)
-                break
+    pids, last = {}, int(rng.integers(4, 12))
+
+    def reached(line: str) -> bool:
+        words = line.split()
+        if words[:1] == ["pid"]:
+            pids[int(words[1])] = int(words[2])
+        return words[:1] == ["step"] and int(words[1].partition("/")[0]) >= last
+
+    with running_program(reached, *command, env=ENVIRONMENT) as process:
+        os.kill(pids[killed], signal.SIGKILL)
         said = process.communicate()[0]
-    finally:
-        watch.cancel()
     assert process.returncode != 0, said
     paths = (tmp_path / "checkpoints").glob("*step-*")  # hidden is one whose deletion the kill has ended
     found = {path.name: checkpoint.verify(path).step for path in paths if not path.name.startswith(".")}
-    assert max(found.values()) >= last - 2, (found, last)
+    assert max(found.values(), default=0) >= last - 2, (found, last, said)
     step = max(found.values())
     command = [*python(), "-m", "kos.train", *flags[:-1], "--resume=auto", f"--steps={step + 1}"]
     rest = run_program(*map(str, command), env=ENVIRONMENT)

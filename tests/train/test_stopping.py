@@ -36,8 +36,7 @@ from kos.train.run import Trainer
 from kos.train.tools import console, trackers
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
-from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
-from tests.run import NEVER_STARTED
+from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
 from tests.train.sharded import tensors_of_run
 from tests.train.test_cli import ENVIRONMENT, SHAPE
 from tests.train.test_loop import _config, _train, text
@@ -216,33 +215,14 @@ def test_ctrl_c_says_within_the_step_what_it_does(
     os.mkfifo(tmp_path / "fifo")
     flags = [*SHAPE, "--data", text, "--out", tmp_path / "run", "--steps=100", "--eval-every=0", tmp_path / "fifo"]
     launcher = [MPIRUN, "-n", "2"] if ranks == 2 else []
-    for _ in range(3):
-        process = subprocess.Popen(
-            [*map(str, (*launcher, *python(), "-c", LONG_STEP, *flags))], env=ENVIRONMENT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        timer = threading.Timer(SECONDS, process.kill)
-        timer.start()
-        assert process.stdout is not None
-        before = []
-        for line in process.stdout:
-            if line == "long step\n":
-                break
-            before.append(line)
-        else:
-            timer.cancel()
-            assert process.wait() == NEVER_STARTED, "".join(before)
-            continue
-        break
-    try:
+    command = [*launcher, *python(), "-c", LONG_STEP, *flags]
+    with running_program("long step\n".__eq__, *command, env=ENVIRONMENT) as process:
         process.send_signal(number)
         plan = f"stopping after this step, then saving to {tmp_path / 'run' / 'checkpoints'}"
+        assert process.stdout is not None
         said = [next(process.stdout)]
         os.close(os.open(tmp_path / "fifo", os.O_WRONLY | os.O_NONBLOCK))  # an error where nobody reads
         said += process.stdout
-    finally:
-        timer.cancel()
-        process.kill()
     assert said[0] == f"kos: {plan}; Ctrl-C again to end now\n"
     assert said.count(said[0]) == 1, "rank 0 speaks for all"
     assert any("stopped on request after step 4; to go on: " in line for line in said)
