@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
+import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
 import kos
 from kos import commands
 from kos.errors import install
+from kos.files import printing
 
 COMMANDS = {
     "train": ("kos.train", "train a LLaMA: mpirun -n N kos train"),
@@ -29,10 +31,12 @@ def main(arguments: list[str] | None = None) -> int:
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in ("-h", "--help"):
         names = "\n".join(f"  {each:<11}{what}" for each, (_, what) in COMMANDS.items())
-        print(f"usage: kos NAME [arguments]\n\n{names}\n\nkos NAME --help lists the arguments of a command.")
+        with printing():
+            print(f"usage: kos NAME [arguments]\n\n{names}\n\nkos NAME --help lists the arguments of a command.")
         return 0
     if name == "--version":
-        print(f"kos {kos.__version__}")
+        with printing():
+            print(f"kos {kos.__version__}")
         return 0
     if name not in COMMANDS:
         print(f"kos: error: expected one of {', '.join(COMMANDS)}, got {name!r}", file=sys.stderr)
@@ -48,6 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     sys.argv = [commands.typed, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
+    except KeyboardInterrupt:  # ends the process by the signal, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     finally:
         commands.typed = ""
     return 0
@@ -56,14 +63,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _no_benchmark(name: str) -> str:
     """Why there is no benchmark of that name; empty if there is one."""
     clone = Path(kos.__file__).resolve().parent.parent
-    if not (clone / "benchmarks" / "__init__.py").exists():
+    folder = clone / "benchmarks"
+    if not (folder / "__init__.py").exists():
         remedy = f"{install('')}, or in that folder: {sys.executable} -m benchmarks.NAME"
         return f"expected a clone of kos with the folder benchmarks, got the package installed in {clone}; {remedy}"
     if str(clone) not in sys.path:
         sys.path.insert(0, str(clone))
-    if not name.isidentifier() or importlib.util.find_spec(f"benchmarks.{name}") is None:
-        return f"expected a module of {clone / 'benchmarks'}, got {name!r}"
-    return ""
+    files = {path.stem: path for path in folder.glob("*.py")}
+    files |= {path.parent.name: path for path in folder.glob("*/__main__.py")}
+    programs = sorted(name for name, path in files.items() if b'\nif __name__ == "__main__":' in path.read_bytes())
+    return "" if name in programs else f"expected one of {', '.join(programs)}, got {name!r}"
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ def mpi_of(launcher: str) -> str:
     import subprocess
 
     try:
-        done = subprocess.run([launcher, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS)
+        done = subprocess.run([launcher, "--version"], capture_output=True, timeout=_VERSION_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    named = next((name for name in ("Open MPI", "Intel") if name in done.stdout), "")
-    return named or ("MPICH" if "HYDRA" in done.stdout else "")
+    named = next((name for name in ("Open MPI", "Intel") if name.encode() in done.stdout), "")
+    return named or ("MPICH" if b"HYDRA" in done.stdout else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
@@ -46,13 +47,22 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Flush the output at the end of the block.  A reader that closes the pipe early, such as ``head``, is no error."""
+    """Print the output of a command within the block; it is flushed at the end.
+
+    A character that the output cannot show is replaced.  A reader that closes the pipe early, such as ``head``, is no
+    error.  If the output cannot be written, the command ends with one line on stderr and exit status 2.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     try:
         yield
         if sys.stdout is not None:  # else it was closed before
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
+        if not isinstance(error, BrokenPipeError):
+            print(f"kos: error: expected to write the output, got {error}", file=sys.stderr)
+            raise SystemExit(2) from None
 
 
 def check_writable(path: Path) -> None:

@@ -30,7 +30,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def _program(path: Path, said: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    path.write_bytes(f"#!/bin/sh\necho '{said}'\n".encode("latin-1"))
     path.chmod(0o755)
 
 
@@ -87,6 +87,11 @@ def test_flags_of_mpirun_for_root_and_for_few_cores(
     _program(environment / "mpirun", said)
     assert commands.mpirun(2) == [".venv/bin/mpirun", *flags, "-n", "2"]
     assert "--map-by" not in commands.mpirun(2, here=False)
+
+
+def test_an_mpirun_that_answers_in_another_encoding(environment: Path) -> None:
+    _program(environment / "mpirun", "mpirun (Open MPI) 5.0.11, paramétré")
+    assert commands.mpi_of(str(environment / "mpirun")) == "Open MPI"
 
 
 @needs_mpirun

@@ -45,6 +45,11 @@ def test_alone() -> None:
     assert "CUDA" in verdicts and any(line.startswith("mpi ") for line in report["backends"])
 
 
+def test_no_stderr() -> None:
+    code, said = run("--json", launcher=("sh", "-c", 'exec "$@" 2>&-', "sh"))
+    assert code == 0 and json.loads(said)["will_communicate"]
+
+
 @needs_mpirun
 def test_under_mpirun() -> None:
     code, said = run("--json", launcher=(MPIRUN, "-n", "2"), code=PATIENT)
@@ -169,6 +174,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("mpirun (Open MPI) 5.0.11", "mpirun", OK, "{mpirun}"),
         ("HYDRA build details:", "mpirun", NO, "{mpirun}, which is of MPICH"),
+        ("", "mpirun", OK, "{mpirun}, which is of an unknown MPI, or does not run"),
         ("", "no", NO, "no mpirun"),
     ],
 )
@@ -177,7 +183,7 @@ def test_mpirun_of_another_mpi(
 ) -> None:
     def run(command: list[str], **_: object) -> SimpleNamespace:
         library = '["Open MPI v5", ["/lib/libmpi.so.40"]]'
-        return SimpleNamespace(returncode=0, stdout=said if "--version" in command else library)
+        return SimpleNamespace(returncode=0, stdout=said.encode() if "--version" in command else library)
 
     (tmp_path / beside).touch()
     monkeypatch.setattr(checks.sys, "executable", str(tmp_path / "python"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -65,9 +67,10 @@ def test_a_command_is_its_module(ran: list[tuple[str, list[str]]]) -> None:
 def test_what_is_no_command(ran: list[tuple[str, list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == f"kos: error: expected one of {', '.join(COMMANDS)}, got 'trian'\n"
-    for name in ("nothing", "../tests/run"):
+    for name in ("nothing", "../tests/run", "results", "idle"):
         assert main(["bench", name]) == 2
-        assert f"expected a module of {ROOT / 'benchmarks'}, got {name!r}" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.startswith("kos: error: bench: expected one of collectives, ") and said.endswith(f"got {name!r}\n")
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"kos {kos.__version__}\n"
     assert not ran
 
@@ -77,6 +80,44 @@ def test_a_command_as_a_process() -> None:
     assert there.stdout.startswith("usage: python -m kos.tune [-h]")
     expected = there.stdout.replace("python -m kos.tune", "kos tune", 1)
     assert (here.returncode, here.stdout) == (there.returncode, expected) == (0, here.stdout)
+
+
+SAYING = ("--help", "--version", "schedules", "schedules ring --ranks 3", "doctor")
+
+
+@pytest.mark.parametrize("words", SAYING)
+def test_an_output_that_cannot_be_written_is_one_line(words: str) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "kos", *words.split()]
+        done = subprocess.run(command, stdout=full, stderr=PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("kos: error: expected to write the output, got [Errno 28]")
+
+
+@pytest.mark.parametrize("words", SAYING)
+def test_a_reader_that_stops_and_an_output_of_ascii_end_no_command(words: str) -> None:
+    command = ["env", "PYTHONIOENCODING=ascii", sys.executable, "-m", "kos", *words.split()]
+    done = subprocess.run(command, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.isascii()
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=PIPE, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
+    command = [sys.executable, "-m", "kos", "schedules", "ring", "--predict", "--scales", "8,16384", "--sizes", "1K,1G"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+        assert process.stdout is not None and "predicted" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == "" and process.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("words", ["schedules", "sample --help", "plot --help"])
+def test_commands_need_no_docstrings(words: str) -> None:
+    done = run(sys.executable, "-OO", "-m", "kos", *words.split())
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("bench", "train")])

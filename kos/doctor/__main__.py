@@ -52,7 +52,8 @@ class Doctor:
         self.alarm = threading.Timer(seconds + GRACE, self.abort)
         self.alarm.daemon = True
         self.alarm.start()
-        faulthandler.dump_traceback_later(seconds + 2 * GRACE, exit=True)
+        if sys.stderr is not None:  # else it was closed before
+            faulthandler.dump_traceback_later(seconds + 2 * GRACE, exit=True)
 
     def rest(self) -> None:
         """Cancel the alarms."""

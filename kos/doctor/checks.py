@@ -135,7 +135,8 @@ def mpi() -> Iterator[Check]:
     elif flavour and flavour not in library:
         build = commands.pip_install("--no-binary", "mpi4py", "mpi4py")
         remedy = f"start with the mpirun of the library that mpi4py loads, or build mpi4py here: {build}"
-    found += f", {launcher or 'no mpirun'}" + (f", which is of {flavour}" if remedy and launcher else "")
+    of = "" if flavour and not remedy else f", which is of {flavour or 'an unknown MPI, or does not run'}"
+    found += f", {launcher}{of}" if launcher else ", no mpirun"
     verdict = NO if remedy else OK
     if launcher and not remedy and not under_mpirun() and commands.refuses_root(launcher):
         remedy = f"for root: mpirun {commands.AS_ROOT}, or export {' '.join(f'{name}=1' for name in commands.ROOT)}"

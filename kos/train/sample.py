@@ -6,19 +6,19 @@ RUN is a run's folder (its newest whole checkpoint is taken) or a checkpoint's. 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kos.commands import program
 from kos.errors import ConfigError, KosError
+from kos.files import printing
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog=program("kos.train.sample"),
-        description=__doc__.splitlines()[0],
+        description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
@@ -36,14 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
-    if sys.stdout is not None:
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        try:
-            print(text, flush=True)
-        except OSError as error:  # of a reader that is gone, or a full disk; Python would try again at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print(f"kos: error: expected to write the text, got {error}", file=sys.stderr)
-            return 1
+    with printing():
+        print(text)
     return 0
 
 

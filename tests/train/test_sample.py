@@ -168,7 +168,7 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
     command = [*python(), "-m", "kos.train.sample"]
     with open("/dev/full", "w") as full:
         done = subprocess.run([*command, *flags], stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
-    assert done.returncode == 1 and done.stderr.startswith("kos: error: expected to write the text, got [Errno 28]")
+    assert done.returncode == 2 and done.stderr.startswith("kos: error: expected to write the output, got [Errno 28]")
     assert done.stderr.count("\n") == 1
     done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and done.stdout == ""

@@ -84,8 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
                 _predict(args)
             elif args.algorithm is None:
                 for collective in listed:
-                    print("\n".join([collective, *(f"  {name:18}{describe(collective, name).splitlines()[0]}"
-                                                   for name in algorithms(collective))]))
+                    print(collective)
+                    for name in algorithms(collective):
+                        print(f"  {name:18}" + describe(collective, name).partition("\n")[0])
             else:
                 _show(args)
     except (KosError, OSError) as e:
@@ -101,7 +102,7 @@ def _build(args: argparse.Namespace, name: str, ranks: int, chunks: int) -> Sche
 def _show(args: argparse.Namespace) -> None:
     if args.ranks > MAX_SHOWN:
         raise InvalidArgument(f"--ranks: expected up to {MAX_SHOWN}, got {args.ranks}; --predict accepts more")
-    schedule = _build(args, args.algorithm, args.ranks, args.chunks or 1)
+    schedule = _build(args, args.algorithm, args.ranks, 1 if args.chunks is None else args.chunks)
     verify(schedule)
     print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
     order = ", adds in rank order" if schedule.ordered else ""

@@ -68,8 +68,18 @@ def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ..
 
 
 def describe(collective: str, name: str) -> str:
-    """The algorithm's docstring: its steps, its order of additions, its source."""
-    return inspect.getdoc(_REGISTRY[collective][name].rounds) or ""
+    """The algorithm's docstring: its steps, its order of additions, its source.
+
+    Raises InvalidArgument for an unknown name.
+    """
+    return inspect.getdoc(_find(collective, name).rounds) or ""
+
+
+def _find(collective: str, name: str) -> Algorithm:
+    known = algorithms(collective)
+    if name not in known:
+        raise InvalidArgument(f"unknown algorithm {name!r} for {collective}, expected one of {', '.join(known)}")
+    return _REGISTRY[collective][name]
 
 
 @lru_cache(maxsize=256)
@@ -82,10 +92,9 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
     algorithms (default: the largest divisor of ``ranks`` up to 8).  Raises InvalidArgument for an unknown name,
     listing the known ones, and for numbers out of range.
     """
-    known = algorithms(collective)
+    rounds, parts, ordered = _find(collective, algorithm)
     local = next(d for d in range(8, 0, -1) if ranks % d == 0) if ranks_per_node is None else ranks_per_node
     for right, problem in (
-        (algorithm in known, f"unknown algorithm {algorithm!r} for {collective}, expected one of {', '.join(known)}"),
         (ranks >= 1, f"ranks must be at least 1, got {ranks}"),
         (chunks >= 1, f"chunks must be at least 1, got {chunks}"),
         (0 <= root < ranks, f"root must be in 0..{ranks - 1}, got {root}"),
@@ -93,7 +102,6 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
     ):
         if not right:
             raise InvalidArgument(problem)
-    rounds, parts, ordered = _REGISTRY[collective][algorithm]
     given = {"n": ranks, "c": chunks, "root": root if collective in ROOTED else 0, "local": local}
     arguments = {name: given[name] for name in inspect.signature(rounds).parameters}
     return Schedule(collective, algorithm, ranks, parts(ranks, chunks), given["root"], ordered,

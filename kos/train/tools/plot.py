@@ -101,7 +101,8 @@ def _values(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=program("kos.train.tools.plot"), description=(__doc__ or "").splitlines()[0])
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog=program("kos.train.tools.plot"), description=about)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="A run's folder.")
     about = "The picture, .png or .svg. Default: plot.png in the folder of the first run."
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help=about)

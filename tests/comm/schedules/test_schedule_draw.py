@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from kos.comm.schedules import build
+from kos.comm.schedules import build, collectives, describe
 from kos.comm.schedules.__main__ import main
 from kos.comm.schedules.draw import draw, text
 from kos.errors import InvalidArgument, install
@@ -110,6 +110,7 @@ def test_numbers_are_checked(numbers, capsys):
     (["ring", "--collective", "reduce_all"], "kos: error: unknown collective 'reduce_all'"),
     (["ring", "--ranks", "257"], "kos: error: --ranks: expected up to 256, got 257; --predict accepts more"),
     (["ring", "--ranks", "0"], "kos: error: ranks must be at least 1, got 0"),
+    (["ring", "--chunks", "0"], "kos: error: chunks must be at least 1, got 0"),
     (["--collective", "foo"], "kos: error: unknown collective 'foo', expected one of"),
     (["hierarchical", "--ranks-per-node", "0"], "kos: error: ranks must be a multiple of ranks_per_node, got 8 and 0"),
     (["--predict", "--topology", "moon"], "kos: error: unknown topology 'moon', expected one of h200"),
@@ -118,3 +119,10 @@ def test_errors_are_one_line(arguments, message, capsys):
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith(message) and err.count("\n") == 1
+
+
+def test_an_unknown_algorithm_is_not_described():
+    for collective, name in (("reduce_all", "ring"), ("all_reduce", "rong")):
+        with pytest.raises(InvalidArgument, match="unknown"):
+            describe(collective, name)
+    assert "reduce_all" not in collectives()
