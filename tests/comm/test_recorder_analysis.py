@@ -132,10 +132,12 @@ def crafted(name: str, number: int, state: str = "completed", p2p: bool = False,
     return entry | fields
 
 
-def write(folder: Path, rank: int, size: int, entries: list[dict[str, Any]], time: int = 9_000_000) -> None:
+def write(
+    folder: Path, rank: int, size: int, entries: list[dict[str, Any]], time: int = 9_000_000, **more: Any
+) -> None:
     config = {"world": {"name": "world", "desc": "mpi", "ranks": str(list(range(size)))}}
     dump = {"version": "2.10", "rank": rank, "world_size": size, "pg_config": config, "entries": entries}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(dump | {"time_dumped_ns": time}))
+    (folder / f"rank_{rank}.json").write_text(json.dumps(dump | {"time_dumped_ns": time} | more))
 
 
 REDUCES, BROADCASTS = (partial(crafted, name) for name in ("all_reduce", "broadcast"))
@@ -158,6 +160,12 @@ DUMPS: dict[str, tuple[int, dict[int, list[dict[str, Any]]], str]] = {  # ranks,
         2, {0: [BROADCASTS(0), BROADCASTS(1), crafted("barrier", 2, "failed")], 1: [BROADCASTS(0)]},
         "broadcast #1 of float32.4.: rank 1 did not arrive; rank 0 called it",
     ),
+    "calls that differ after one that the failure ended on other ranks": (
+        4, {0: [REDUCES(0), (ended := crafted("gather", 1, "failed", root=0))], 2: [REDUCES(0), ended],
+            1: [*(done := [REDUCES(0), crafted("gather", 1, root=0)]), crafted("scan", 2, "failed", input_sizes=[[8]])],
+            3: [*done, crafted("scan", 2, "failed")]},
+        "; 1 collective that all .*\nworld: rank 1 called scan #2 of float32.8. .* they differ in elements\nwhere",
+    ),
     "one healthy rank": (
         1, {0: [REDUCES(0)]}, "1 dump of 1 rank; 1 collective that all ranks .*\nnothing is wrong; the",
     ),
@@ -174,6 +182,23 @@ def test_what_dumps_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], case
     for rank, entries in dumps.items():
         write(tmp_path, rank, size, entries)
     assert re.search(said, read(tmp_path, capsys, int("healthy" not in case)), re.DOTALL)
+
+
+def test_the_error_of_a_program_between_operations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("no more\ndata")
+        comm.barrier()
+
+    monkeypatch.setenv("KOS_RECORDER_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match="no more"):
+        spawn(body, 2)
+    text = read(tmp_path, capsys, 1)
+    assert re.search("\n  rank 1: .*barrier #0: completed, .* before the dump; aborted: ValueError: no more data\n", text)
+    assert text.count("; aborted") == 1, "the other rank has only seen it"
 
 
 def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

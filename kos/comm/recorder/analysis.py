@@ -68,19 +68,24 @@ class Dump:
     groups: dict[str, list[int]]
     calls: list[Call]
     time: int  # nanoseconds
+    reason: str = ""  # why it was written; empty if unknown
 
     def waits(self, call: Call) -> bool:
         """Whether other ranks may wait for that call of this rank."""
         return call.state in _UNDONE or (call.state == "scheduled" and self.time - call.created > _LONG_SCHEDULED)
 
     def last_operation(self) -> str:
-        """The rank's last operation, or the first that it did not complete: failed ones before those in progress."""
+        """The rank's last operation, or the first that it did not complete: failed ones before those in progress.
+
+        The text ends with the error of the program, if it ended the rank between operations.
+        """
         if not self.calls:
             return f"rank {self.rank}: no operation"
         call = min((call for call in self.calls if call.state in _UNDONE), key=lambda call: call.state,
                    default=self.calls[-1])  # fmt: skip
         when = f", {(self.time - call.created) / 1e9:.3g} s before the dump" if self.time else ""
-        return f"rank {self.rank}: {call.group}: {call}: {call.state}, called{call.where}{when}"
+        why = f"; {self.reason}" if self.reason.startswith("aborted: ") and call.state != "failed" else ""
+        return f"rank {self.rank}: {call.group}: {call}: {call.state}, called{call.where}{when}{why}"
 
 
 def load(paths: Iterable[str | Path]) -> list[Dump]:
@@ -118,7 +123,8 @@ def _load(file: Path) -> Dump:
         groups = {name: [int(r) for r in json.loads(g["ranks"])] for name, g in data["pg_config"].items()}
         calls = [Call(entry) for entry in data["entries"]]
         rank, size, job = int(data["rank"]), int(data["world_size"]), str(data.get("job", ""))
-        return Dump(rank, size, job, groups, calls, int(data.get("time_dumped_ns", 0)))
+        time, reason = int(data.get("time_dumped_ns", 0)), " ".join(str(data.get("reason", "")).split())
+        return Dump(rank, size, job, groups, calls, time, reason)
     except FileNotFoundError as error:
         raise DataError(f"{file}: expected a dump or a folder of dumps, got no such file or folder") from error
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -157,7 +163,11 @@ def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
 
 
 def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, str | None]:
-    """(number of agreeing collectives before it, the first collective that differs or is incomplete)."""
+    """(number of agreeing collectives before it, the first collective that differs, else the first incomplete one).
+
+    A rank may complete a collective, such as its part of a gather, and differ at the next one.  The former is then
+    incomplete on other ranks, because the failure ended it.
+    """
     mine = {dump.rank: dump for dump in dumps if dump.rank in ranks}
     calls = {rank: {call.number: call for call in dump.calls if call.group == name and not call.is_message}
              for rank, dump in mine.items()}  # fmt: skip
@@ -166,11 +176,13 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
     # Rings may have overwritten earlier collectives.
     first, last = max(map(min, made), default=0), max(map(max, made), default=-1)
     anybody_waits = any(mine[rank].waits(call) for rank, numbers in calls.items() for call in numbers.values())
-    alike = 0
+    alike, incomplete = 0, None
     for number in range(first, last + 1):
         here = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
         if len({call.signature for call in here.values()}) > 1:
             return alike, _differ(name, here)
+        if incomplete is not None:
+            continue
         # Dumps may be from different times: a record that ends earlier is no fault while no rank waits.
         began = min((call.created for call in here.values()), default=0)
         late = [rank for rank in calls if rank not in here] if here and anybody_waits else []
@@ -193,9 +205,10 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
                 sites[call.where].append(rank)
             callers = ", ".join(f"{_ranks(ranks)} called it{site}" for site, ranks in sites.items())
             age = f"; older than that: the dump of {_ranks(older)}" if older else ""
-            return alike, f"{name}: {next(iter(here.values()))}: {problem}; {callers}{age}"
+            incomplete = f"{name}: {next(iter(here.values()))}: {problem}; {callers}{age}"
+            continue
         alike += len(here) == len(calls)
-    return alike, None
+    return alike, incomplete
 
 
 def _differ(name: str, here: dict[int, Call]) -> str:
