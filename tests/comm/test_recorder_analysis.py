@@ -197,7 +197,7 @@ def test_the_error_of_a_program_between_operations(
     with pytest.raises(ValueError, match="no more"):
         spawn(body, 2)
     text = read(tmp_path, capsys, 1)
-    assert re.search("\n  rank 1: .*barrier #0: completed, .* before the dump; aborted: ValueError: no more data\n", text)
+    assert re.search("\n  rank 1: .* completed, .* before the dump; aborted: ValueError: no more data\n", text)
     assert text.count("; aborted") == 1, "the other rank has only seen it"
 
 
