@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kos
+from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.testing.conformance import failures, run
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
+from tests.forked import python
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "writing-a-backend.md"
 BLOCK = r"^<!-- not run: the test runs all blocks together -->\n```python\n(.*?)^```$"
@@ -70,7 +74,7 @@ def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatc
             return run(world, only="broadcast float32")
 
     for broken in run_ranks(2, body):
-        assert "rank 1: " in broken["broadcast float32"] and "bytes differ" in broken["broadcast float32"]
+        assert "rank 1: " in broken["broadcast float32"] and " wrong: [" in broken["broadcast float32"]
 
 
 def without_agree(backend: Any) -> None:
@@ -85,7 +89,51 @@ def without_cancel(backend: Any) -> None:
     backend.__init__.__globals__["Mail"].cancel = lambda mail, cancelled: None
 
 
+def without_last(backend: Any) -> None:
+    """The last element of a message is not written."""
+    mail = backend.__init__.__globals__["Mail"]
+
+    def take(self: Any, receive: Any, take: Any = mail.take) -> None:
+        last = receive.array[-1:].copy()
+        take(self, receive)
+        receive.array[-1:] = last
+
+    mail.take = take
+
+
+def without_root(backend: Any) -> None:
+    """Rank 0 is the root of every broadcast."""
+
+    def carry(self: Any, call: Any, collective: str, carry: Any = backend._carry, **spaces: Any) -> Any:
+        if collective == "broadcast":
+            call.operation = replace(call.operation, root=0)
+        return carry(self, call, collective, **spaces)
+
+    backend._carry = carry
+
+
+def without_order(backend: Any) -> None:
+    """If two messages of the program with one tag and length are there, the second is received first."""
+    mail = backend.__init__.__globals__["Mail"]
+
+    def take(self: Any, receive: Any, take: Any = mail.take) -> None:
+        stem, number = f"{receive.peer}-{self.rank}-{receive.tag}-", self.taken[receive.peer, receive.tag]
+        first, second = (Path(self.folder.path, f"{stem}{number + n}") for n in (0, 1))
+        mine = self.posted[receive.peer, receive.tag][0] is receive
+        if mine and receive.tag < COLLECTIVE_TAGS and first.exists() and second.exists():
+            contents = [file.read_bytes() for file in (first, second)]
+            if len(contents[0]) == len(contents[1]):
+                first.write_bytes(contents[1])
+                second.write_bytes(contents[0])
+        take(self, receive)
+
+    mail.take = take
+
+
 @pytest.mark.parametrize(("change", "check", "cause"), [
+    (without_last, "broadcast float32", r"broadcast of 1 x float32, root \d: element 0 of 1 wrong: \[nan\] instead of"),
+    (without_root, "broadcast float32", r"broadcast of 1 x float32, root 1: element 0 of 1 wrong: \[nan\] instead of"),
+    (without_order, "messages_keep_their_order", r"messages of one tag: .* \(order.py:\d+: "),
     (without_agree, "mismatch op", r"AssertionError: expected .* \(failures.py:\d+: "),
     (without_failed, "reported", r"AssertionError: expected .* \(failures.py:\d+: "),
     (without_cancel, "messages", r"CollectiveTimeout: .* rank \d sent nothing with tag 9 \(failures.py:\d+: comm"),
@@ -105,6 +153,31 @@ def test_the_suite_finds_a_backend_that_lacks_a_part(
     assert all(check in broken for broken in results)
     assert re.search(rf"\d+ of \d+: {check}$", caplog.text, re.M)
     assert re.search(rf"BROKEN {check}: rank \d: .*{cause}", caplog.text), caplog.text
+
+
+HANGS = """
+from kos.testing import conformance
+from kos.testing.conformance.__main__ import main
+
+agree, conformance.LIMIT = Files.agree, 2.0
+
+def without_timeout(backend, call):
+    poll = agree(backend, call)
+    def wait():
+        while not poll():
+            time.sleep(0.001)
+        return True
+    return poll and wait
+
+Files.agree = without_timeout
+raise SystemExit(main(["--backend", "files", "--ranks", "2", "--only", "absent"]))
+"""
+
+
+def test_a_check_that_does_not_end_is_named() -> None:
+    done = subprocess.run([*python(), "-c", "\n".join([*BLOCKS, HANGS])], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout.startswith("1 of 1: absent\n"), done.stderr
+    assert re.search(r"^BROKEN absent: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$", done.stdout, re.M)
 
 
 def test_a_text_that_no_check_has_is_refused() -> None:

@@ -9,8 +9,13 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
+import sys
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +33,9 @@ __all__ = ["Case", "cases", "run"]
 log = logging.getLogger(__name__)
 _SILENT = logging.Logger("silent", logging.CRITICAL)
 _CHECKS = [module.__file__ for module in (failures, order, results)]
+
+LIMIT = 300.0
+"""Seconds that one check may take."""
 
 _FEW = {"float32": None, "bfloat16": ("SUM", "AVG"), "int32": ("SUM", "BXOR"), "bool": ("BOR",)}
 """The dtypes of the short suite, and the reduce operations of each (None: all)."""
@@ -88,6 +96,7 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
 
     Returns the failures, the same on all ranks: for each broken promise, the tracebacks of the ranks that raised.
     Rank 0 logs each check before it starts, and the cause of each failure (the logger ``kos.testing.conformance``).
+    If a check does not end within ``LIMIT`` seconds, the rank logs it and ends its process with exit status 1.
     Raises InvalidArgument if Python runs without assertions (``-O``), or if no name contains ``only``.
     """
     if not __debug__:
@@ -102,7 +111,8 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         logger.info("%d of %d: %s", number, len(chosen), case.name)
         failure: tuple[str, str] | None = None
         try:
-            case.call(comm)
+            with _limited(case, world.rank):
+                case.call(comm)
         except Exception as error:
             failure = _cause(error), traceback.format_exc()
             comm.abort(reason=f"conformance: {case.name} failed")
@@ -117,6 +127,26 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
             comm = world.duplicate()
     comm.close()
     return broken
+
+
+@contextmanager
+def _limited(case: Case, rank: int) -> Iterator[None]:
+    """End the process, with the stack of this thread, if the block does not end: a wait without timeout never does."""
+    waiting = threading.get_ident()
+
+    def end() -> None:
+        stack = "".join(traceback.format_stack(sys._current_frames().get(waiting)))
+        log.error("BROKEN %s: rank %d: no end within %g s:\n%s", case.name, rank, LIMIT, stack)
+        time.sleep(1.0)  # other ranks may report the same
+        os._exit(1)
+
+    alarm = threading.Timer(LIMIT, end)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
 
 
 def _cause(error: Exception) -> str:

@@ -69,6 +69,20 @@ def messages_of_duplicates_do_not_match(comm: Communicator) -> None:
     comm.barrier()
 
 
+def messages_keep_their_order(comm: Communicator) -> None:
+    """Messages to one rank with one tag, short and long, which are received before and after they are sent."""
+    right, left = ((comm.rank + step) % comm.size for step in (1, -1))
+    for early in (False, True) if comm.size > 1 else ():
+        got = [np.zeros(count) for count in (3, 3, 70_001, 3, 1000, 1000)]
+        receives = [comm.recv(x, left, async_op=True) for x in got] if early else []
+        sends = [comm.send(np.full(x.size, 1.0 + number), right, async_op=True) for number, x in enumerate(got)]
+        comm.rendezvous.barrier()
+        for work in [*(receives or [comm.recv(x, left, async_op=True) for x in got]), *sends]:
+            work.wait()
+        values = [(x.min(), x.max()) for x in got]
+        assert values == [(number, number) for number in range(1, len(got) + 1)], f"messages of one tag: {values}"
+
+
 def views_put_and_get(comm: Communicator) -> None:
     """Where ranks share host memory, each reads and writes the arrays of all; a backend need not offer it."""
     if type(comm.backend).views is Backend.views:
@@ -176,5 +190,6 @@ def persistent(comm: Communicator) -> None:
 
 ALL = (
     barrier_waits_for_all_ranks, waiting_for_one_advances_the_other_across_groups, split_of_a_split,
-    messages_of_duplicates_do_not_match, batch, close, several_in_flight, persistent, views_put_and_get,
+    messages_of_duplicates_do_not_match, messages_keep_their_order, batch, close, several_in_flight, persistent,
+    views_put_and_get,
 )  # fmt: skip

@@ -103,15 +103,24 @@ def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[fl
         good |= np.isnan(wide) & (np.isnan(low) | np.isnan(high))
     else:
         good = np.abs(wide - expected) <= 4 * bound
-    assert good.all(), f"{op} of {dtype} on {n}: {got[~good][:5]} instead of {expected[~good][:5]}"
+    assert good.all(), f"{op} of {dtype} on {n}: {_wrong(~good, got, expected)}"
 
 
 def assert_bits(got: Array, expected: Array, what: str = "") -> None:
     """The same shape, dtype and bytes."""
     assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
     assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
-    same = got.reshape(-1).view(np.uint8) == np.ascontiguousarray(expected).reshape(-1).view(np.uint8)
-    assert same.all(), f"{what}: {(~same).sum()} of {same.size} bytes differ; {got} instead of {expected}"
+    mine, theirs = (np.ascontiguousarray(each).reshape(-1) for each in (got, expected))
+    differ = (mine.view(np.uint8) != theirs.view(np.uint8)).reshape(mine.size, mine.itemsize).any(axis=1)
+    assert not differ.any(), f"{what}: {_wrong(differ, mine, theirs)}"
+
+
+def _wrong(where: Array, got: Array, expected: Array) -> str:
+    """The elements that are wrong, and the first of them."""
+    indices = np.flatnonzero(where)
+    last, first = indices[-1], indices[0]
+    elements = f"element {first}" if len(indices) == 1 else f"{len(indices)} elements from {first} to {last}"
+    return f"{elements} of {where.size} wrong: {got[indices[:5]]} instead of {expected[indices[:5]]}"
 
 
 def assert_same_on_all_ranks(comm: Communicator, got: Array, what: str = "") -> None:
