@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.testing.conformance import failures, run
+from kos.testing.conformance.__main__ import main
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
 from tests.forked import python
 
@@ -178,6 +180,25 @@ def test_a_check_that_does_not_end_is_named() -> None:
     done = subprocess.run([*python(), "-c", "\n".join([*BLOCKS, HANGS])], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stdout.startswith("1 of 1: absent\n"), done.stderr
     assert re.search(r"^BROKEN absent: rank 0: no end within 2 s:\n(.*\n)+  File .*, in wait$", done.stdout, re.M)
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--ranks", "0"], "--ranks: expected a number from 1 on, got 0"),
+    (["--seed", "-1"], "--seed: expected a number from 0 on, got -1"),
+])  # fmt: skip
+def test_wrong_numbers_are_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {said}")
+
+
+def test_a_reader_that_stops_hides_nothing_else() -> None:
+    command = [*python(), "-m", "kos.testing.conformance", "--backend", "mock", "--only", "lost"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_text_that_no_check_has_is_refused() -> None:

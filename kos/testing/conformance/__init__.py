@@ -24,6 +24,7 @@ import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.schedules import algorithms
+from kos.comm.schedules.schedule import plural
 from kos.errors import InvalidArgument
 from kos.testing.conformance import failures, order, results, values
 from kos.testing.conformance.model import MOVING
@@ -103,7 +104,7 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         raise InvalidArgument("conformance: expected assertions, got Python without them (-O)")
     chosen = [case for case in cases(full, seed) if only in case.name and world.size >= case.ranks]
     if not chosen:
-        raise InvalidArgument(f"only: expected a part of a promise's name, got {only!r} on {world.size} ranks")
+        raise InvalidArgument(f"only: expected a part of a promise's name, got {only!r} on {plural(world.size, 'rank')}")
     broken: dict[str, str] = {}
     comm = world.duplicate()
     logger = log if world.rank == 0 else _SILENT

@@ -15,15 +15,22 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import TextIO
 
 import kos
 from kos.comm.rendezvous.choose import launched_place
 from kos.comm.rendezvous.mpi_job import under_mpirun
 from kos.errors import KosError
+from kos.files import printing
 from kos.testing import spawn
 from kos.testing.conformance import log, run
 
 TIMEOUT = 60.0  # seconds
+
+
+class _Shown(logging.StreamHandler[TextIO]):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- the name of logging
+        """A reader that stops, such as ``head``, is no error."""
 
 
 def on_threads(options: argparse.Namespace) -> dict[str, str]:
@@ -44,7 +51,8 @@ def on_threads(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m kos.testing.conformance", description=__doc__.splitlines()[0])
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser("python -m kos.testing.conformance", description=about)
     parser.add_argument("--backend", default="auto", metavar="NAME")
     parser.add_argument("--ranks", type=int, default=3, metavar="N", help="number of threads without a launcher")
     parser.add_argument("--full", action="store_true", help="every dtype, size and schedule: minutes")
@@ -52,8 +60,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), metavar="N")
     parser.add_argument("--verbose", action="store_true", help="whole tracebacks")
     options = parser.parse_args(arguments)
+    for name, least in (("ranks", 1), ("seed", 0)):
+        if (got := getattr(options, name)) < least:
+            parser.error(f"--{name}: expected a number from {least} on, got {got}")
     rank, began = launched_place()[0], time.monotonic()
-    shown = logging.StreamHandler(sys.stdout)
+    shown = _Shown(sys.stdout)
     log.addHandler(shown)
     log.setLevel(logging.INFO)
     try:
@@ -69,9 +80,10 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         log.removeHandler(shown)
     if rank == 0:
-        for name, text in broken.items():
-            print(f"BROKEN {name}\n{text}" if options.verbose else f"BROKEN {name}")
-        print(f"{len(broken)} promises broken, seed {options.seed}, {time.monotonic() - began:.1f} s")
+        with printing():
+            for name, text in broken.items():
+                print(f"BROKEN {name}\n{text}" if options.verbose else f"BROKEN {name}")
+            print(f"{len(broken)} promises broken, seed {options.seed}, {time.monotonic() - began:.1f} s")
     return 1 if broken else 0
 
 
