@@ -104,7 +104,8 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         raise InvalidArgument("conformance: expected assertions, got Python without them (-O)")
     chosen = [case for case in cases(full, seed) if only in case.name and world.size >= case.ranks]
     if not chosen:
-        raise InvalidArgument(f"only: expected a part of a promise's name, got {only!r} on {plural(world.size, 'rank')}")
+        ranks = plural(world.size, "rank")
+        raise InvalidArgument(f"only: expected a part of a promise's name, got {only!r} on {ranks}")
     broken: dict[str, str] = {}
     comm = world.duplicate()
     logger = log if world.rank == 0 else _SILENT

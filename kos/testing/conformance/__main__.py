@@ -29,7 +29,7 @@ TIMEOUT = 60.0  # seconds
 
 
 class _Shown(logging.StreamHandler[TextIO]):
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 -- the name of logging
+    def handleError(self, record: logging.LogRecord) -> None:
         """A reader that stops, such as ``head``, is no error."""
 
 

@@ -75,7 +75,8 @@ def messages_keep_their_order(comm: Communicator) -> None:
     for early in (False, True) if comm.size > 1 else ():
         got = [np.zeros(count) for count in (3, 3, 70_001, 3, 1000, 1000)]
         receives: list[Any] = [comm.recv(x, left, async_op=True) for x in got] if early else []
-        sends: list[Any] = [comm.send(np.full(x.size, 1.0 + number), right, async_op=True) for number, x in enumerate(got)]
+        sent = [np.full(x.size, 1.0 + number) for number, x in enumerate(got)]
+        sends: list[Any] = [comm.send(x, right, async_op=True) for x in sent]
         comm.rendezvous.barrier()
         for work in [*(receives or [comm.recv(x, left, async_op=True) for x in got]), *sends]:
             work.wait()
