@@ -18,8 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kos.errors import CheckpointError
-from kos.train.config.model_section import ModelSection
-from kos.train.config.validation import one_line
+from kos.train.config.model_section import ModelSection, one_line
 from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.llama_config import LlamaConfig, RopeScaling
 from kos.train.model.parameters import Parameters, Shape
