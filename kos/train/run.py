@@ -124,10 +124,12 @@ class Trainer:
     def _load_data(self) -> Dataset:
         """Prepared by one rank of each machine; the others find what it kept."""
         first = self.comm.local_rank == 0
+        began_with_weights = self._resumes and self.config.init_from is not None  # which may be gone
+        weights = self.source if began_with_weights else None
 
         @self.stop.at_once()
         def load() -> Dataset:
-            return load_data(self.config, self.console.progress)
+            return load_data(self.config, self.console.progress, weights)
 
         try:
             data = together(self.comm, lambda: load() if first else None)

@@ -137,7 +137,7 @@ def _rename(temporary: Path, final: Path) -> None:
 
 
 def _remove_others(final: Path, keep: int, limit: int) -> None:
-    """All later than ``limit``, and of the earlier ones all but the newest, so that ``keep`` are left with ``final``."""
+    """All later than ``limit``, and of the earlier ones all but so many that ``keep`` are left."""
     others = [(number, path) for number, path in steps_in(final.parent) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]

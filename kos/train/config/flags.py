@@ -170,8 +170,11 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))
     layers.append(("flags", given))
-    folder = next((values["init_from"] for _, values in reversed(layers) if "init_from" in values), None)
-    return [*layers, model_of(Path(folder), layers)] if isinstance(folder, str) else layers
+    said = {key: value for _, values in layers for key, value in values.items()}
+    folder, goes_on = said.get("init_from"), "model" in said and said.get("resume") is not None
+    if not isinstance(folder, str) or (goes_on and not os.path.exists(folder)):  # a run's config.json has its model
+        return layers
+    return [*layers, model_of(Path(folder), layers)]
 
 
 def set_by_file(argv: Sequence[str], message: str) -> str:

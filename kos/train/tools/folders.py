@@ -36,8 +36,9 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """ConfigError if ``rank`` can neither write into ``out`` nor make it. Creates no folder."""
-    existing = next(folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder))
+    """ConfigError if ``rank`` can neither write into ``out`` and its ``checkpoints`` nor make them. Creates none."""
+    places = out / "checkpoints", out, *out.absolute().parents
+    existing = next(folder for folder in places if os.path.lexists(folder))
     if not existing.is_dir():
         got = f"{existing}, which is not a folder"
     elif not os.access(existing, os.W_OK | os.X_OK):
