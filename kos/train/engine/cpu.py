@@ -21,10 +21,10 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.optimizer import AdamW, clip_coefficient
-from kos.train.parallel.data import waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.tree_sum import waiting_subtrees
 from kos.train.train import StepResult
 
 
