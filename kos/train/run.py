@@ -219,7 +219,7 @@ class Trainer:
             changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
         of_schedule = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
         was = self.config.model_copy(update={name: theirs[name] for name in of_schedule if name in theirs})
-        old, new = (each.make_schedule()(found.step) for each in (was, self.config))
+        old, new = (each.learning_rate()(found.step) for each in (was, self.config))
         if found.step < self.config.steps and new > 1.1 * old:
             even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
             _log.warning("the learning rate rises from %.2e to %.2e at step %d%s", old, new, found.step + 1, even)

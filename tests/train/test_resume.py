@@ -117,7 +117,7 @@ def test_a_last_rate_of_many_digits() -> None:
     config = TrainConfig.from_preset("tiny", steps=2, warmup_steps=0, min_lr=1.23456123e-4)
     words = shlex.split(commands.more_steps(Path("run"), 1, config))
     assert words[-6:] == ["--schedule", "constant", "--lr", "0.000123456", "--warmup-steps", "0"]
-    assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).make_schedule()(9) == 0.000123456
+    assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).learning_rate()(9) == 0.000123456
 
 
 def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:

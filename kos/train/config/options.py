@@ -19,7 +19,7 @@ from kos.errors import ConfigError
 from kos.train.config.model_section import ModelSection, one_line, option
 from kos.train.config.presets import PRESETS
 from kos.train.model.llama_config import LlamaConfig, Section
-from kos.train.ops.optimizer import Schedule
+from kos.train.ops.learning_rate import LearningRate
 from kos.train.tools.trackers import PACKAGES
 
 DETERMINISTIC_MICRO_BATCHES = 8
@@ -225,11 +225,11 @@ class TrainConfig(Section):
         """Of the weights that AdamW updates."""
         return self.dtype if self.master_weights == "none" else self.master_weights
 
-    def make_schedule(self) -> Schedule:
+    def learning_rate(self) -> LearningRate:
         """The learning rate of every step."""
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr
-        return Schedule(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
+        return LearningRate(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
