@@ -156,7 +156,7 @@ MUTATIONS = [
              FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),
     Mutation(TRAIN_KERNELS + "adamw.cu", "high = exact ? rint(square * per_unit) * unit : square", "high = square",
              KERNELS + " -k cuts"),
-    Mutation(PARALLEL + "data.py", "stack[-2][1] == stack[-1][1] and ", "",
+    Mutation(PARALLEL + "tree_sum.py", "stack[-2][1] == stack[-1][1] and ", "",
              "tests/train/test_data_parallel.py -k tree"),
     # What one kind of host memory, or one backend, sees for the others.
     Mutation(HOST + "shared/calls.py", "self._mismatch(o.group, sequence, local)", "pass",
