@@ -175,7 +175,7 @@ MUTATIONS = [
     Mutation(HOST + "backend.py", "os.register_at_fork(after_in_child=_open.clear)", "",
              "tests/comm/test_jobs.py -k forked"),
     Mutation(HOST + "tcp.py", "ABORT, str(self.broken or reason)", 'ABORT, ""',
-             "tests/comm/test_tcp_backend.py -k announced_message"),
+             "tests/comm/test_host_messages.py -k announced_message"),
     Mutation(TRAIN + "tools/console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
              "tests/train/test_cli.py -k nobody_takes"),
 ]
