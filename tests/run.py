@@ -60,6 +60,7 @@ EMULATED = (
     "tests/comm/test_nccl_kernels.py",
     "tests/comm/test_peer_failures.py",
     "tests/comm/test_peer_logic.py",
+    "tests/comm/test_peer_memory.py",
     "tests/train/test_engine_choice_on_host.py",
     "tests/train/test_engine_failures_on_host.py",
     "tests/train/test_engine_on_host.py",
