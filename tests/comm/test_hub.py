@@ -222,8 +222,9 @@ def test_a_rank_that_goes(how: str, gone: int) -> None:
     run_ranks(4, body)
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_stalls_is_named(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("late", "within"), [(0, False), (1, False), (1, True)])
+def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its message, or within."""
     met, named = threading.Barrier(3), threading.Barrier(3)
     come_first(monkeypatch, 2)
 
@@ -237,22 +238,8 @@ def test_a_rank_that_stalls_is_named(late: int, monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of 3 did not arrive within 0.3 s"):
                 rendezvous.allgather(b"")
             assert time.monotonic() - began >= 0.3
-        named.wait(20)
-
-    run_ranks(3, body)
-
-
-def test_a_rank_that_stalls_within_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = threading.Barrier(3)
-    come_first(monkeypatch, 2)
-
-    def body(rendezvous: EnvRendezvous) -> None:
-        rendezvous.timeout = 0.3
-        if rendezvous.rank == 1:
+        elif within:
             rendezvous._connection.sock.send(b"\0")
-        else:
-            with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not arrive within 0.3 s"):
-                rendezvous.allgather(b"")
         named.wait(20)
 
     run_ranks(3, body)

@@ -127,8 +127,9 @@ class Stream:
         self._device._behind.pop((0, self.handle), None)
 
 
-Body = Callable[[kos.Communicator, Device, Callable[..., None]], None]
-"""Gets a function that makes two all_reduces on a stream, by different parts of ``auto``."""
+Call = Callable[..., None]
+"""Makes two all_reduces on a stream, by different parts of ``auto``."""
+Body = Callable[[kos.Communicator, Device, Call], None]
 
 
 @pytest.fixture(params=["nccl", "peer", "auto"])
@@ -196,9 +197,7 @@ def named(stream: Stream, given: str) -> Any:
 
 @KINDS
 @on_each_rank("run")
-def test_a_stream_may_be_gone_after_the_call(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
-) -> None:
+def test_a_stream_may_be_gone_after_the_call(comm: kos.Communicator, device: Device, call: Call, /, given: str) -> None:
     """An object is kept; of a bare handle nothing is asked any more.  What comes later still follows."""
 
     def on_a_new_one(handle: int) -> None:
@@ -221,9 +220,7 @@ def test_a_stream_may_be_gone_after_the_call(
 
 
 @on_each_rank("run")
-def test_a_persistent_call_is_over_after_its_stream(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /
-) -> None:
+def test_a_persistent_call_is_over_after_its_stream(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     stream = Stream(device, 1000)
     persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
     work = persistent.start()
@@ -234,7 +231,7 @@ def test_a_persistent_call_is_over_after_its_stream(
 
 
 @on_each_rank("run")
-def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, call: Callable[..., None], /) -> None:
+def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     for turn in range(100):
         call(Stream(device, 1000 + turn))
     gc.collect()
@@ -248,7 +245,7 @@ def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, c
 @KINDS
 @on_each_rank("run")
 def test_what_runs_follows_what_ran_whatever_was_captured_between(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+    comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     first, second, third = (Stream(device, 1000 + k) for k in range(3))
     call(named(first, given))
@@ -266,7 +263,7 @@ def test_what_runs_follows_what_ran_whatever_was_captured_between(
 @KINDS
 @on_each_rank("run")
 def test_calls_of_one_capture_follow_each_other(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+    comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     """On streams that have joined it; also after eager calls on the first of them."""
     first, second = (Stream(device, 1000 + k) for k in range(2))
@@ -284,9 +281,7 @@ def test_calls_of_one_capture_follow_each_other(
 
 
 @on_each_rank("run")
-def test_what_overlaps_is_captured_with_the_rest(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /
-) -> None:
+def test_what_overlaps_is_captured_with_the_rest(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     stream, other = Stream(device, 1000), Stream(device, 1001)
     x = Array.zeros(40, np.float16, 0)
     call(stream)
@@ -300,9 +295,7 @@ def test_what_overlaps_is_captured_with_the_rest(
 
 
 @on_each_rank("run")
-def test_batches_and_what_overlaps_follow_the_rest(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /
-) -> None:
+def test_batches_and_what_overlaps_follow_the_rest(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     """Parts of ``auto`` do not fill the GPU at once: ranks might begin with different ones."""
     several = [Stream(device, 1000 + k) for k in range(4)]
     arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
@@ -319,7 +312,7 @@ def test_batches_and_what_overlaps_follow_the_rest(
 @KINDS
 @on_each_rank("run")
 def test_communicators_of_one_gpu_follow_each_other(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+    comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     """Of two kernels of ``peer`` at once each could hold a part of the GPU, and another part on another rank."""
     if comm.backend_name != "peer":
@@ -354,7 +347,7 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch,
 
 
 @on_each_rank("run")
-def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, call: Callable[..., None], /) -> None:
+def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     """A call that runs after another one whose stream is being captured now: neither can wait for the other."""
     if comm.backend_name == "nccl":
         return  # which orders its own
@@ -366,7 +359,7 @@ def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, c
 
 @on_each_rank("run")
 def test_a_stream_that_its_owner_closed(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, monkeypatch: pytest.MonkeyPatch
+    comm: kos.Communicator, device: Device, call: Call, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream(device, 1000)
     call(stream)

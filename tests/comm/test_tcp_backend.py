@@ -22,7 +22,6 @@ from tests.comm import test_conformance as conformance
 from tests.comm.ranks import on_each_rank
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
-    test_barrier_waits_for_all_ranks,
     test_large,
     test_shapes_and_scalars,
 )
