@@ -48,6 +48,22 @@ class Tensor:
         return self.memory.__dlpack__(stream=-1, max_version=max_version)
 
 
+class Plain(Tensor):
+    """One of which kos asks torch, and not DLPack, where it lies."""
+
+    layout, dtype, requires_grad, contiguous = "strided", "torch.float32", False, True
+
+    def __init__(self, memory: Array) -> None:
+        super().__init__(memory)
+        self.shape = memory.shape
+
+    def data_ptr(self) -> int:
+        return self.memory.pointer
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
 class Torch:
     """torch's current stream: of its pool, the legacy default stream, or somebody else's."""
 
@@ -112,18 +128,8 @@ def test_a_tensor_in_gives_a_tensor_back(torch: Torch) -> None:
 
 def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
     """Which refuses what is not plain: complex numbers that may be conjugated, strides, gradients."""
-
-    class Plain(Tensor):
-        layout, dtype, requires_grad, contiguous, shape = "strided", "torch.float32", False, True, (2, 3)
-
-        def data_ptr(self) -> int:
-            return self.memory.pointer
-
-        def is_contiguous(self) -> bool:
-            return self.contiguous
-
     torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35
-    x = Plain(Array.zeros(6, np.float32, 0))
+    x = Plain(Array.zeros((2, 3), np.float32, 0))
     buffer = as_buffer(x, "x", True)
     assert (buffer.pointer, buffer.shape, buffer.dtype.name) == (x.memory.pointer, (2, 3), "float32")
     assert (buffer.stream, buffer.array, x.asked) == (5000, x, [])

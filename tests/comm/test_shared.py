@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from kos.comm.host.shared import direct
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from kos.testing.conformance import results
+from kos.testing.conformance.model import REDUCING, call, contributions
 from tests.comm import model
 from tests.comm.model import Step
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
@@ -70,23 +72,18 @@ SIZED = [(size, *each) for i, each in enumerate(REDUCTIONS) for size in (3, (2, 
 @pytest.mark.usefixtures("small_slots")
 def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any, op: Any) -> None:
     def body(comm: kos.Communicator) -> list[np.ndarray]:
-        results = []
-        for count in SIZES:
-            x = inputs(seed, comm.size, count, dtype)[comm.rank]
-            kept = x.copy()
-            results.append(comm.all_reduce(x, op, out=poison(count, dtype), deterministic=True))
-            results.append(comm.all_reduce(x.copy(), op, deterministic=True))
-            root = count % comm.size
-            out = poison(count, dtype) if comm.rank == root else None
-            results.append(comm.reduce(x, root, op, out=out, deterministic=True) if out is not None else x)
-            if out is None:
-                comm.reduce(x, root, op, deterministic=True)
-            whole = inputs(seed, comm.size, count * comm.size, dtype)[comm.rank]
-            results.append(comm.reduce_scatter(whole, poison(count, dtype), op, deterministic=True))
-            part = whole[comm.rank * count : (comm.rank + 1) * count]
-            results.append(comm.reduce_scatter(whole, part, op, deterministic=True).copy())
-            assert_bits(x, kept, "input")
-        return results
+        found = []
+        for name, count, in_place in itertools.product(REDUCING[:3], SIZES, (False, True)):
+            step = Step(name, count, dtype, op, root=count, deterministic=True, in_place=in_place)
+            mine = contributions(seed, step, size)[comm.rank]
+            x, out = mine.copy(), poison(count, dtype)
+            if in_place:
+                out = x.reshape(size, -1)[comm.rank] if name == "reduce_scatter" else x
+            call(comm, step, x, out)
+            found.append(out.copy())
+            if not in_place:
+                assert_bits(x, mine, "input")
+        return found
 
     for rank, (got, expected) in enumerate(zip(run(body, size), spawn(body, size), strict=True)):
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -250,11 +247,7 @@ def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
 
 def test_machines_that_reorder_stores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-
-    def body(comm: kos.Communicator) -> str:
-        return comm.backend.shared_memory
-
-    assert run(body, 2) == ["aarch64 reorders stores"] * 2
+    assert run(lambda comm: comm.backend.shared_memory, 2) == ["aarch64 reorders stores"] * 2
 
 
 def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,11 +259,7 @@ def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened(path, flags, *rest)
 
     monkeypatch.setattr("os.open", refuse)
-
-    def body(comm: kos.Communicator) -> str:
-        return comm.backend.shared_memory
-
-    for reason in run(body, 2):
+    for reason in run(lambda comm: comm.backend.shared_memory, 2):
         assert "rank 0 cannot map the memory of rank 0: [Errno 1] Operation not permitted" in reason
 
 
