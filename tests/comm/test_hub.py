@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import Mock
 
@@ -112,15 +112,7 @@ def test_a_group_that_its_hub_frees(monkeypatch: pytest.MonkeyPatch) -> None:
     assert errors == []
 
 
-def by_environment(size: int, body: Callable[[Rendezvous], Any]) -> list[Any]:
-    return run_ranks(size, body)
-
-
-def by_threads(size: int, body: Callable[[Rendezvous], Any]) -> list[Any]:
-    return on_threads(size, body, TIMEOUT)
-
-
-KINDS = pytest.mark.parametrize("run", [by_environment, by_threads])
+KINDS = pytest.mark.parametrize("run", [run_ranks, partial(on_threads, timeout=TIMEOUT)], ids=["env", "threads"])
 
 
 @KINDS

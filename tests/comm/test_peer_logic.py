@@ -46,6 +46,10 @@ REDUCTIONS = [  # one of each way in which kernels treat a type
     (np.dtype(np.int8), ReduceOp.SUM), (np.dtype(np.complex64), ReduceOp.AVG),
     (np.dtype(np.complex128), ReduceOp.PROD),
 ]  # fmt: skip
+OPERATIONS = (
+    "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
+    "gather_v_and_scatter_v", "scan",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -63,46 +67,34 @@ def ranks(no_gpu: None) -> ThreadRanks:
     return ThreadRanks(SIZE)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    [pytest.param(*pair, marks=pytest.mark.slow if n in (1, 5) else ()) for n, pair in enumerate(REDUCTIONS)],
-    ids=lambda x: getattr(x, "name", str(x)),
-)
-def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    conformance.test_all_reduce(ranks, seed, dtype, op)
+def suite() -> Iterator[Any]:
+    """Tests of the conformance suite, and those of GPUs, with the arguments that they get here."""
+
+    def case(module: Any, name: str, *arguments: Any, slow: bool = False) -> Any:
+        label = "-".join([name, *(getattr(x, "name", str(x)) for x in arguments)])
+        return pytest.param(module, name, arguments, marks=pytest.mark.slow if slow else (), id=label)
+
+    for n, pair in enumerate(REDUCTIONS):
+        yield case(conformance, "all_reduce", *pair, slow=n in (1, 5))
+    yield case(on_gpus, "blocks_of_one_role_each", BF16, ReduceOp.AVG)
+    yield case(on_gpus, "blocks_of_one_role_each", np.dtype(np.float32), ReduceOp.SUM, slow=True)
+    for i, name in enumerate(OPERATIONS):
+        for j, dtype in enumerate((BF16, np.dtype(np.int64))):
+            yield case(conformance, name, dtype, slow=(i + j) % 2 == 1)
+    yield case(conformance, "reduce", BF16, False)
+    for algorithm in ("two_shot", "ring", "tree"):
+        yield case(on_gpus, "named_algorithms", algorithm)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    [(BF16, ReduceOp.AVG), pytest.param(np.dtype(np.float32), ReduceOp.SUM, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_blocks_of_one_role_each(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    on_gpus.test_blocks_of_one_role_each(ranks, seed, dtype, op)
+@pytest.mark.parametrize(("module", "name", "arguments"), [*suite()])
+def test_of_the_suite(ranks: Any, seed: int, module: Any, name: str, arguments: tuple[Any, ...]) -> None:
+    getattr(module, f"test_{name}")(ranks, seed, *arguments)
 
 
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS[::2], ids=lambda x: getattr(x, "name", str(x)))
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     for deterministic in (False, True):
         ranks.run(lambda comm, d=deterministic: results.correct(comm, seed, "reduce_scatter", dtype, op, 0, d))
-
-
-OPERATIONS = (
-    "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
-    "gather_v_and_scatter_v", "scan",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=pytest.mark.slow if (i + j) % 2 else (), id=f"{name}-{dtype}")
-        for i, name in enumerate(OPERATIONS)
-        for j, dtype in enumerate((BF16, np.dtype(np.int64)))
-    ],
-)
-def test_operation(ranks: Any, seed: int, name: str, dtype: np.dtype) -> None:
-    getattr(conformance, f"test_{name}")(ranks, seed, dtype)
 
 
 def test_what_no_kernel_takes_is_exchanged_and_added(
@@ -113,15 +105,6 @@ def test_what_no_kernel_takes_is_exchanged_and_added(
     kind, op = np.dtype(np.complex64), ReduceOp.PROD
     for name in ("scan", "reduce_scatter_v"):
         ranks.run(lambda comm, name=name: results.correct(comm, seed, name, kind, op))
-
-
-def test_reduce(ranks: Any, seed: int) -> None:
-    conformance.test_reduce(ranks, seed, BF16, False)
-
-
-@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
-def test_named_algorithms(ranks: Any, seed: int, algorithm: str) -> None:
-    on_gpus.test_named_algorithms(ranks, seed, algorithm)
 
 
 @on_each_rank("ranks.run")

@@ -30,6 +30,7 @@ from tests.comm.fake_peer import HostKernel, Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step
 from tests.comm.ranks import on_each_rank
+from tests.comm.test_current_device import Devices
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
 from tests.comm.test_operations import on_gpu
 from tests.comm.test_peer import test_windows_are_freed_when_all_ranks_let_go  # noqa: F401 -- collected here
@@ -227,17 +228,12 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
     no_gpu: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None
 ) -> None:
     """The device is current where a default stream is used, and for copies; kernels on other streams need no query."""
-    local, queries, copies = threading.local(), list[int](), list[Any]()
+    devices, queries, copies = Devices(), list[int](), list[Any]()
+    devices.stack[0] = 1  # the communicator's is 0
     bind, copy = HostKernel.bind, peer_copies.cu.cuMemcpyDtoDAsync
 
     def current(device: int = 0) -> bool:
-        return getattr(local, "current", False)
-
-    @contextmanager
-    def on_device(device: int) -> Iterator[None]:
-        former, local.current = current(), True
-        yield
-        local.current = former
+        return devices.stack[-1] == device
 
     def bound(*arguments: Any, **options: Any) -> Any:
         run = bind(*arguments, **options)
@@ -254,7 +250,7 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
         return copy(*arguments)
 
     monkeypatch.setattr(driver, "is_current", lambda device: queries.append(device) or current())
-    monkeypatch.setattr(driver, "on_device", on_device)
+    monkeypatch.setattr(driver, "on_device", devices.on)
     monkeypatch.setattr(HostKernel, "bind", bound)
     monkeypatch.setattr(peer_copies.cu, "cuMemcpyDtoDAsync", copied)
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)

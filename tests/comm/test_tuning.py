@@ -92,14 +92,8 @@ def test_damaged_tables_are_refused(data: Any, why: str) -> None:
 def test_routes_and_what_stands_for_what_was_not_measured() -> None:
     table = parse(TABLE, "")
     route = table.route("all_reduce", False, False, True)
-    assert [pick(route, n) for n in (1, 4096, 4097, 8192, 8193, 1 << 40)] == [
-        "peer",
-        "peer",
-        "nccl",
-        "nccl",
-        "peer",
-        "peer",
-    ]
+    sizes = (1, 4096, 4097, 8192, 8193, 1 << 40)
+    assert [pick(route, n) for n in sizes] == ["peer", "peer", "nccl", "nccl", "peer", "peer"]
     assert table.route("all_reduce", True, False, False) == route  # another width, not in a graph
     assert table.route("recv", True, True, True) == ((None, "nccl"),)  # as send_recv
     assert table.route("broadcast", False, False, False) == tuning.UNMEASURED
