@@ -104,17 +104,12 @@ with kos.init(timeout=60) as comm:
 """
 
 
-def test_plain_shells() -> None:
-    results = run_processes(SCRIPT, 3)
-    assert results == [(0, f"rank {r} of 3, local {r}, on tcp: 6\n") for r in range(3)]
-
-
-def test_the_rank_on_the_host_is_the_launchers() -> None:
-    port = free_port()
-    more = [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0"}]
-    command = [*python(), "-c", SCRIPT]
-    results = finish([start(command, r, 2, port, **more[r]) for r in range(2)])
-    assert [text for _, text in results] == [f"rank {r} of 2, local 0, on tcp: 3\n" for r in range(2)]
+@pytest.mark.parametrize(("size", "more"), [(3, {}), (2, {"LOCAL_RANK": "0"})], ids=["all", "told"])
+def test_plain_shells(size: int, more: dict[str, str]) -> None:
+    """The rank on the host is the launcher's, if it tells one."""
+    total = size * (size + 1) // 2
+    expected = [(0, f"rank {r} of {size}, local {0 if more else r}, on tcp: {total}\n") for r in range(size)]
+    assert run_processes(SCRIPT, size, **more) == expected
 
 
 @contextlib.contextmanager

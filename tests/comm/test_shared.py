@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 import kos
 from kos import PremulSum, ReduceOp
@@ -27,6 +28,7 @@ from tests.comm.model import Step
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
+from tests.comm.test_programs import Program, execute, programs
 
 SIZES = [0, 1, 7, 997, 4099]  # elements; several stages with small slots
 F32 = np.dtype(np.float32)
@@ -127,40 +129,12 @@ def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communi
             np.full(5, 3e38, np.float32) * np.float32(10)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(program=programs())
 @pytest.mark.usefixtures("small_slots")
-def test_many_in_flight_on_several_communicators(seed: int, size: int) -> None:
-    """Operations of different kinds and sizes share the slots, ranks are out of step, waits come in any order."""
-
-    def body(comm: kos.Communicator) -> None:
-        rng = np.random.default_rng([seed, comm.rank])
-        comms = [comm, comm.duplicate(), comm.split(0, -comm.rank)]
-        works = []
-        for i in range(60):
-            c = comms[i % 3]
-            count = 1 + 37 * i
-            everyone = inputs(seed + i, size, count, np.float64)
-            if c is comms[2]:
-                everyone.reverse()
-            x = everyone[c.rank]
-            if i % 4 == 0:
-                works.append((c.broadcast(x, i % size, async_op=True), everyone[i % size].copy()))
-            elif i % 4 == 1:
-                works.append((c.all_gather(x, async_op=True), np.stack(everyone)))
-            else:
-                total = everyone[0].copy()
-                for other in everyone[1:]:
-                    total += other
-                works.append((c.all_reduce(x, async_op=True), total))
-            if rng.random() < 0.2:
-                works[rng.integers(len(works))][0].done()
-        for i in rng.permutation(len(works)):
-            work, expected = works[i]
-            assert_bits(work.wait(), expected, f"operation {i}")
-        comms[1].close()
-        comms[2].close()
-
-    run(body, size)
+def test_random_programs(program: Program) -> None:
+    """Operations and messages share slots and mailboxes, ranks are out of step, waits come in any order."""
+    TCPRanks(program.size).run(lambda comm: execute(comm, program))
 
 
 @on_each_rank(run, 2)

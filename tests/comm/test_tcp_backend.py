@@ -221,22 +221,6 @@ def test_an_error_of_one_rank(ranks: TCPRanks, error: BaseException, raised: typ
     ranks.run(lambda comm: fail_on_one_rank(comm, error, raised))
 
 
-@pytest.mark.parametrize("counts", [[2, 2, 0], [0, 2, 3], [2, 2, 300_000]], ids=str)
-@pytest.mark.parametrize("name", ["all_gather_v", "reduce_scatter_v"])
-def test_counts_that_are_not_the_same_on_all_ranks(ranks: TCPRanks, name: str, counts: list[int]) -> None:
-    """Rank 1 has others than its neighbours."""
-
-    def body(comm: kos.Communicator) -> str:
-        mine = counts if comm.rank == 1 else [2, 2, 3]
-        x = np.zeros(mine[comm.rank] if name == "all_gather_v" else sum(mine))
-        with pytest.raises(CollectiveMismatch) as caught:
-            getattr(comm, name)(x, mine)
-        return str(caught.value)
-
-    for message in ranks.run(body):
-        assert f"{name} #0" in message and "rank 1" in message
-
-
 def test_communicators_that_are_dropped_give_their_descriptors_back(memory: str) -> None:
     counts: list[int] = []
 
