@@ -46,19 +46,6 @@ def output(tmp_path: Path, text: str, ranks: int = 0, fresh: bool = False) -> st
 
 
 @needs_mpirun
-def test_the_example(tmp_path: Path) -> None:
-    text = """
-with kos.init() as comm:
-    x = np.full(4, comm.rank, np.float32)
-    comm.all_reduce(x, op=kos.ReduceOp.SUM)
-    assert (x == 3).all() and comm.size == 3 and comm.backend_name == "mpi"
-    assert (comm.local_rank, comm.local_size) == (comm.rank, 3)
-    print(comm.explain().splitlines()[1], flush=True)
-"""
-    assert len(re.findall("^mpi +in use ", output(tmp_path, text, 3, fresh=True), re.MULTILINE)) == 3
-
-
-@needs_mpirun
 def test_what_explain_says_of_sizes_is_what_happens(tmp_path: Path) -> None:
     text = """
 import kos.comm.host.backend as host
@@ -462,12 +449,3 @@ except kos.errors.BackendUnavailable as error:
 """
     refused = "mpi: the ranks are not processes of an MPI job (start with mpirun)\n"
     assert output(tmp_path, text) == refused
-
-
-def test_imports_nothing_that_is_optional(tmp_path: Path) -> None:
-    text = """
-import kos.testing
-heavy = {"mpi4py", "torch", "cuda", "nccl", "pydantic", "rich", "matplotlib", "tokenizers"}
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-"""
-    output(tmp_path, text)

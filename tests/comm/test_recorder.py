@@ -208,23 +208,11 @@ def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch:
     assert [dump.size for dump in one] == [1] and [dump.size for dump in other] == [2, 2]  # the last job
 
 
-def wait_for_nothing(comm: kos.Communicator) -> None:
-    """A timeout on rank 0, with rank 1 still there."""
-    gave_up = comm.rendezvous.threads.shared("gave up", threading.Event)
-    if comm.rank:
-        gave_up.wait(20)
-        return
-    try:
-        comm.recv(ONES.copy(), 1, timeout=0.05)
-    finally:
-        gave_up.set()
-
-
 def test_a_dump_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KOS_RECORDER_DIR", str(tmp_path / "file"))
     with pytest.raises(CollectiveTimeout, match="recv #0"):
-        spawn(wait_for_nothing, 2)
+        spawn(lambda comm: comm.recv(ONES.copy(), 1 - comm.rank, timeout=0.05), 2)
     with kos.init("mock") as comm, pytest.raises(OSError, match="file"):
         comm.recorder.dump()
 
