@@ -28,7 +28,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.rendezvous.threads import ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, graphs, streams
 from kos.dtypes import DTYPES
 from kos.memory import array, windows
@@ -411,6 +411,11 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
     """A communicator of the nccl backend whose ranks are threads."""
     backend = NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank))
     return kos.Communicator(backend, rendezvous, {}, timeout)
+
+
+def alone() -> kos.Communicator:
+    """A group of one."""
+    return communicator(ThreadRendezvous(ThreadGroup(1), 0, WAIT), Group(1))
 
 
 class FakeRanks:

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import Group, communicator, no_gpu
+from tests.comm.fake_nccl import alone, no_gpu
 from tests.comm.test_streams import Device, Stream
 
 
@@ -233,8 +232,3 @@ def test_managed_memory_is_a_gpus(torch: Torch) -> None:
 
     x = Managed(Array.zeros(6, np.float32, 0))
     assert as_buffer(x, "x", True).device == Array.from_dlpack(x).device == 0
-
-
-def alone() -> kos.Communicator:
-    """A group of one over the stand-in of NCCL."""
-    return communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))

@@ -15,12 +15,11 @@ import pytest
 import kos
 from kos.comm.gpu import backend as gpu_backend
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.errors import CollectiveError, InvalidArgument
 from kos.memory.array import Array
-from tests.comm import test_auto
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, Stream, captures, communicator
+from tests.comm import fake_nccl, test_auto
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Stream, captures
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step
 from tests.comm.ranks import on_each_rank
@@ -43,8 +42,7 @@ def of_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def alone(fake: FakeNCCL) -> kos.Communicator:
-    """A group of one."""
-    return communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+    return fake_nccl.alone()
 
 
 def ones(count: int = COUNT, dtype: Any = np.float32, stream: Any = None) -> Array:
@@ -278,7 +276,7 @@ def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytes
 
 
 def test_communicators_that_take_turns_find_their_own(fake: FakeNCCL) -> None:
-    one, other = (communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1)) for _ in range(2))
+    one, other = (fake_nccl.alone() for _ in range(2))
     x, out = ones(), ones()
     counts = []
     for _ in range(6):

@@ -22,7 +22,7 @@ from kos.cuda import driver, streams
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, communicator, no_gpu
+from tests.comm.fake_nccl import Comm, FakeNCCL, alone, no_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
 from tests.host_compiler import COMPILER
@@ -148,7 +148,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         device.install(driver.cu)
         note(fake, device, alone=request.param == "nccl")
         if request.param == "nccl":
-            comm = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+            comm = alone()
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40))
         else:
             monkeypatch.setattr(test_auto, "SIZE", 1)
