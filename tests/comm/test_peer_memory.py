@@ -25,7 +25,7 @@ from kos.cuda import driver, streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_nccl import FakeGraph, Stream, captures
+from tests.comm.fake_nccl import Stream, captures
 from tests.comm.fake_peer import HostKernel, Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step
@@ -37,6 +37,8 @@ from tests.comm.test_peer import test_windows_are_freed_when_all_ranks_let_go  #
 from tests.comm.test_peer_logic import SIZE, no_gpu, pytestmark, ranks
 from tests.comm.test_repeated import FORMS
 from tests.comm.test_repeated_on_hosts import check_cached
+from tests.comm.test_streams import Device
+from tests.comm.test_streams import Stream as OwnedStream
 
 __all__ = ["no_gpu", "pytestmark", "ranks"]
 
@@ -274,24 +276,9 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
 
 def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a capture ends, eager copies and copies of other captures do not use its stream."""
-    cu, graph, created = driver.cu, FakeGraph(), itertools.count(100)
-    captured, recorded = dict[int, int](), dict[Any, int]()  # by stream and event: the capture
-
-    def record(event: Any, stream: int) -> tuple[int]:
-        recorded[event] = captured.get(stream, 0)
-        return (0,)
-
-    def hold(stream: int, event: Any, flags: int) -> tuple[int]:
-        joined = recorded.get(event, 0)
-        assert captured.get(stream, joined) == joined, "an event of other work within a capture"
-        if joined:
-            captured[stream] = joined
-        return (0,)
-
-    monkeypatch.setattr(cu, "cuEventRecord", record)
-    monkeypatch.setattr(cu, "cuStreamWaitEvent", hold)
-    monkeypatch.setattr(cu, "cuStreamIsCapturing", lambda stream: (0, int(stream in captured)))
-    monkeypatch.setattr(cu, "cuStreamGetCaptureInfo", lambda stream: (0, 1, captured[stream], graph, [], [], 0))
+    device, created = Device(), itertools.count(100)
+    device.install(driver.cu)
+    device.alive.update(range(100, 110))
     monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
@@ -299,21 +286,20 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: 
     def body(gpu: Any) -> None:
         def gather(handle: int, turn: int) -> None:
             x, out = Array.from_numpy(np.full(400, turn, np.float32), 0), comm.allocate(400, np.float32)
-            x.stream = out.stream = streams_[handle]
+            x.stream = out.stream = several[handle]
             comm.all_gather(x, out)
             assert (out.numpy() == turn).all()
 
-        comm, streams_ = gpu.comm, {handle: Stream(handle) for handle in (5, 6, 7)}
-        captured.update({5: 1, 6: 2})
-        for turn, handle in enumerate((7, 5, 7, 6, 5, 7, 6)):
-            gather(handle, turn)
-        assert {stream: captured.get(stream, 0) for stream in range(100, next(created))} == {100: 1, 101: 2, 102: 0}
-        captured.clear()
+        comm, several = gpu.comm, {handle: OwnedStream(device, handle) for handle in (5, 6, 7)}
+        with device.capturing(5), device.capturing(6):
+            for turn, handle in enumerate((7, 5, 7, 6, 5, 7, 6)):
+                gather(handle, turn)
+            assert device.captures == {5: 1, 6: 2, 100: 1, 101: 2} and next(created) == 103
         gather(7, 9)
-        captured[6] = 3
-        gather(6, 10)
-        gather(7, 11)
-        assert captured == {6: 3, 100: 3}
+        with device.capturing(6):
+            gather(6, 10)
+            gather(7, 11)
+            assert device.captures == {6: 3, 100: 3}
 
     ThreadRanks(1).run(body)
 

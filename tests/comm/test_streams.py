@@ -22,7 +22,7 @@ from kos.cuda import driver, streams
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
-from tests.comm.fake_nccl import Comm, FakeNCCL, alone, no_gpu
+from tests.comm.fake_nccl import Comm, FakeGraph, FakeNCCL, alone, no_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
 from tests.host_compiler import COMPILER
@@ -36,7 +36,7 @@ class Device:
     def __init__(self) -> None:
         self.alive = {0, streams.LEGACY, SIDE}
         self.busy: set[int] = set()
-        self._capture: dict[int, int] = {}
+        self.captures: dict[int, int] = {}  # by stream: the number of its capture
         self._behind: dict[tuple[int, int], set[Any]] = {}
         self._events: dict[Any, tuple[int, set[Any]]] = {}
         self._calls: dict[tuple[int, int], list[tuple[Any, Any]]] = {}
@@ -47,13 +47,13 @@ class Device:
 
     def install(self, cu: Any) -> None:
         cu.cuStreamIsCapturing = lambda stream: (0, int(self._asked(stream)[0] > 0))
-        cu.cuStreamGetCaptureInfo = lambda stream: (0, 1, self._asked(stream)[0], None)
+        cu.cuStreamGetCaptureInfo = lambda stream: (0, 1, self._asked(stream)[0], FakeGraph())
         cu.cuStreamQuery, cu.cuEventQuery = self._query, self._event_query
         cu.cuEventRecord, cu.cuStreamWaitEvent = self._record, self._wait
 
     def _asked(self, stream: int) -> tuple[int, int]:
         assert stream in self.alive, f"a stream that is gone was asked: {stream}"
-        return self._capture.get(stream, 0), stream
+        return self.captures.get(stream, 0), stream
 
     def _query(self, stream: int) -> tuple[int]:
         assert not self._asked(stream)[0], "queried amid a capture"
@@ -78,7 +78,7 @@ class Device:
         with self._lock:
             capture, behind = self._events.get(event, (0, set()))
             if capture and not self._asked(stream)[0]:
-                self._capture[stream] = capture  # it joins
+                self.captures[stream] = capture  # it joins
             place = self._asked(stream)
             assert place[0] == capture, "what is captured and what runs wait for each other"
             self._behind.setdefault(place, set()).update(behind)
@@ -104,11 +104,11 @@ class Device:
     def capturing(self, stream: int) -> Iterator[None]:
         with self._lock:
             self._made += 1
-            capture = self._capture[stream] = self._made
+            capture = self.captures[stream] = self._made
         yield
         with self._lock:
-            for each in [each for each, of in self._capture.items() if of == capture]:
-                del self._capture[each]
+            for each in [each for each, of in self.captures.items() if of == capture]:
+                del self.captures[each]
 
 
 class Stream:
