@@ -237,6 +237,48 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
+def test_a_group_of_some_ranks_shrinks(tmp_path: Path) -> None:
+    """By the ranks that have come: it has no communicator of its own that MPI could shrink."""
+    text = """
+with kos.init("mpi", timeout=60) as comm:
+    part = comm.split(comm.rank // 3)
+    part.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), 9)
+    if part.size == 3:
+        try:
+            while True:
+                part.split(0)
+        except kos.errors.RankLost as error:
+            assert error.ranks == (1,), error
+        part = part.shrink()
+        copy = part.duplicate()
+        with copy.split(0) as again:
+            print(again.world_ranks, copy.all_reduce(np.full(3, comm.rank)), flush=True)
+    if comm.rank != 3:
+        try:
+            comm.barrier()
+        except kos.errors.RankLost as error:
+            assert error.ranks == (1,), error
+    os._exit(0)
+"""
+    assert job(tmp_path, 4, text, *ULFM) == ["[0, 2] [2 2 2]"] * 2
+
+
+@needs_mpirun
+def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path: Path) -> None:
+    """In Open MPI 5.0.11 a rank that makes one while another dies may crash."""
+    text = """
+from mpi4py import MPI
+with kos.init("mpi", timeout=60) as comm:
+    first = MPI.COMM_WORLD.Dup().py2f()
+    groups = [comm.split(0), comm.duplicate(), comm.group([1, 0])]
+    print(sum(group.all_reduce(np.ones(1))[0] for group in groups), MPI.COMM_WORLD.Dup().py2f() - first, flush=True)
+"""
+    assert job(tmp_path, 2, text) == ["6.0 1"] * 2
+
+
+@needs_mpirun
 def test_a_loss_that_one_rank_alone_hears_of(tmp_path: Path) -> None:
     """Open MPI tells nobody of an exit code that is not 0; it may tell some."""
     text = """
