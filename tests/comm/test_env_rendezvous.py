@@ -322,3 +322,141 @@ def test_another_program_at_the_port() -> None:
 
         _, errors = run_threads(program, lambda: errors_of(20, environment(1, 2, port)))
     assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp2), got b'HTTP/1.1'"]
+<<<<<<< HEAD
+=======
+
+
+# Ranks that go or stall.
+
+
+@pytest.mark.parametrize("how", ["killed", "aborted", "closed"])
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_goes(how: str, gone: int) -> None:
+    why = {
+        "killed": "its connection was closed",
+        "aborted": "it aborted the group",
+        "closed": "it closed the group|its connection was closed",
+    }[how]
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.barrier()
+        if rendezvous.rank == gone:
+            if how == "killed":
+                rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for the dead
+            elif how == "aborted":
+                rendezvous.abort(1)
+            else:
+                rendezvous.close()
+            return
+        for _ in range(2):
+            with pytest.raises(RankLost, match=f"rendezvous: rank {gone} is gone: ({why})"):
+                rendezvous.allgather(b"")
+
+    run_ranks(4, body)
+
+
+def test_rank_0_aborts_at_once() -> None:
+    """Whatever the others do: they learn of it when they come."""
+    aborted = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> float:
+        began = time.monotonic()
+        if rendezvous.rank == 0:
+            rendezvous.abort(1)
+            aborted.set()
+            return time.monotonic() - began
+        assert aborted.wait(20)
+        with pytest.raises(RankLost, match="rendezvous: rank 0 is gone: it aborted the group"):
+            rendezvous.barrier()
+        return 0.0
+
+    assert run_ranks(2, body)[0] < 1.0
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_stalls_is_named(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    met, named = threading.Barrier(3), threading.Barrier(3)
+    come_first(monkeypatch, 2)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.timeout = 0.3
+        if late == 0 and rendezvous._hub is not None:  # else it follows what rank 0 waits with
+            rendezvous._hub.timeout = 0.3
+        began = time.monotonic()  # before any rank waits: the hub counts from the first
+        met.wait(20)
+        if rendezvous.rank != late:
+            with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of 3 did not arrive within 0.3 s"):
+                rendezvous.allgather(b"")
+            assert time.monotonic() - began >= 0.3
+        named.wait(20)
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_stalls_within_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = threading.Barrier(3)
+    come_first(monkeypatch, 2)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.timeout = 0.3
+        if rendezvous.rank == 1:
+            rendezvous._connection.sock.send(b"\0")
+        else:
+            with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not arrive within 0.3 s"):
+                rendezvous.allgather(b"")
+        named.wait(20)
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_does_not_read_keeps_no_other_waiting() -> None:
+    came = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        connection = rendezvous._connection
+        if rendezvous.rank == 2:
+            receive = connection.receive
+            connection.receive = lambda: (came.wait(20), receive())[1]
+        assert len(rendezvous.allgather(bytes(10_000_000))) == 3
+        assert came.is_set() or rendezvous.rank == 1
+        came.set()
+
+    run_ranks(3, body)
+
+
+def test_a_process_that_rank_0_forked_holds_no_end_of_its_connection() -> None:
+    mine, hubs = pair()
+    (ready, began), (asleep, wake) = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.close(wake)
+        os.write(began, b"1")
+        os.read(asleep, 1)
+        os._exit(0)
+    assert os.read(ready, 1)
+    mine.close()
+    assert hubs.drain()  # its end, though the child lives
+    for descriptor in (ready, began, asleep, wake):
+        os.close(descriptor)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.rendezvous.env.GRACE_SECONDS", 0.1)
+    mine, _hubs = pair()
+    network = Network(b"s", "127.0.0.1", "", loopback=True)
+    rendezvous = TCPRendezvous(1, 2, 0.2, network, None)
+    rendezvous._connection = mine
+    with pytest.raises(RendezvousError, match=r"rank 0 gave no answer within 0\.2 s"):
+        rendezvous.allgather(b"")
+
+
+def test_more_than_a_message_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.rendezvous.hub.MAX_MESSAGE", 1000)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        message = "allgather: expected less than 1000 bytes in all, got 12[0-9][0-9]"
+        with pytest.raises(RendezvousError, match=message):
+            rendezvous.allgather(bytes(600))
+
+    run_ranks(2, body)
+>>>>>>> ulfm

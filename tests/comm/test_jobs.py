@@ -249,7 +249,7 @@ def test_after_mpi_finalize(tmp_path: Path, before: str) -> None:
 
 @needs_mpirun
 def test_a_rendezvous_by_mpi_that_is_out_of_step(tmp_path: Path) -> None:
-    """Calls that differ, then a rank that comes after the other has given up."""
+    """Calls that differ, and a rank that comes after the other has given up: it has what that one sent, once."""
     text = """
 from kos.comm.rendezvous.mpi import MPIRendezvous
 world = MPIRendezvous(timeout=60)
@@ -274,7 +274,7 @@ for attempt in range(2):
     said = output(tmp_path, text, 2)
     waited = [f"rendezvous: allgather: rank {rank} waited 0.3 s for rank {1 - rank}" for rank in (0, 1)]
     differ = "rank 0 called call 0 (exchange 1) but rank 1 called call 1 (exchange 1)"
-    assert sorted(said.splitlines()) == sorted([*waited * 2, *[differ] * 4])
+    assert sorted(said.splitlines()) == sorted([*waited, waited[0], *[differ] * 4])
 
 
 @needs_mpirun

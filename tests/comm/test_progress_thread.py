@@ -168,10 +168,27 @@ except kos.errors.BackendUnavailable as error:
 """
 
 
+FORKS = """
+import os, select, signal, sys, threading, kos
+comm = kos.init(progress_thread=True)
+lock = comm.backend.engine.thread._event._cond  # which its thread holds for a moment each time it wakes
+holder = threading.Thread(target=lock.acquire)
+holder.start(), holder.join()
+child = os.fork()
+if not child:
+    sys.exit(7)
+lock.release()
+if not select.select([os.pidfd_open(child)], [], [], 20)[0]:
+    os.kill(child, signal.SIGKILL)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 @pytest.mark.parametrize(("program", "said"), [
     (PROGRAM, "in flight False"),
+    (FORKS, "7"),
     (SERIALIZED, "mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED"),
-], ids=["an open communicator", "too few threads"])  # fmt: skip
+], ids=["an open communicator", "a fork", "too few threads"])  # fmt: skip
 def test_a_program_ends(program: str, said: str) -> None:
     if "mpi4py" in program:
         pytest.importorskip("mpi4py")
