@@ -214,6 +214,24 @@ def test_a_rank_that_goes(how: str, gone: int) -> None:
     run_ranks(4, body)
 
 
+def test_rank_0_aborts_at_once() -> None:
+    """Whatever the others do: they learn of it when they come."""
+    aborted = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> float:
+        began = time.monotonic()
+        if rendezvous.rank == 0:
+            rendezvous.abort(1)
+            aborted.set()
+            return time.monotonic() - began
+        assert aborted.wait(20)
+        with pytest.raises(RankLost, match="rendezvous: rank 0 is gone: it aborted the group"):
+            rendezvous.barrier()
+        return 0.0
+
+    assert run_ranks(2, body)[0] < 1.0
+
+
 @pytest.mark.parametrize(("late", "within"), [(0, False), (1, False), (1, True)])
 def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its message, or within."""
