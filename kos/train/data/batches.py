@@ -158,16 +158,9 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
             fingerprint = found[1]["sha256"]
     tokenizer.encode(config.prompt)
     return Dataset(
-        name=corpus.name,
-        train=Tokens(train),
-        val=Tokens(val),
-        tokenizer=tokenizer,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        eval_batches=config.eval_batches,
-        fingerprint=fingerprint,
-    )
+        name=corpus.name, train=Tokens(train), val=Tokens(val), tokenizer=tokenizer, seed=config.seed,
+        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
