@@ -87,14 +87,18 @@ CALLS = {
 def test_memory_that_cannot_be_read_goes_by_messages(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Such as that of a device.  The operations before and after it are in flight at the same time."""
 
+    def unreadable(address: int, nbytes: int) -> None:
+        raise OSError(errno.EFAULT, "Bad address")
+
     def body(comm: kos.Communicator) -> None:
         ours = comm.backend._shared.direct
         before = comm.all_gather(contributions(comm), async_op=True)
-        reads, ours.reads = ours.reads, lambda rank, at: comm.rank != 1
+        reader = ours.reader
+        ours.reader = lambda rank, to: unreadable if rank == 1 else reader(rank, to)
         assert CALLS[name](comm, contributions(comm))
         work = comm.all_reduce(contributions(comm), async_op=True)
         assert CALLS[name](comm, contributions(comm))
-        ours.reads = reads
+        del ours.reader
         assert CALLS[name](comm, contributions(comm))
         assert (work.wait() == 6).all() and before.wait()[2, 0] == 3
 

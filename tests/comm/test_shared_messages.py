@@ -18,6 +18,39 @@ from tests.comm.test_host_messages import LONG, assert_nothing_is_left, ends
 EAGER = 128 << 10  # bytes
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_messages_at_once(size: int) -> None:
+    """Of any size and tag, repeated on the same arrays or not, waited for at once or later."""
+    print("seed", seed := int(np.random.SeedSequence().generate_state(1)[0]))
+    random = np.random.default_rng(seed)
+    sizes = [0, 1, 1000, 70_000, EAGER, EAGER + 1]
+    plan = [(*random.choice(size, 2, replace=False), random.integers(3), random.choice(sizes)) for _ in range(400)]
+
+    def body(comm: kos.Communicator) -> None:
+        mine, works, held = np.random.default_rng(seed + comm.rank), [], []
+        for number, (src, dst, tag, count) in enumerate(plan):
+            x = np.full(count, number % 251, np.uint8)
+            if comm.rank == src:
+                works.append(comm.send(x, dst, tag, async_op=True))
+            elif comm.rank == dst:
+                x[:] = 255
+                held.append((x, number % 251))
+                works.append(comm.recv(x, src, tag, async_op=True))
+            if mine.random() < 0.1:
+                works.pop(int(mine.integers(len(works)))).wait() if works and number > 390 else None
+        for work in works:
+            work.wait()
+        assert all((x == value).all() for x, value in held)
+        x, out = np.zeros(1000), np.zeros(1000)
+        for step in range(20):  # cached
+            x[:] = 100 * step + comm.rank
+            comm.send_recv(x, out, (comm.rank + 1) % size, (comm.rank - 1) % size)
+            assert (out == 100 * step + (comm.rank - 1) % size).all()
+        assert_nothing_is_left(comm)
+
+    run(body, size)
+
+
 def test_more_messages_than_headers() -> None:
     """They wait for the receiver, which waits for a message of another tag."""
     number = 3 * HEADERS
