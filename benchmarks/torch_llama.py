@@ -127,7 +127,7 @@ class TorchTraining:
     axis = "dp"  # the axis of the layout along which the ranks lie
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, variant: str) -> None:
-        self.config, self.data, self.schedule = config, data, config.make_schedule()
+        self.config, self.data, self.schedule = config, data, config.learning_rate()
         words = set(variant.split("-"))
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.cuda = config.device == "cuda"

@@ -88,7 +88,8 @@ MUTATIONS = [
              "return blockIdx.x * parts[0].share +", PEER + " -k parts_of_any"),
     Mutation(PEER_KERNELS + "all_reduce_push.cu", "longest = max(longest, parts[r].share);",
              "longest = parts[own_rank].share;", PEER + " -k back_to_back"),
-    Mutation("kos/comm/gpu/peer/copies.py", "in (0, capture):", "is not None:", PEER + " -k beside_the_capture"),
+    Mutation("kos/comm/gpu/peer/copies.py", "in (0, capture):", "is not None:",
+             "tests/comm/test_peer_memory.py -k beside_the_capture"),
     Mutation("kos/comm/cached.py", "o.root, o.send_counts, o.recv_counts", "o.root, o.send_counts, None",
              "tests/comm/test_repeated.py"),
     Mutation(PEER_KERNELS + "reduce_ordered.cu", "x[0] = Op::combine(x[0], x[r]);", "x[0] = Op::combine(x[r], x[r]);",
@@ -156,7 +157,7 @@ MUTATIONS = [
              FIXED_ON_HOST + "test_deterministic[cp2-True-16]"),
     Mutation(TRAIN_KERNELS + "adamw.cu", "high = exact ? rint(square * per_unit) * unit : square", "high = square",
              KERNELS + " -k cuts"),
-    Mutation(PARALLEL + "data.py", "stack[-2][1] == stack[-1][1] and ", "",
+    Mutation(PARALLEL + "tree_sum.py", "stack[-2][1] == stack[-1][1] and ", "",
              "tests/train/test_data_parallel.py -k tree"),
     # What one kind of host memory, or one backend, sees for the others.
     Mutation(HOST + "shared/calls.py", "self._mismatch(o.group, sequence, local)", "pass",
@@ -175,7 +176,7 @@ MUTATIONS = [
     Mutation(HOST + "backend.py", "os.register_at_fork(after_in_child=_open.clear)", "",
              "tests/comm/test_jobs.py -k forked"),
     Mutation(HOST + "tcp.py", "ABORT, str(self.broken or reason)", 'ABORT, ""',
-             "tests/comm/test_tcp_backend.py -k announced_message"),
+             "tests/comm/test_host_messages.py -k announced_message"),
     Mutation(TRAIN + "tools/console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
              "tests/train/test_cli.py -k nobody_takes"),
 ]

@@ -60,9 +60,13 @@ EMULATED = (
     "tests/comm/test_nccl_kernels.py",
     "tests/comm/test_peer_failures.py",
     "tests/comm/test_peer_logic.py",
+    "tests/comm/test_peer_memory.py",
+    "tests/train/test_engine_choice_on_host.py",
+    "tests/train/test_engine_failures_on_host.py",
     "tests/train/test_engine_on_host.py",
     "tests/train/test_kernel_zoo.py",
     "tests/train/test_kernels_on_host.py",
+    "tests/train/test_matmul_search_on_host.py",
 )
 HALVES = (["tests/comm"], ["--ignore=tests/comm"])  # of the tests: each takes about as long to compile
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")

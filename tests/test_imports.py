@@ -126,7 +126,7 @@ def test_every_module_imports_without_mpi_gpu_torch_or_optional_packages(
 @pytest.mark.parametrize(
     ("modules", "never"),
     [
-        pytest.param(["kos"], NEVER_BY_KOS_ALONE, id="kos"),
+        pytest.param(["kos", "kos.testing"], NEVER_BY_KOS_ALONE, id="kos"),
         pytest.param(
             [name for name in map(module_name, FILES) if not name.startswith(WITH_TORCH)], NEVER_AT_IMPORT,
             id="everything",

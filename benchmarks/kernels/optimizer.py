@@ -10,7 +10,7 @@ import torch
 from benchmarks.kernels.zoo import Case, Zoo, as_array, to_host
 from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda.adamw import STATE, CudaAdamW
-from kos.train.ops.optimizer import Schedule
+from kos.train.ops.learning_rate import LearningRate
 
 
 class Setting(NamedTuple):
@@ -30,7 +30,7 @@ def _setting(zoo: Zoo, n: int) -> Setting:
     torch.cuda.synchronize()
     weights.flat.copy_from(as_array(w), zoo.ops.stream)
     gradients.flat.copy_from(as_array(g), zoo.ops.stream)
-    optimizer = CudaAdamW(zoo.ops, weights, copy, Schedule("constant", 1e-3, 0, 10, 1))
+    optimizer = CudaAdamW(zoo.ops, weights, copy, LearningRate("constant", 1e-3, 0, 10, 1))
     return Setting(optimizer, copy, gradients, w, g)
 
 

@@ -129,9 +129,13 @@ class CallCache:
         if comm._closed:
             comm._check_open()
         call = entry.call
-        call.sequence = next(comm._collectives if call.collective else comm._messages)
-        comm._group.note(call, 3)
-        work = comm.backend.start(call)
+        try:
+            call.sequence = next(comm._collectives if call.collective else comm._messages)
+            comm._group.note(call, 3)
+            work = comm.backend.start(call)
+        except BaseException as error:
+            comm._cut_short(error, call)
+            raise
         if work is not None:
             try:
                 work.wait()

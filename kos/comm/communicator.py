@@ -26,7 +26,7 @@ from kos.comm.recorder import Group, Recorder
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tracing import trace
 from kos.comm.work import ProgressThread, Work, forked_from
-from kos.errors import CollectiveError, InvalidArgument, KosError, RendezvousError
+from kos.errors import CollectiveError, Interrupted, InvalidArgument, KosError, RendezvousError
 from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
 
@@ -305,9 +305,14 @@ class Communicator(Operations):
         if self.backend.carries_host:
             numbered = Call(control, self.name)
             self.backend.prepare(numbered)
-            numbered.sequence = next(self._collectives)
-            self._group.note(numbered, depth)
-            if (work := self.backend.start(numbered)) is not None:
+            try:
+                numbered.sequence = next(self._collectives)
+                self._group.note(numbered, depth)
+                work = self.backend.start(numbered)
+            except BaseException as error:
+                self._cut_short(error, numbered)
+                raise
+            if work is not None:
                 work.wait()
         else:
             with self._exchange(call):
@@ -575,9 +580,13 @@ class Communicator(Operations):
         if self._closed:
             self._check_open()
         # ``Persistent.start`` and ``CallCache.repeat`` repeat these lines: a function call would take 6% of their time.
-        call.sequence = next(self._collectives if call.collective else self._messages)
-        self._group.note(call, depth)  # frames up to the caller of the operation
-        work = self.backend.start(call)
+        try:
+            call.sequence = next(self._collectives if call.collective else self._messages)
+            self._group.note(call, depth)  # frames up to the caller of the operation
+            work = self.backend.start(call)
+        except BaseException as error:
+            self._cut_short(error, call)
+            raise
         options, recv = o.options, o.recv
         if work is not None and options.overlap:
             return work
@@ -589,10 +598,28 @@ class Communicator(Operations):
     def _launch_all(self, calls: list[Call], overlap: bool) -> list[Work[Any]]:
         """Launch the checked calls of a batch; returns the Work of each."""
         self._check_open()
-        for call in self.backend.in_order(calls):  # in the order of their start: ranks compare sequence numbers
-            call.sequence = next(self._collectives if call.collective else self._messages)
-            self._group.note(call, 3)
-        return self.backend.start_all(calls, overlap) if calls else []
+        try:
+            for call in self.backend.in_order(calls):  # in the order of their start: ranks compare sequence numbers
+                call.sequence = next(self._collectives if call.collective else self._messages)
+                self._group.note(call, 3)
+            return self.backend.start_all(calls, overlap) if calls else []
+        except BaseException as error:
+            self._cut_short(error, *calls)
+            raise
+
+    def _cut_short(self, error: BaseException, *calls: Call) -> None:
+        """Break the communicator on all ranks if Ctrl-C came after a call took its number: it may not have started.
+
+        Of several calls, the first fails.  On a GPU the other ranks find this out by their timeout.
+        """
+        ends = isinstance(error, KeyboardInterrupt | SystemExit) and self.device is None
+        if not ends or self.backend.broken is not None:
+            return
+        call = next((call for call in calls if call.collective), calls[0])
+        launched = sum(each.collective for each in calls) or len(calls)
+        call.sequence = max(next(self._collectives if call.collective else self._messages) - launched, 0)
+        with self.backend.engine.lock:
+            self.backend.failed(call, Interrupted(f"{call}: interrupted by {type(error).__name__}"))
 
     def _check_open(self) -> None:
         if self._closed:

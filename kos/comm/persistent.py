@@ -53,9 +53,13 @@ class Persistent(Generic[T]):
             self._prepare()  # in a graph another backend may be faster
         if comm._batch is not None:
             return comm._batch.add(call, self)
-        call.sequence = next(comm._collectives if call.collective else comm._messages)
-        comm._group.note(call, 2)
-        work = comm.backend.start(call)
+        try:
+            call.sequence = next(comm._collectives if call.collective else comm._messages)
+            comm._group.note(call, 2)
+            work = comm.backend.start(call)
+        except BaseException as error:
+            comm._cut_short(error, call)
+            raise
         if work is None:
             if self._queued is not None:
                 return self._queued

@@ -33,6 +33,7 @@ _lock = threading.RLock()  # reentrant: the garbage collector may remove a backe
 _checking = threading.Lock()  # held while ``find_failure`` runs
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _callbacks: weakref.WeakKeyDictionary[Backend, list[Callback]] = weakref.WeakKeyDictionary()
+_logged: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()  # errors of checks, by backend
 _thread: threading.Thread | None = None
 _stop = threading.Event()
 
@@ -112,8 +113,16 @@ def _watch() -> None:
     for backend in watched:
         try:
             backend.watch()
-        except Exception:  # a defect of kos must not end the thread
-            log.exception("the watchdog could not check %s", backend)
+        except Exception as error:  # a defect of kos must not end the thread
+            _log(backend, error)
+
+
+def _log(backend: Any, error: Exception) -> None:
+    """Log an error of a check, once: each tick may have the same."""
+    logged, text = _logged.setdefault(backend, set()), f"{type(error).__name__}: {error}"
+    if text not in logged:
+        logged.add(text)
+        log.error("the watchdog could not check %s", backend, exc_info=error)
 
 
 def _tick() -> None:
@@ -121,20 +130,20 @@ def _tick() -> None:
     with _lock:
         waiting = list(_callbacks)
     for backend in waiting:
-        error = None
+        failure = None
         with _checking:
             try:
-                error = backend.find_failure()
-                if error is not None and backend.broken is None:
-                    backend.ledger.board.post_failure(error)  # the cause, if a callback aborts the communicator
-            except Exception:
-                log.exception("the watchdog could not check %s", backend)
-        if error is None:
+                failure = backend.find_failure()
+                if failure is not None and backend.broken is None:
+                    backend.ledger.board.post_failure(failure)  # the cause, if a callback aborts the communicator
+            except Exception as error:
+                _log(backend, error)
+        if failure is None:
             continue
         with _lock:
             callbacks = _callbacks.pop(backend, [])
         for callback in callbacks:
             try:
-                callback(error)
+                callback(failure)
             except BaseException:  # such as that of sys.exit, which would end this thread
                 log.exception("on_failure: %s raised", callback)

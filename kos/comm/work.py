@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -148,7 +149,7 @@ class ProgressThread:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._event, self._closed = engine, threading.Event(), False
+        self._engine, self._event, self._closed, self._process = engine, threading.Event(), False, os.getpid()
         self._asleep = True  # until ``wake``
         self.paused = 0  # number of program threads that wait
         self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
@@ -165,6 +166,8 @@ class ProgressThread:
 
     def close(self) -> None:
         """End the thread; operations in flight then advance only while the program waits."""
+        if os.getpid() != self._process:
+            return  # a forked process has no such thread, and the event may be locked there for ever
         self._engine.thread, self._closed = None, True
         self._event.set()
         if self._thread.ident is not None:

@@ -7,13 +7,7 @@ resumed run continues bit for bit.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import fcntl
-import logging
 import math
-import secrets
-import time
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,40 +25,25 @@ from kos.errors import (
     OutOfMemory,
     TrainingError,
 )
-from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.checkpoint import begin, checkpoint, huggingface
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
-from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
 from kos.train.engine.choose import choose_device, layout_of, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
-from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.failures import alone, raised_on_every_rank, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
-from kos.train.tools.folders import check_folder, run_folder
+from kos.train.tools.folders import check_folder, check_shared, lock_folder, run_folder
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import StepResult, train
 
-_log = logging.getLogger(__name__)
-
-EXACT = (
-    *("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic"),
-    *("device", "dtype", "master_weights", "grad_dtype"),
-)
-"""Settings that a resumed run must keep to go on bit for bit."""
-
-
 PATHS = {"out", "resume", "init_from", "data", "tokenizer"}
 """Settings that may differ between ranks."""
-
-LOCK = ".lock"
-SEEN_SECONDS = 5.0
-"""How long a rank looks for a file that rank 0 has made: a network's file system shows it late."""
 
 MOST_NOT_FINITE = 20
 """Steps in a row without a finite gradient that end a run: none of them has changed the weights, none after would."""
@@ -113,7 +92,7 @@ class Trainer:
             self._load()
             self.step = self.start
             self.metrics = together(comm, self._open_output)
-            self._name = self._check_shared()
+            self._name = check_shared(self.out, comm)
         except BaseException:
             self.console.close()
             if config.out is None and comm.rank == 0:
@@ -124,10 +103,12 @@ class Trainer:
     def _load_data(self) -> Dataset:
         """Prepared by one rank of each machine; the others find what it kept."""
         first = self.comm.local_rank == 0
+        began_with_weights = self._resumes and self.config.init_from is not None  # which may be gone
+        weights = self.source if began_with_weights else None
 
         @self.stop.at_once()
         def load() -> Dataset:
-            return load_data(self.config, self.console.progress)
+            return load_data(self.config, self.console.progress, weights)
 
         try:
             data = together(self.comm, lambda: load() if first else None)
@@ -155,7 +136,7 @@ class Trainer:
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
         self._check_free(step, saved_step)
         theirs = huggingface.read_config(path)
-        _check_same_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
+        begin.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
         return str(path), step, saved_step, True
 
     def _check_free(self, start: int, saved_step: int) -> None:
@@ -185,48 +166,10 @@ class Trainer:
 
     def _check_source(self) -> None:
         source = Path(str(self.source))
-        if has_tokenizer(source) and self.data.tokenizer.kind != NumberTokenizer.kind:
-            self._compare_tokenizers(source)
+        begin.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
-            self._compare_runs(self._found)
-        _check_same_model(source, huggingface.read_config(source), self.model_config)
-
-    def _compare_tokenizers(self, source: Path) -> None:
-        """Refuse weights of another tokenizer: token numbers would mean other text."""
-        ours, theirs = self.data.tokenizer, make_tokenizer(str(source))
-        if not ours.is_like(theirs):
-            other = f"{theirs.name} (see --tokenizer)"
-            got = other if theirs.name != ours.name else "another of that name (--tokenizer, --data)"
-            raise CheckpointError(f"{source}: expected the tokenizer of this run, {ours.name}, got {got}")
-
-    def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
-        """Say what breaks the promise to go on bit for bit."""
-        before, now = found.config, self.description
-        asked = {"grad_dtype": "float32", **before.get("config", {})}
-        theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
-        other_layout = _layout_in(before) != _layout_in(now)
-        if other_layout:  # from which these follow where they were not asked for
-            same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == self._asked[name])
-            ours |= {name: theirs.get(name) for name in same}
-        changed = [name for name in EXACT if theirs.get(name) != ours[name]]
-        changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
-        if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
-            changed.append("GPU")
-        if self.comm.size > 1 and not other_layout and not self.config.deterministic:  # what may add in another order
-            changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
-            changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
-        of_schedule = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
-        was = self.config.model_copy(update={name: theirs[name] for name in of_schedule if name in theirs})
-        old, new = (each.make_schedule()(found.step) for each in (was, self.config))
-        if found.step < self.config.steps and new > 1.1 * old:
-            even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
-            _log.warning("the learning rate rises from %.2e to %.2e at step %d%s", old, new, found.step + 1, even)
-        if changed:
-            what, differ = ", ".join(changed), "its results will differ from those of an uninterrupted run"
-            _log.warning("resuming with another %s: %s", what, differ)
-        elif other_layout and not self.config.deterministic:
-            differ = "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
-            _log.warning("resuming in another layout: %s", differ)
+            begin.warn_of_changes(self._found, self.config, self.description)
+        begin.check_model(source, huggingface.read_config(source), self.model_config)
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
@@ -235,12 +178,7 @@ class Trainer:
         try:
             self._check_free(self.start, self.saved_step)  # a run may have ended here since ``_find_source``
             self.out.mkdir(parents=True, exist_ok=True)
-            lock = open(self.out / LOCK, "a")  # noqa: SIM115 (held while the run writes here)
-            self._held.callback(lock.close)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            lock.truncate(0)
-            lock.write(secrets.token_hex(8))
-            lock.flush()
+            lock_folder(self.out, self._held)
             checkpoint.remove_unfinished(self.checkpoints)
             if self._trains or not (self.out / "config.json").exists():
                 write_json(self.out / "config.json", self.description)
@@ -267,26 +205,6 @@ class Trainer:
         """A run that failed waits for none: its error comes first."""
         self.stop.plan = "waiting for the trackers, all steps are saved"
         trackers.close(self._trackers, wait=failed is None)
-
-    def _check_shared(self) -> str:
-        """A name for this run, read from the lock. ConfigError where a rank sees another folder, or none."""
-        lock, rank = self.out / LOCK, self.comm.rank
-        name = alone(self.comm, lock.read_text)
-
-        def check() -> None:
-            limit, got = time.monotonic() + SEEN_SECONDS, ""
-            while got != name:
-                try:
-                    got = lock.read_text()
-                except OSError as error:
-                    got = str(error)
-                time.sleep(0.01)
-                if got != name and time.monotonic() > limit:
-                    expected = "expected a folder that all ranks share, for each writes its part of a checkpoint"
-                    raise ConfigError(f"--out {self.out}: {expected}; on rank {rank} got {got or 'another'}")
-
-        together(self.comm, check)
-        return str(name)
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -490,19 +408,3 @@ class Trainer:
             say(f"more text:  {commands.sample(out, self.config)}")
             if step > self.start:  # else config.json is that of another run, perhaps of another layout
                 say(f"more steps: {commands.more_steps(out, self.comm.size, self.config)}")
-
-
-def _layout_in(description: Mapping[str, Any]) -> list[Any]:
-    """Ranks, tp, pp and cp of a run: equal lists are the same layout."""
-    asked = description.get("config", {})
-    return [description.get("ranks"), *(asked.get(axis, 1) for axis in ("tp", "pp", "cp"))]
-
-
-def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
-    """Raise CheckpointError if the shapes differ in fields in which they may not; it names these fields."""
-    ours_values, theirs_values = ({"model_type": x.model_type, **dataclasses.asdict(x)} for x in (ours, theirs))
-    fixed = [name for name in ours_values if name not in ours.may_differ]
-    if differ := [name for name in fixed if theirs_values[name] != ours_values[name]]:
-        expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
-        got = ", ".join(str(theirs_values[name]) for name in differ)
-        raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")

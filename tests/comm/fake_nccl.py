@@ -28,7 +28,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.rendezvous.threads import ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, graphs, streams
 from kos.dtypes import DTYPES
 from kos.memory import array, windows
@@ -207,10 +207,7 @@ class FakeNCCL:
         return out
 
     def all_reduce(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
-        def run() -> None:
-            at(recv, count, DTYPE_OF[code].numpy)[:] = self._reduced(comm, send, count, code, op)
-
-        self._do("collective", run)
+        self._do("collective", lambda: self.reduce(send, recv, count, code, op, comm.rank, comm, stream))
 
     def reduce(self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int) -> None:
         got = self._reduced(comm, send, count, code, op)
@@ -225,8 +222,7 @@ class FakeNCCL:
         at(recv, count, DTYPE_OF[code].numpy)[:] = self._gathered(comm, send, count, code)[root]
 
     def all_gather(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
-        got = np.concatenate(self._gathered(comm, send, count, code))
-        at(recv, got.size, DTYPE_OF[code].numpy)[:] = got
+        self.gather(send, recv, count, code, comm.rank, comm, stream)
 
     def allto_all(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
         n, me = comm.group.size, comm.rank
@@ -415,6 +411,11 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
     """A communicator of the nccl backend whose ranks are threads."""
     backend = NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank))
     return kos.Communicator(backend, rendezvous, {}, timeout)
+
+
+def alone() -> kos.Communicator:
+    """A group of one."""
+    return communicator(ThreadRendezvous(ThreadGroup(1), 0, WAIT), Group(1))
 
 
 class FakeRanks:

@@ -39,6 +39,7 @@ from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_tuning import GPU, LINK, changed
 
+pytestmark = pytest.mark.usefixtures("fake")
 SIZE = 2
 ROUTES = {
     "all_reduce 16-bit ordinary graph": [[4096, "peer"], [None, "nccl"]],
@@ -112,17 +113,11 @@ def zeros(count: int, dtype: Any = np.float16, stream: Any = None) -> Array:
 
 
 @on_each_rank(run)
-def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
-    for count, dtype in (
-        (1, np.float16),
-        (2048, np.float16),
-        (2049, np.float16),
-        (256, np.float32),
-        (257, np.float32),
-    ):
-        assert (
-            comm.all_reduce(Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)).numpy().tolist() == [3] * count
-        )
+def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /) -> None:
+    f2, f4 = np.float16, np.float32
+    for count, dtype in ((1, f2), (2048, f2), (2049, f2), (256, f4), (257, f4)):
+        x = Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)
+        assert (comm.all_reduce(x).numpy() == 3).all()
     assert log == ["peer", "peer", "nccl", "peer", "nccl"]
     log.clear()
     for count in (512, 513):  # a rank's part decides; of a scatter, what comes out
@@ -142,17 +137,16 @@ def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /, fake: 
     assert log == ["peer", "mock", "mock"]
 
 
+def way(comm: kos.Communicator, name: str, count: int, **options: Any) -> str:
+    """The part that carries an operation in place."""
+    x = comm_buffer(zeros(count))
+    return comm.backend.choose_backend(Operation(name, comm.rank, Options(**options), x, x))[0].name
+
+
 @on_each_rank(run)
-def test_rank_order_and_named_algorithms(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
-    backend = comm.backend
-
-    def way(**options: Any) -> str:
-        x = zeros(1 << 20)
-        o = Operation("all_reduce", comm.rank, Options(**options), comm_buffer(x), comm_buffer(x))
-        return backend.choose_backend(o)[0].name
-
-    assert (way(), way(deterministic=True)) == ("nccl", "peer")
-    assert way(algorithm="ring") == "peer"
+def test_rank_order_and_named_algorithms(comm: kos.Communicator, log: Log, /) -> None:
+    ways = [way(comm, "all_reduce", 1 << 20, **of) for of in ({}, {"deterministic": True}, {"algorithm": "ring"})]
+    assert ways == ["nccl", "peer", "peer"]
 
 
 def comm_buffer(x: Array) -> Any:
@@ -160,16 +154,14 @@ def comm_buffer(x: Array) -> Any:
 
 
 @on_each_rank(run)
-def test_operations_whose_bytes_differ_between_ranks_go_one_way(
-    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
-) -> None:
+def test_operations_whose_bytes_differ_between_ranks_go_one_way(comm: kos.Communicator, log: Log, /) -> None:
     """Rank 0 sends little and gets much: by size the two would part."""
     mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
     comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
     assert log == ["peer"]
 
 
-def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_buffers_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the table makes depend on them is asked for there only."""
     state = SimpleNamespace(captured=False, asked=0)
 
@@ -182,24 +174,18 @@ def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.Monkey
     def body(comm: kos.Communicator, log: Log) -> None:
         if comm.rank:
             return
-        backend = comm.backend
-
-        def way(name: str, count: int) -> str:
-            x = comm_buffer(zeros(count))
-            return backend.choose_backend(Operation(name, 0, send=x, recv=x))[0].name
-
-        assert way("broadcast", 8) == "peer" and way("broadcast", 1 << 20) == "peer" and state.asked == 0
-        assert way("broadcast", 1024) == "nccl"
+        ways = [way(comm, "broadcast", count) for count in (8, 1 << 20, 1024)]
+        assert ways == ["peer", "peer", "nccl"] and state.asked == 0
         monkeypatch.setattr(Peer, "symmetric", True)
-        assert way("broadcast", 1024) == "peer" and state.asked == 0
-        assert way("reduce", 8) == "nccl" and state.asked == 1
+        assert way(comm, "broadcast", 1024) == "peer" and state.asked == 0
+        assert way(comm, "reduce", 8) == "nccl" and state.asked == 1
         state.captured = True
-        assert way("reduce", 8) == "peer"
+        assert way(comm, "reduce", 8) == "peer"
 
     run(body)
 
 
-def test_registered_by_the_first_part_that_takes_it(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_by_the_first_part_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peer takes memory of cudaMalloc, nccl that of the driver; where both refuse, the error names both."""
     refusing: list[type[NCCLBackend]] = []
 
@@ -227,7 +213,7 @@ def test_registered_by_the_first_part_that_takes_it(fake: FakeNCCL, monkeypatch:
 
 
 @on_each_rank(run)
-def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /) -> None:
     counts = (4096, 8, 5000, 16)
     xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
     host = np.full(3, comm.rank + 1, np.float32)
@@ -241,7 +227,7 @@ def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /, fake: Fa
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /) -> None:
     """That of their numbers, whatever goes by which part: the ranks look at how far each has come."""
     calls = comm.backend.host._calls
     assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)
@@ -257,9 +243,7 @@ def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /
 
 
 @on_each_rank(run)
-def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
-    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
-) -> None:
+def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(comm: kos.Communicator, log: Log, /) -> None:
     persistent = comm.reduce_init(zeros(8, stream=5))
     for graph in (nullcontext, captures, nullcontext):
         part = "peer" if graph is captures else "nccl"
@@ -276,9 +260,7 @@ def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_what_is_persistent_tells_nothing_of_the_other_part(
-    comm: kos.Communicator, log: Log, /, fake: FakeNCCL
-) -> None:
+def test_what_is_persistent_tells_nothing_of_the_other_part(comm: kos.Communicator, log: Log, /) -> None:
     """Of the kernel that carried it in a graph: ranks know their calls by their own addresses."""
     x, y = zeros(8, stream=5), zeros(8, stream=5)
     persistent = comm.reduce_init(x)
@@ -292,7 +274,7 @@ def test_what_is_persistent_tells_nothing_of_the_other_part(
 
 
 @on_each_rank(run)
-def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     ended: list[str] = []
 
@@ -308,7 +290,7 @@ def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, l
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer"])
-def test_one_backend_alone_carries_everything(fake: FakeNCCL, parts: str) -> None:
+def test_one_backend_alone_carries_everything(parts: str) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         assert comm.backend_name == f"{parts}+mock"
         for count in (1, 1 << 20):
@@ -319,7 +301,7 @@ def test_one_backend_alone_carries_everything(fake: FakeNCCL, parts: str) -> Non
 
 
 @on_each_rank(run)
-def test_splits_keep_both(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_splits_keep_both(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     for part in backend.gpus:
         kind = type(part)
@@ -330,7 +312,7 @@ def test_splits_keep_both(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -
 
 
 @pytest.mark.parametrize("failing", ["nccl", "peer"])
-def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_failure_of_one_part_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
     monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
     monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
@@ -354,9 +336,7 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
 
 
 @on_each_rank(run)
-def test_the_ranks_that_are_left_keep_both(
-    comm: kos.Communicator, log: Log, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_that_are_left_keep_both(comm: kos.Communicator, log: Log, /) -> None:
     comm.all_reduce(zeros(1))
     comm.rendezvous.barrier()
     if comm.rank == 0:
@@ -371,7 +351,7 @@ def test_the_ranks_that_are_left_keep_both(
 
 
 @on_each_rank(run)
-def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, /) -> None:
     if comm.rank:
         return
     backend = comm.backend
@@ -381,7 +361,7 @@ def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, 
 
 
 @on_each_rank(run)
-def test_an_abort_is_told_before_anything_is_waited_for(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_an_abort_is_told_before_anything_is_waited_for(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     for part in (*backend.gpus, backend.host):
         part.abort = lambda reason, name=part.name: log.append(f"{name}: {reason}")
@@ -404,13 +384,13 @@ def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(comm: kos.Communicator, 
 
 
 @on_each_rank(run)
-def test_the_parts_overlap_on_one_stream(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_the_parts_overlap_on_one_stream(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     assert backend.gpus[0]._side is backend.gpus[1]._side is not None
 
 
 @on_each_rank(run)
-def test_ranks_that_route_differently_make_different_calls(comm: kos.Communicator, log: Log, /, fake: FakeNCCL) -> None:
+def test_ranks_that_route_differently_make_different_calls(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     x = comm_buffer(zeros(8))
     calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
@@ -446,7 +426,7 @@ def test_peer_takes_part_where_it_was_measured(
     assert probes["peer"] == Probe(not broken, why)
 
 
-def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
+def test_explain_says_what_goes_how() -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         said = comm.explain()
         assert re.search("tuning table +in use +the test", said)
@@ -463,7 +443,7 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
         assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way
 
 
-def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tuning_measures_every_operation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
     launched: list[Any] = []
     monkeypatch.setattr(tune, "PeerBackend", Peer)

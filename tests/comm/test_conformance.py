@@ -139,10 +139,6 @@ def test_large(ranks: Any, seed: int) -> None:
     ranks.run(lambda comm: results.large(comm, seed))
 
 
-def test_barrier_waits_for_all_ranks(ranks: Any) -> None:
-    ranks.run(order.barrier_waits_for_all_ranks)
-
-
 def test_shapes_and_scalars(ranks: Any) -> None:
     ranks.run(results.shapes_and_scalars)
 

@@ -237,21 +237,15 @@ def ranks_of(size, body, store=None, timeout=TIMEOUT, **keywords):
     return run_threads(*[lambda number=number: rank(number) for number in range(size)])
 
 
-def test_a_store_that_init_is_given():
-    store = DictStore()
-
-    def rank(number):
-        place = {"rank": number, "size": 2, "store": store}
-        with kos.init(rendezvous=place, timeout=TIMEOUT) as comm:
-            return comm.all_reduce(np.array([comm.rank])).item()
-
-    assert run_threads(lambda: rank(0), lambda: rank(1)) == [1, 1]
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_of_a_store_are_a_group(size):
-    hook = sys.excepthook
-    totals = ranks_of(size, lambda comm: comm.all_reduce(np.arange(3.0) + comm.rank).tolist())
+    hook, store = sys.excepthook, DictStore()
+
+    def rank(number):
+        with kos.init(rendezvous={"rank": number, "size": size, "store": store}, timeout=TIMEOUT) as comm:
+            return comm.all_reduce(np.arange(3.0) + comm.rank).tolist()
+
+    totals = run_threads(*[lambda number=number: rank(number) for number in range(size)])
     assert totals == [[size * i + size * (size - 1) / 2 for i in range(3)]] * size
     assert sys.excepthook is hook
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -127,6 +128,61 @@ ERRORS = [(MemoryError(), CollectiveError), (KeyboardInterrupt(), KeyboardInterr
 @pytest.mark.parametrize(("error", "raised"), ERRORS, ids=["MemoryError", "KeyboardInterrupt"])
 def test_an_error_of_one_rank(several: Any, error: BaseException, raised: type[BaseException]) -> None:
     several.run(lambda comm: fail_on_one_rank(comm, error, raised))
+
+
+class Interrupted:
+    """A counter whose next number is lost, for Ctrl-C comes before anybody has it."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.numbers, self.over = numbers, False
+
+    def __next__(self) -> int:
+        number = next(self.numbers)
+        if not self.over:
+            self.over = True
+            raise KeyboardInterrupt
+        return number
+
+
+CALLS: dict[str, Callable[[kos.Communicator, Any, Any], Any]] = {
+    "all_reduce": lambda comm, x, _: comm.all_reduce(np.ones(5)),
+    "cached": lambda comm, x, _: comm.all_reduce(x),
+    "persistent": lambda comm, x, persistent: persistent.start().wait(),
+    "batch": lambda comm, x, _: batch(comm, x),
+    "split": lambda comm, x, _: comm.split(0),
+    "recv": lambda comm, x, _: comm.recv(x, 1) if comm.rank != 1 else comm.send(x, 0),
+}
+
+
+def batch(comm: kos.Communicator, x: Any) -> None:
+    with comm.batch():
+        comm.all_reduce(x)
+        comm.all_reduce(np.ones(3))
+
+
+def interrupt_a_launch(comm: kos.Communicator, name: str) -> None:
+    """All ranks learn at once of a call that Ctrl-C has kept from starting."""
+    call, x = CALLS[name], np.ones(4)
+    persistent = comm.all_reduce_init(np.ones(4))
+    for _ in range(3):
+        comm.all_reduce(x)
+    comm.rendezvous.barrier()
+    if comm.rank == 1:
+        kind = "_messages" if name == "recv" else "_collectives"
+        setattr(comm, kind, Interrupted(getattr(comm, kind)))
+    with pytest.raises(KeyboardInterrupt if comm.rank == 1 else CollectiveError) as caught:
+        call(comm, x, persistent)
+    if comm.rank == 1:
+        with pytest.raises(CollectiveError, match="interrupted by KeyboardInterrupt"):
+            comm.barrier()
+    else:
+        assert re.match(r".*rank 1: .* #\d.*: interrupted by KeyboardInterrupt", str(caught.value)), caught.value
+        assert caught.value.ranks == (1,)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_interrupted_before_it_starts(several: Any, name: str) -> None:
+    several.run(lambda comm: interrupt_a_launch(comm, name))
 
 
 def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:

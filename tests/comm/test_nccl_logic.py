@@ -20,7 +20,7 @@ from kos.cuda import driver
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Group, captures, communicator
+from tests.comm.fake_nccl import FakeNCCL, FakeRanks, alone, captures
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_conformance import *  # noqa: F403 -- the tests that GPUs run too
@@ -66,13 +66,19 @@ def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
     assert fake.groups == 1
 
 
+def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
+    """What is launched from now on by a thread that may be left behind: the launch may wait for other ranks."""
+    found: list[str] = []
+    usual = comm.backend.bounded
+    comm.backend.bounded = lambda run, timeout, what: (found.append(what), usual(run, timeout, what))[1]
+    return found
+
+
 @on_each_rank(FakeRanks(1).run)
 def test_only_the_first_batch_of_its_kind_may_wait(gpu: Any, /, fake: FakeNCCL) -> None:
     """A thread that may be left behind costs more than the launch."""
-    bounded: list[str] = []
     comm, xs = gpu.comm, [Array.zeros(5, np.float32, 0) for _ in range(4)]
-    usual = comm.backend.bounded
-    comm.backend.bounded = lambda run, timeout, what: (bounded.append(what), usual(run, timeout, what))[1]
+    bounded = waits_that_are_bounded(comm)
     for count in (2, 2, 3, 2, 3):
         with comm.batch():
             for x in xs[:count]:
@@ -80,20 +86,14 @@ def test_only_the_first_batch_of_its_kind_may_wait(gpu: Any, /, fake: FakeNCCL) 
     assert [what[:19] for what in bounded] == ["world: all_reduce #"] * 2
 
 
-def test_the_first_message_to_each_peer_may_wait(fake: FakeNCCL) -> None:
+@on_each_rank(FakeRanks(3).run)
+def test_the_first_message_to_each_peer_may_wait(gpu: Any, /, fake: FakeNCCL) -> None:
     """NCCL connects two ranks when one first sends to the other, whatever that has sent elsewhere."""
-    met: list[int] = []
-
-    def body(gpu: Any) -> None:
-        comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(5, np.float32, 0)
-        bounded, usual = [], comm.backend.bounded
-        comm.backend.bounded = lambda run, timeout, what: (bounded.append(what), usual(run, timeout, what))[1]
-        for step in (1, 2, 1, 2):
-            comm.send_recv(x, y, (comm.rank + step) % 3, (comm.rank - step) % 3)
-        met.append(len(bounded))
-
-    FakeRanks(3).run(body)
-    assert met == [2, 2, 2]
+    comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(5, np.float32, 0)
+    bounded = waits_that_are_bounded(comm)
+    for step in (1, 2, 1, 2):
+        comm.send_recv(x, y, (comm.rank + step) % 3, (comm.rank - step) % 3)
+    assert len(bounded) == 2
 
 
 @on_each_rank(FakeRanks(2).run)
@@ -130,7 +130,7 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
         return (over.pop() if over else 0,)
 
     driver.cu.cuStreamQuery = query
-    comm = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+    comm = alone()
     x, lives_on = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
     first, last = x.pointer, lives_on.pointer
     comm.all_reduce(x)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm import watchdog
+from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.errors import KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT
@@ -104,6 +108,23 @@ comm.close()
 def test_a_rank_that_ends_is_reported_on_mpi(tmp_path: Path) -> None:
     code = PROGRAM.format(backend="mpi", memory="shared", end="os.kill(os.getpid(), 9)", seconds=TIMEOUT)
     assert job(tmp_path, 3, f"{code}\ncomm.abort(0)", *ULFM) == ["RankLost (1,)"] * 2
+
+
+def test_an_error_of_the_check_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Not at every tick."""
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    checks, enough = itertools.count(), threading.Event()
+
+    def find_failure() -> None:
+        if (number := next(checks)) == 20:
+            enough.set()
+        raise OSError(f"defect {number % 2}")
+
+    with kos.init(rendezvous=SingleRendezvous()) as comm:
+        comm.backend.find_failure = find_failure  # type: ignore[method-assign]
+        comm.on_failure(lambda error: None)
+        assert enough.wait(TIMEOUT)
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["defect 0", "defect 1"]
 
 
 @pytest.mark.parametrize("crashes", [True, False])

@@ -14,7 +14,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm.operation import POINT_TO_POINT
-from kos.comm.schedules import algorithms, collectives
+from kos.comm.schedules import collectives
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RendezvousError
 from kos.memory.array import Array
@@ -65,17 +65,6 @@ def test_keywords_that_are_none() -> None:
 def test_a_flag_of_numpy_is_a_flag(comm: kos.Communicator, /) -> None:
     flag: Any = np.True_ if comm.rank else 1
     assert (comm.all_reduce(np.ones(3), deterministic=flag) == 2).all()
-
-
-@pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_to_all", "gather", "scatter", "reduce"])
-@pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_schedule_by_name(name: str, size: int, seed: int) -> None:
-    def body(comm: kos.Communicator) -> None:
-        known = len(algorithms(name))
-        for algorithm in range(known, 2 * known):
-            model.run(comm, Step(name, count=7, root=size - 1, algorithm=algorithm), seed)
-
-    spawn(body, size, timeout=60)
 
 
 def check_persistent_forms(

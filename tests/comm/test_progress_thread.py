@@ -82,13 +82,18 @@ def test_threads(size: int) -> None:
     assert results == [None] * size, results
 
 
-def test_sleeps_while_the_program_waits() -> None:
-    """The program polls itself: the thread would take a core from the rank that it waits for."""
+def pair() -> list[kos.Communicator]:
+    """Those of two ranks, of which the first has a progress thread."""
     group = ThreadGroup(2)
-    comm, other = run_threads(*(
+    return run_threads(*(
         lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, TIMEOUT), progress_thread=rank == 0)
         for rank in range(2)
     ))  # fmt: skip
+
+
+def test_sleeps_while_the_program_waits() -> None:
+    """The program polls itself: the thread would take a core from the rank that it waits for."""
+    comm, other = pair()
     progress: Any = comm.backend.engine.thread
     thread, x = progress._thread, np.zeros(3)
     work, later = comm.recv(x, 1, async_op=True), threading.Timer(WAIT, lambda: other.send(np.ones(3), 0))
@@ -109,11 +114,7 @@ def wakes(thread: threading.Thread) -> int:
 
 def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread has found the failure and not yet recorded it: ``wait`` does not take that for the end."""
-    group, begun, waits = ThreadGroup(2), threading.Event(), threading.Event()
-    comm, other = run_threads(*(
-        lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, TIMEOUT), progress_thread=rank == 0)
-        for rank in range(2)
-    ))  # fmt: skip
+    (comm, other), begun, waits = pair(), threading.Event(), threading.Event()
     backend, failed, idle = comm.backend, comm.backend.failed, comm.backend.idle
 
     def record(*of: Any) -> Any:
@@ -167,10 +168,27 @@ except kos.errors.BackendUnavailable as error:
 """
 
 
+FORKS = """
+import os, select, signal, sys, threading, kos
+comm = kos.init(progress_thread=True)
+lock = comm.backend.engine.thread._event._cond  # which its thread holds for a moment each time it wakes
+holder = threading.Thread(target=lock.acquire)
+holder.start(), holder.join()
+child = os.fork()
+if not child:
+    sys.exit(7)
+lock.release()
+if not select.select([os.pidfd_open(child)], [], [], 20)[0]:
+    os.kill(child, signal.SIGKILL)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 @pytest.mark.parametrize(("program", "said"), [
     (PROGRAM, "in flight False"),
+    (FORKS, "7"),
     (SERIALIZED, "mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED"),
-], ids=["an open communicator", "too few threads"])  # fmt: skip
+], ids=["an open communicator", "a fork", "too few threads"])  # fmt: skip
 def test_a_program_ends(program: str, said: str) -> None:
     if "mpi4py" in program:
         pytest.importorskip("mpi4py")

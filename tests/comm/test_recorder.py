@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -207,23 +208,11 @@ def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch:
     assert [dump.size for dump in one] == [1] and [dump.size for dump in other] == [2, 2]  # the last job
 
 
-def wait_for_nothing(comm: kos.Communicator) -> None:
-    """A timeout on rank 0, with rank 1 still there."""
-    gave_up = comm.rendezvous.threads.shared("gave up", threading.Event)
-    if comm.rank:
-        gave_up.wait(20)
-        return
-    try:
-        comm.recv(ONES.copy(), 1, timeout=0.05)
-    finally:
-        gave_up.set()
-
-
 def test_a_dump_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KOS_RECORDER_DIR", str(tmp_path / "file"))
     with pytest.raises(CollectiveTimeout, match="recv #0"):
-        spawn(wait_for_nothing, 2)
+        spawn(lambda comm: comm.recv(ONES.copy(), 1 - comm.rank, timeout=0.05), 2)
     with kos.init("mock") as comm, pytest.raises(OSError, match="file"):
         comm.recorder.dump()
 
@@ -239,33 +228,34 @@ def test_a_dump_replaces_the_last_one_whole(tmp_path: Path, monkeypatch: pytest.
     assert os.listdir(path.parent) == ["x.json"]
 
 
-def test_a_signal_dumps_and_passes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def of_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a signal dumps lies in ``tmp_path``; the handler of SIGUSR2 is the default one."""
     monkeypatch.chdir(tmp_path)
+    for left_open in list(recorders):  # by tests before: they would write to the same file
+        recorders.discard(left_open)
+    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_a_signal_dumps_and_passes_on(of_signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KOS_RECORDER_SIGNAL", "usr2")
     heard: list[int] = []
     usr1 = signal.getsignal(signal.SIGUSR1)
-    before = signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
-    for left_open in list(recorders):  # by tests before: they would write to the same file
-        recorders.discard(left_open)
-    try:
-        with kos.init("mock") as comm:
-            comm.barrier()
-            dump_on_signal(signal.SIGUSR2)  # twice is once
-            os.kill(os.getpid(), signal.SIGUSR2)
-            signal.sigtimedwait([], 0)
-            dump = json.loads((tmp_path / "rank_0.json").read_text())
-            assert (dump["reason"], len(dump["entries"]), heard) == ("signal SIGUSR2", 1, [signal.SIGUSR2])
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
+    with kos.init("mock") as comm:
+        comm.barrier()
+        dump_on_signal(signal.SIGUSR2)  # twice is once
+        os.kill(os.getpid(), signal.SIGUSR2)
+        signal.sigtimedwait([], 0)
+        dump = json.loads((tmp_path / "rank_0.json").read_text())
+        assert (dump["reason"], len(dump["entries"]), heard) == ("signal SIGUSR2", 1, [signal.SIGUSR2])
     assert signal.getsignal(signal.SIGUSR1) is usr1
 
 
-def test_a_signal_in_the_midst_of_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_the_midst_of_a_dump(of_signals: None, tmp_path: Path) -> None:
     """Wherever it comes, both dumps are written whole: neither waits for a lock that the other holds."""
-    monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    for left_open in list(recorders):
-        recorders.discard(left_open)
     lines = strike = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -276,22 +266,19 @@ def test_a_signal_in_the_midst_of_a_dump(tmp_path: Path, monkeypatch: pytest.Mon
             signal.raise_signal(signal.SIGUSR2)
         return trace
 
-    try:
-        dump_on_signal(signal.SIGUSR2)
-        with kos.init("mock") as comm:
-            comm.barrier()
-            while lines == strike:  # until a dump has fewer lines than that
-                strike, lines = strike + 1 if strike < 400 else strike + 31, 0
-                before_trace = sys.gettrace()
-                sys.settrace(trace)
-                try:
-                    comm.recorder.dump(reason="asked for")
-                finally:
-                    sys.settrace(before_trace)
-                dump = json.loads((tmp_path / "rank_0.json").read_text())
-                assert len(dump["entries"]) == 1 and os.listdir(tmp_path) == ["rank_0.json"]
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    dump_on_signal(signal.SIGUSR2)
+    with kos.init("mock") as comm:
+        comm.barrier()
+        while lines == strike:  # until a dump has fewer lines than that
+            strike, lines = strike + 1 if strike < 400 else strike + 31, 0
+            before_trace = sys.gettrace()
+            sys.settrace(trace)
+            try:
+                comm.recorder.dump(reason="asked for")
+            finally:
+                sys.settrace(before_trace)
+            dump = json.loads((tmp_path / "rank_0.json").read_text())
+            assert len(dump["entries"]) == 1 and os.listdir(tmp_path) == ["rank_0.json"]
     assert strike > 100, "the signal came nowhere"
 
 

@@ -19,6 +19,7 @@ from tests.comm.fake_nccl import FakeNCCL, FakeRanks, Memory, captures
 from tests.comm.fake_peer import communicator as peer_communicator
 from tests.comm.fake_peer import no_gpus
 from tests.comm.ranks import on_each_rank
+from tests.comm.test_array_libraries import Plain, Torch
 
 
 @pytest.fixture
@@ -98,36 +99,13 @@ def test_memory_that_two_communicators_have_registered(gpu: Any, /, windows: Any
     other.abort()
 
 
-class Tensor:
-    """A torch tensor on a GPU, as far as kos looks at one."""
-
-    is_cuda, layout, requires_grad, dtype = True, "strided", False, "torch.float32"
-
-    def __init__(self, array: Array) -> None:
-        self.array, self.shape = array, array.shape
-
-    def data_ptr(self) -> int:
-        return self.array.pointer
-
-    def get_device(self) -> int:
-        return 0
-
-    def is_contiguous(self) -> bool:
-        return True
-
-
-Tensor.__module__ = "torch"
-
-
 def torch_with(expandable: bool, x: Array) -> Any:
-    segments = [
+    torch, segments = Torch(), [
         {"address": 0, "total_size": 10, "is_expandable": not expandable},
         {"address": x.pointer - 512, "total_size": 4096, "is_expandable": expandable},
-    ]
-    return SimpleNamespace(
-        Tensor=Tensor, strided="strided", cuda=SimpleNamespace(memory_snapshot=lambda: segments),
-        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0),
-    )  # fmt: skip
+    ]  # fmt: skip
+    torch.Tensor, torch.cuda.memory_snapshot = Plain, lambda: segments
+    return torch
 
 
 @on_each_rank(FakeRanks(1).run)
@@ -135,7 +113,7 @@ def test_expandable_segments_of_torch_are_refused_by_name(
     gpu: Any, /, windows: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     comm, x = gpu.comm, own_array()
-    tensor = Tensor(x)
+    tensor = Plain(x)
     monkeypatch.setitem(sys.modules, "torch", torch_with(True, x))
     with pytest.raises(InvalidArgument, match="rank 0: expected .* stays mapped, got a tensor in an expandable"):
         comm.register(tensor)

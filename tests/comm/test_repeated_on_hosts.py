@@ -201,17 +201,6 @@ def test_a_slot_is_not_filled_before_every_rank_has_read_it() -> None:
     shared_ranks.run(body, 2)
 
 
-@on_each_rank(shared_ranks.run, 2)
-def test_a_start_that_is_complete_at_once_is_waited_for_before_the_next(comm: kos.Communicator, /) -> None:
-    operation = comm.all_reduce_init(x := np.ones(4))
-    for turn in range(4):
-        work = operation.start()
-        with pytest.raises(InvalidArgument, match="expected the previous start to be waited for"):
-            operation.start()
-        assert work.wait() is x and work.done()
-        assert (x == 2 ** (turn + 1)).all()
-
-
 def test_a_call_interrupted_in_flight_is_not_started_again() -> None:
     """By Ctrl-C, or a handler of a signal that raises.  The next call on the same arrays is another one."""
     interrupted = threading.Event()

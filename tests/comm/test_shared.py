@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
 
 import kos
 from kos import PremulSum, ReduceOp
@@ -20,11 +22,13 @@ from kos.comm.host.shared import direct
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from kos.testing.conformance import results
+from kos.testing.conformance.model import REDUCING, call, contributions
 from tests.comm import model
 from tests.comm.model import Step
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
 from tests.comm.shared_ranks import run
 from tests.comm.tcp_ranks import TCPRanks
+from tests.comm.test_programs import Program, execute, programs
 
 SIZES = [0, 1, 7, 997, 4099]  # elements; several stages with small slots
 F32 = np.dtype(np.float32)
@@ -70,23 +74,18 @@ SIZED = [(size, *each) for i, each in enumerate(REDUCTIONS) for size in (3, (2, 
 @pytest.mark.usefixtures("small_slots")
 def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any, op: Any) -> None:
     def body(comm: kos.Communicator) -> list[np.ndarray]:
-        results = []
-        for count in SIZES:
-            x = inputs(seed, comm.size, count, dtype)[comm.rank]
-            kept = x.copy()
-            results.append(comm.all_reduce(x, op, out=poison(count, dtype), deterministic=True))
-            results.append(comm.all_reduce(x.copy(), op, deterministic=True))
-            root = count % comm.size
-            out = poison(count, dtype) if comm.rank == root else None
-            results.append(comm.reduce(x, root, op, out=out, deterministic=True) if out is not None else x)
-            if out is None:
-                comm.reduce(x, root, op, deterministic=True)
-            whole = inputs(seed, comm.size, count * comm.size, dtype)[comm.rank]
-            results.append(comm.reduce_scatter(whole, poison(count, dtype), op, deterministic=True))
-            part = whole[comm.rank * count : (comm.rank + 1) * count]
-            results.append(comm.reduce_scatter(whole, part, op, deterministic=True).copy())
-            assert_bits(x, kept, "input")
-        return results
+        found = []
+        for name, count, in_place in itertools.product(REDUCING[:3], SIZES, (False, True)):
+            step = Step(name, count, dtype, op, root=count, deterministic=True, in_place=in_place)
+            mine = contributions(seed, step, size)[comm.rank]
+            x, out = mine.copy(), poison(count, dtype)
+            if in_place:
+                out = x.reshape(size, -1)[comm.rank] if name == "reduce_scatter" else x
+            call(comm, step, x, out)
+            found.append(out.copy())
+            if not in_place:
+                assert_bits(x, mine, "input")
+        return found
 
     for rank, (got, expected) in enumerate(zip(run(body, size), spawn(body, size), strict=True)):
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
@@ -130,40 +129,12 @@ def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communi
             np.full(5, 3e38, np.float32) * np.float32(10)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(program=programs())
 @pytest.mark.usefixtures("small_slots")
-def test_many_in_flight_on_several_communicators(seed: int, size: int) -> None:
-    """Operations of different kinds and sizes share the slots, ranks are out of step, waits come in any order."""
-
-    def body(comm: kos.Communicator) -> None:
-        rng = np.random.default_rng([seed, comm.rank])
-        comms = [comm, comm.duplicate(), comm.split(0, -comm.rank)]
-        works = []
-        for i in range(60):
-            c = comms[i % 3]
-            count = 1 + 37 * i
-            everyone = inputs(seed + i, size, count, np.float64)
-            if c is comms[2]:
-                everyone.reverse()
-            x = everyone[c.rank]
-            if i % 4 == 0:
-                works.append((c.broadcast(x, i % size, async_op=True), everyone[i % size].copy()))
-            elif i % 4 == 1:
-                works.append((c.all_gather(x, async_op=True), np.stack(everyone)))
-            else:
-                total = everyone[0].copy()
-                for other in everyone[1:]:
-                    total += other
-                works.append((c.all_reduce(x, async_op=True), total))
-            if rng.random() < 0.2:
-                works[rng.integers(len(works))][0].done()
-        for i in rng.permutation(len(works)):
-            work, expected = works[i]
-            assert_bits(work.wait(), expected, f"operation {i}")
-        comms[1].close()
-        comms[2].close()
-
-    run(body, size)
+def test_random_programs(program: Program) -> None:
+    """Operations and messages share slots and mailboxes, ranks are out of step, waits come in any order."""
+    TCPRanks(program.size).run(lambda comm: execute(comm, program))
 
 
 @on_each_rank(run, 2)
@@ -250,11 +221,7 @@ def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
 
 def test_machines_that_reorder_stores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
-
-    def body(comm: kos.Communicator) -> str:
-        return comm.backend.shared_memory
-
-    assert run(body, 2) == ["aarch64 reorders stores"] * 2
+    assert run(lambda comm: comm.backend.shared_memory, 2) == ["aarch64 reorders stores"] * 2
 
 
 def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,11 +233,7 @@ def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened(path, flags, *rest)
 
     monkeypatch.setattr("os.open", refuse)
-
-    def body(comm: kos.Communicator) -> str:
-        return comm.backend.shared_memory
-
-    for reason in run(body, 2):
+    for reason in run(lambda comm: comm.backend.shared_memory, 2):
         assert "rank 0 cannot map the memory of rank 0: [Errno 1] Operation not permitted" in reason
 
 

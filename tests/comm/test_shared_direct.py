@@ -14,10 +14,9 @@ import pytest
 
 import kos
 from kos.comm.host.shared import direct
-from kos.comm.host.shared.segment import STARTED
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import on_each_rank
-from tests.comm.shared_ranks import run
+from tests.comm.shared_ranks import end_process, run
 from tests.comm.tcp_ranks import TCPRanks
 
 COUNT = 16384  # elements of float64
@@ -120,28 +119,37 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_read_that_fails(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
-    monkeypatch.setattr("kos.comm.host.shared.collectives.ENDING_SECONDS", 0.2)
+@pytest.mark.parametrize("how", ["message", "collective"])
+@on_each_rank(run, 2, close=False)
+def test_a_read_that_fails(comm: kos.Communicator, /, how: str, ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("messages", "collectives"):
+        monkeypatch.setattr(f"kos.comm.host.shared.{module}.ENDING_SECONDS", 0.2)
+    comm.barrier()
+    if comm.rank == 0:
+        number = comm.backend._shared.direct._pids[1] = (1 << 22) + 1  # of no process
+        assert not os.path.exists(f"/proc/{number}")
+    elif ended:
+        end_process(comm)
+    comm.rendezvous.barrier()
+    text = "rank 1 is gone: its process" if ended else rf"Errno {errno.ESRCH}\] process_vm_readv of rank 1"
+    if how == "message" and comm.rank == 1:
+        comm.send(contributions(comm), 0, async_op=True)
+    else:
+        with pytest.raises(RankLost if ended else CollectiveError, match=text):
+            comm.recv(contributions(comm), 1) if how == "message" else comm.all_gather(contributions(comm))
+    comm.rendezvous.barrier()
 
-    def body(comm: kos.Communicator) -> None:
-        comm.barrier()
-        backend: Any = comm.backend
-        if comm.rank == 0:
-            number = backend._shared.direct._pids[1] = (1 << 22) + 1  # of no process
-            assert not os.path.exists(f"/proc/{number}")
-        if comm.rank == 1 and ended:
-            calls = backend._calls
-            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
-        comm.rendezvous.barrier()
-        error: type[Exception] = RankLost if ended else CollectiveError
-        text = "rank 1 is gone: its process" if ended else rf"Errno {errno.ESRCH}\] process_vm_readv of rank 1"
-        with pytest.raises(error, match=text):
-            comm.all_gather(contributions(comm))
 
-    run(body, 2, close=False)
-
-
-def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("send", "send #0 .*: not complete after 0.3 s; rank 1 did not receive"),
+        ("broadcast", r"ranks \[1\] went no further"),
+    ],
+)
+def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, how: str, message: str
+) -> None:
     """The program of that rank may change its array as soon as the call has failed."""
     given_up, reader = threading.Event(), direct.Direct.reader
 
@@ -159,8 +167,10 @@ def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(monkeypatch: pyte
 
     def body(comm: kos.Communicator) -> None:
         x = contributions(comm)
-        with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] went no further"):
-            comm.broadcast(x, timeout=0.3 if comm.rank == 0 else 20)
+        options: Any = {"timeout": 0.3} if comm.rank == 0 else {}
+        call = getattr(comm, "recv" if how == "send" and comm.rank == 1 else how)
+        with pytest.raises(CollectiveTimeout, match=message):
+            call(x, 1 - comm.rank if how == "send" else 0, **options)
         x[:] = 7
         given_up.set()
 

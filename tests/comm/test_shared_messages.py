@@ -1,113 +1,21 @@
-"""Messages through shared memory: order, sizes, what is kept for later, lost ranks, memory that cannot be read."""
+"""Messages through shared memory: headers and answers that run out, what is taken early, ranks that have ended."""
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
-from kos.comm.host.shared import direct, messages
-from kos.comm.host.shared.segment import ANSWERS, HEADERS, STARTED
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-from tests.comm.ranks import receive_in_another_order, time_out_beside_others
-from tests.comm.shared_ranks import run
+from kos.comm.host.shared.segment import ANSWERS, HEADERS
+from kos.errors import CollectiveTimeout, RankLost
+from tests.comm.ranks import on_each_rank, time_out_beside_others
+from tests.comm.shared_ranks import end_process, run
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
+from tests.comm.test_host_messages import LONG, assert_nothing_is_left, ends
 
-EAGER, LONG = 128 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
-
-
-def boxes(comm: kos.Communicator) -> list[Any]:
-    return list(comm.backend.transport._boxes.values())  # type: ignore[attr-defined]
-
-
-def assert_nothing_is_left(comm: kos.Communicator) -> None:
-    comm.barrier()
-    for box in boxes(comm):
-        assert not (box.arrived or any(box.messages()))
-        assert len(box.free) == ANSWERS and box.words[box.into] == box.taken
-
-
-@pytest.mark.parametrize("count", [0, 1, EAGER, EAGER + 1, LONG])
-@pytest.mark.parametrize("readable", [True, False])
-def test_messages_that_nobody_asked_for_yet(count: int, readable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not readable:
-        monkeypatch.setattr(direct.Direct, "_read_token", lambda *_: b"")
-
-    def body(comm: kos.Communicator) -> None:
-        receive_in_another_order(comm, count)
-        assert_nothing_is_left(comm)
-
-    TCPRanks(2).run(body)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_any_messages_at_once(size: int) -> None:
-    """Of any size and tag, repeated on the same arrays or not, waited for at once or later."""
-    print("seed", seed := int(np.random.SeedSequence().generate_state(1)[0]))
-    random = np.random.default_rng(seed)
-    sizes = [0, 1, 1000, 70_000, EAGER, EAGER + 1]
-    plan = [(*random.choice(size, 2, replace=False), random.integers(3), random.choice(sizes)) for _ in range(400)]
-
-    def body(comm: kos.Communicator) -> None:
-        mine, works, held = np.random.default_rng(seed + comm.rank), [], []
-        for number, (src, dst, tag, count) in enumerate(plan):
-            x = np.full(count, number % 251, np.uint8)
-            if comm.rank == src:
-                works.append(comm.send(x, dst, tag, async_op=True))
-            elif comm.rank == dst:
-                x[:] = 255
-                held.append((x, number % 251))
-                works.append(comm.recv(x, src, tag, async_op=True))
-            if mine.random() < 0.1:
-                works.pop(int(mine.integers(len(works)))).wait() if works and number > 390 else None
-        for work in works:
-            work.wait()
-        assert all((x == value).all() for x, value in held)
-        x, out = np.zeros(1000), np.zeros(1000)
-        for step in range(20):  # cached
-            x[:] = 100 * step + comm.rank
-            comm.send_recv(x, out, (comm.rank + 1) % size, (comm.rank - 1) % size)
-            assert (out == 100 * step + (comm.rank - 1) % size).all()
-        assert_nothing_is_left(comm)
-
-    run(body, size)
-
-
-@pytest.mark.parametrize(
-    ("count", "dtype"), [(0, np.uint8), (4, np.uint8), (LONG, np.uint8), (3, np.int8), (LONG, np.float32)]
-)
-@pytest.mark.parametrize("posted", ["before", "after"])
-def test_message_of_another_size_or_dtype(count: int, dtype: Any, posted: str) -> None:
-    """The receiver raises, and the sender of a long message, which was not read, too."""
-
-    def body(comm: kos.Communicator) -> None:
-        kind = np.dtype(dtype).name
-        message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of {kind}"
-        expected = np.full(3, 7, np.uint8)
-        if comm.rank == 1 and posted == "before":
-            work = comm.recv(expected, 0, 7, async_op=True)
-        comm.rendezvous.barrier()
-        if comm.rank == 0:
-            work = comm.send(np.zeros(count, dtype), 1, 7, async_op=True)
-        comm.barrier()
-        if comm.rank == 1 and posted == "after":
-            work = comm.recv(expected, 0, 7, async_op=True)
-        if comm.rank == 0 and count < LONG:
-            work.wait()
-        else:
-            with pytest.raises(CollectiveMismatch, match=message):
-                work.wait()
-        assert (expected == 7).all()
-        swapped = comm.send_recv(np.full(2, comm.rank), np.zeros(2, int), 1 - comm.rank, 1 - comm.rank)
-        assert (swapped == 1 - comm.rank).all()
-        assert_nothing_is_left(comm)
-
-    run(body, 2)
+EAGER = 128 << 10  # bytes
 
 
 def test_more_messages_than_headers() -> None:
@@ -154,47 +62,18 @@ def test_more_long_messages_than_answers() -> None:
     TCPRanks(2).run(body)
 
 
-@pytest.mark.parametrize("count", [0, 1000, EAGER])
-def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
-    count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(messages, "CREDIT_BYTES", credit := 1 << 19 if count == EAGER else 1 << 16)
-    number = 3 * credit // (count + messages.OVERHEAD_BYTES)
-
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            x = [np.full(count, i % 251, np.uint8) for i in range(number)]
-            works = [comm.send(data, 1, i % 3, async_op=True) for i, data in enumerate(x)]
-            comm.send(np.ones(1), 1, 3)
-            for work in works:
-                work.wait()
-        else:
-            comm.recv(np.ones(1), 0, 3)  # whatever can come has come
-            kept = [len(data) for what, _, data, _ in boxes(comm)[0].arrived if what < messages._RTS]
-            assert len(boxes(comm)[0].arrived) == number > len(kept) > number // 8
-            assert sum(kept) + len(kept) * messages.OVERHEAD_BYTES <= credit
-            for i in range(number):
-                assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
-        assert_nothing_is_left(comm)
-
-    run(body, 2)
-
-
-def test_a_receive_takes_no_later_message() -> None:
+@on_each_rank(run, 2)
+def test_a_receive_takes_no_later_message(comm: kos.Communicator, /) -> None:
     """A message that is taken without a receive is copied twice."""
-
-    def body(comm: kos.Communicator) -> None:
-        x = np.arange(EAGER, dtype=np.uint8)
-        if comm.rank == 0:
-            for i in range(3):
-                comm.send(x + i, 1, i)
-        comm.barrier()
-        for i in range(3 if comm.rank else 0):
-            assert (comm.recv(np.zeros_like(x), 0, i) == x + i).all()
-            assert not boxes(comm)[0].arrived
-        assert_nothing_is_left(comm)
-
-    run(body, 2)
+    x = np.arange(EAGER, dtype=np.uint8)
+    if comm.rank == 0:
+        for i in range(3):
+            comm.send(x + i, 1, i)
+    comm.barrier()
+    for i in range(3 if comm.rank else 0):
+        assert (comm.recv(np.zeros_like(x), 0, i) == x + i).all()
+        assert not ends(comm)[0].arrived
+    assert_nothing_is_left(comm)
 
 
 def test_timeout_of_a_message_gives_up_no_other() -> None:
@@ -202,19 +81,16 @@ def test_timeout_of_a_message_gives_up_no_other() -> None:
 
 
 @pytest.mark.parametrize("count", [1, LONG])
-def test_two_ranks_that_both_send_first(count: int) -> None:
+@on_each_rank(run, 2)
+def test_two_ranks_that_both_send_first(comm: kos.Communicator, /, count: int) -> None:
     """Of long messages both wait, and the one that gives up says for whom."""
-
-    def body(comm: kos.Communicator) -> None:
-        peer, x = 1 - comm.rank, np.full(count, comm.rank, np.uint8)
-        if count == 1:
-            comm.send(x, peer)
-            assert comm.recv(np.empty_like(x), peer)[0] == peer
-        else:
-            with pytest.raises(CollectiveTimeout, match=r"send #0 .*: .*rank 1 did not receive"):
-                comm.send(x, peer, timeout=0.3 if comm.rank == 0 else TIMEOUT)
-
-    run(body, 2)
+    peer, x = 1 - comm.rank, np.full(count, comm.rank, np.uint8)
+    if count == 1:
+        comm.send(x, peer)
+        assert comm.recv(np.empty_like(x), peer)[0] == peer
+    else:
+        with pytest.raises(CollectiveTimeout, match=r"send #0 .*: .*rank 1 did not receive"):
+            comm.send(x, peer, timeout=0.3 if comm.rank == 0 else TIMEOUT)
 
 
 @pytest.mark.parametrize("count", [1, LONG])
@@ -226,8 +102,7 @@ def test_the_last_message_of_a_rank_that_has_ended(count: int) -> None:
         x = np.ones(count, np.uint8)
         if comm.rank == 1:
             comm.send(x, 0, async_op=True)
-            calls: Any = comm.backend._calls  # type: ignore[attr-defined]
-            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+            end_process(comm)
             ended.set()
             return
         assert ended.wait(TIMEOUT)
@@ -239,57 +114,6 @@ def test_the_last_message_of_a_rank_that_has_ended(count: int) -> None:
     run(body, 2, close=False)
 
 
-@pytest.mark.parametrize("ended", [True, False])
-def test_a_read_that_fails(monkeypatch: pytest.MonkeyPatch, ended: bool) -> None:
-    monkeypatch.setattr(messages, "ENDING_SECONDS", 0.2)
-
-    def body(comm: kos.Communicator) -> None:
-        backend: Any = comm.backend
-        if comm.rank == 0:
-            number = backend._shared.direct._pids[1] = (1 << 22) + 1  # of no process
-            assert not os.path.exists(f"/proc/{number}")
-        if comm.rank == 1 and ended:
-            backend._calls._words[backend._calls._line + STARTED] += 1
-        comm.rendezvous.barrier()
-        if comm.rank == 1:
-            comm.send(np.ones(LONG), 0, async_op=True)
-            comm.rendezvous.barrier()
-            return
-        error: type[KosError] = RankLost if ended else CollectiveError
-        text = "rank 1 is gone: its process" if ended else rf"Errno {errno.ESRCH}\] process_vm_readv of rank 1"
-        with pytest.raises(error, match=text):
-            comm.recv(np.ones(LONG), 1)
-        comm.rendezvous.barrier()
-
-    run(body, 2, close=False)
-
-
-def test_what_is_read_of_a_sender_that_has_given_up_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its program may change the array as soon as the send has failed."""
-    given_up, reader = threading.Event(), direct.Direct.reader
-
-    def slow(self: Any, rank: int, to: int) -> Any:
-        read = reader(self, rank, to)
-
-        def later(address: int, nbytes: int) -> None:
-            if nbytes > 16:  # not the token of the start
-                assert given_up.wait(TIMEOUT)
-            read(address, nbytes)
-
-        return later
-
-    monkeypatch.setattr(direct.Direct, "reader", slow)
-
-    def body(comm: kos.Communicator) -> None:
-        x = np.full(LONG, comm.rank)
-        with pytest.raises(CollectiveTimeout, match="send #0 .*: not complete after 0.3 s; rank 1 did not receive"):
-            comm.send(x, 1, timeout=0.3) if comm.rank == 0 else comm.recv(x, 0)
-        x[:] = 7
-        given_up.set()
-
-    run(body, 2)
-
-
 @pytest.mark.parametrize("early", [True, False])
 def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: bool) -> None:
     """Its exchange has lost the rank that it received from, and the program goes on with the array."""
@@ -298,8 +122,7 @@ def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: 
     def body(comm: kos.Communicator) -> None:
         x, out = np.full(LONG, 1, np.uint8), np.zeros(LONG, np.uint8)
         if comm.rank == 2:
-            calls: Any = comm.backend._calls  # type: ignore[attr-defined]
-            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+            end_process(comm)
         comm.rendezvous.barrier()
         if comm.rank == 0:
             with pytest.raises(RankLost, match="send_recv #0 .*: rank 2 is gone"):
@@ -319,23 +142,3 @@ def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: 
             assert set(work.wait() if early else comm.recv(out, 0)) == {2}
 
     run(body, 3, close=False)
-
-
-def test_an_abort_within_a_send() -> None:
-    aborted = threading.Event()
-
-    def body(comm: kos.Communicator) -> None:
-        x = np.ones(LONG, np.uint8)
-        if comm.rank == 0:
-            work = comm.send(x, 1, async_op=True)
-            comm.abort(reason="it had enough")
-            with pytest.raises(CollectiveError, match="send #0 .*: the communicator was aborted"):
-                work.wait()
-            x[:] = 7
-            aborted.set()
-        else:
-            assert aborted.wait(TIMEOUT)
-            with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
-                comm.recv(x, 0)
-
-    run(body, 2, close=False)

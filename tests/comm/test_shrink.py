@@ -17,7 +17,6 @@ import kos
 from kos.comm.backend import SHRINKS
 from kos.comm.failures import Ledger
 from kos.comm.host.mpi import MPIBackend
-from kos.comm.rendezvous import mpi_job
 from kos.errors import BackendUnavailable, CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
 from tests.comm.ranks import on_each_rank
@@ -137,12 +136,12 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = Ledger([0, 1, 2], rank=2)
     ledger.record_end(0, 3, SHRINKS)
     messages = SimpleNamespace(receive_notices=lambda: None)
-    backend: Any = SimpleNamespace(_calls=None, _comm=None, _messages=messages, ledger=ledger)
     failed = iter([[], [], [1]])
-    monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: next(failed))
+    backend: Any = SimpleNamespace(
+        _calls=None, _messages=messages, ledger=ledger, _failed_ranks=lambda: next(failed, [])
+    )
     monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 1000.0)
     assert next(MPIBackend.gone(backend)) == (1, "its process failed")
-    monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: [])
     monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 0.0)
     assert next(MPIBackend.gone(backend)) == (0, SHRINKS)
 
@@ -238,6 +237,48 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
+def test_a_group_of_some_ranks_shrinks(tmp_path: Path) -> None:
+    """By the ranks that have come: it has no communicator of its own that MPI could shrink."""
+    text = """
+with kos.init("mpi", timeout=60) as comm:
+    part = comm.split(comm.rank // 3)
+    part.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), 9)
+    if part.size == 3:
+        try:
+            while True:
+                part.split(0)
+        except kos.errors.RankLost as error:
+            assert error.ranks == (1,), error
+        part = part.shrink()
+        copy = part.duplicate()
+        with copy.split(0) as again:
+            print(again.world_ranks, copy.all_reduce(np.full(3, comm.rank)), flush=True)
+    if comm.rank != 3:
+        try:
+            comm.barrier()
+        except kos.errors.RankLost as error:
+            assert error.ranks == (1,), error
+    os._exit(0)
+"""
+    assert job(tmp_path, 4, text, *ULFM) == ["[0, 2] [2 2 2]"] * 2
+
+
+@needs_mpirun
+def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path: Path) -> None:
+    """In Open MPI 5.0.11 a rank that makes one while another dies may crash."""
+    text = """
+from mpi4py import MPI
+with kos.init("mpi", timeout=60) as comm:
+    first = MPI.COMM_WORLD.Dup().py2f()
+    groups = [comm.split(0), comm.duplicate(), comm.group([1, 0])]
+    print(sum(group.all_reduce(np.ones(1))[0] for group in groups), MPI.COMM_WORLD.Dup().py2f() - first, flush=True)
+"""
+    assert job(tmp_path, 2, text) == ["6.0 1"] * 2
+
+
+@needs_mpirun
 def test_a_loss_that_one_rank_alone_hears_of(tmp_path: Path) -> None:
     """Open MPI tells nobody of an exit code that is not 0; it may tell some."""
     text = """
@@ -264,10 +305,13 @@ with kos.init("mpi", timeout=60) as comm:
 
 @needs_mpirun
 def test_init_returns_when_all_ranks_have_the_communicators(tmp_path: Path) -> None:
-    """Not before: Open MPI crashes where it hears that one is revoked which it still makes."""
+    """Not before: Open MPI crashes where it hears that one is revoked which it still makes.  Groups of one host that
+    share memory make none."""
     text = f"""
 import pathlib
+import kos.comm.host.backend as host
 from kos.comm.host.mpi import MPIBackend
+host.open_segment = lambda _: (None, "switched off by the test")
 through, made = pathlib.Path({str(tmp_path / "through")!r}), MPIBackend._dup
 def late(self, rendezvous):
     comm, deadline = made(self, rendezvous), time.monotonic() + 0.5
@@ -281,7 +325,7 @@ through.touch()
 comm.barrier()
 comm.close()
 """
-    assert job(tmp_path, 2, text) == ["False"] * 2
+    assert job(tmp_path, 2, text) == ["False"] * 4
 
 
 @needs_mpirun

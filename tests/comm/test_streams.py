@@ -7,12 +7,9 @@ where a stream is asked anything that is gone.
 from __future__ import annotations
 
 import gc
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +20,9 @@ from kos.comm.gpu.peer import engine
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.errors import CollectiveMismatch, KosError
-from kos.memory import as_buffer
 from kos.memory.array import Array
-from kos.testing import spawn
 from tests.comm import fake_peer, test_auto
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, communicator, no_gpu
+from tests.comm.fake_nccl import Comm, FakeGraph, FakeNCCL, alone, no_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
 from tests.host_compiler import COMPILER
@@ -41,7 +36,7 @@ class Device:
     def __init__(self) -> None:
         self.alive = {0, streams.LEGACY, SIDE}
         self.busy: set[int] = set()
-        self._capture: dict[int, int] = {}
+        self.captures: dict[int, int] = {}  # by stream: the number of its capture
         self._behind: dict[tuple[int, int], set[Any]] = {}
         self._events: dict[Any, tuple[int, set[Any]]] = {}
         self._calls: dict[tuple[int, int], list[tuple[Any, Any]]] = {}
@@ -52,13 +47,13 @@ class Device:
 
     def install(self, cu: Any) -> None:
         cu.cuStreamIsCapturing = lambda stream: (0, int(self._asked(stream)[0] > 0))
-        cu.cuStreamGetCaptureInfo = lambda stream: (0, 1, self._asked(stream)[0], None)
+        cu.cuStreamGetCaptureInfo = lambda stream: (0, 1, self._asked(stream)[0], FakeGraph())
         cu.cuStreamQuery, cu.cuEventQuery = self._query, self._event_query
         cu.cuEventRecord, cu.cuStreamWaitEvent = self._record, self._wait
 
     def _asked(self, stream: int) -> tuple[int, int]:
         assert stream in self.alive, f"a stream that is gone was asked: {stream}"
-        return self._capture.get(stream, 0), stream
+        return self.captures.get(stream, 0), stream
 
     def _query(self, stream: int) -> tuple[int]:
         assert not self._asked(stream)[0], "queried amid a capture"
@@ -83,7 +78,7 @@ class Device:
         with self._lock:
             capture, behind = self._events.get(event, (0, set()))
             if capture and not self._asked(stream)[0]:
-                self._capture[stream] = capture  # it joins
+                self.captures[stream] = capture  # it joins
             place = self._asked(stream)
             assert place[0] == capture, "what is captured and what runs wait for each other"
             self._behind.setdefault(place, set()).update(behind)
@@ -109,11 +104,11 @@ class Device:
     def capturing(self, stream: int) -> Iterator[None]:
         with self._lock:
             self._made += 1
-            capture = self._capture[stream] = self._made
+            capture = self.captures[stream] = self._made
         yield
         with self._lock:
-            for each in [each for each, of in self._capture.items() if of == capture]:
-                del self._capture[each]
+            for each in [each for each, of in self.captures.items() if of == capture]:
+                del self.captures[each]
 
 
 class Stream:
@@ -132,8 +127,9 @@ class Stream:
         self._device._behind.pop((0, self.handle), None)
 
 
-Body = Callable[[kos.Communicator, Device, Callable[..., None]], None]
-"""Gets a function that makes two all_reduces on a stream, by different parts of ``auto``."""
+Call = Callable[..., None]
+"""Makes two all_reduces on a stream, by different parts of ``auto``."""
+Body = Callable[[kos.Communicator, Device, Call], None]
 
 
 @pytest.fixture(params=["nccl", "peer", "auto"])
@@ -152,7 +148,7 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         device.install(driver.cu)
         note(fake, device, alone=request.param == "nccl")
         if request.param == "nccl":
-            comm = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+            comm = alone()
             yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40))
         else:
             monkeypatch.setattr(test_auto, "SIZE", 1)
@@ -201,9 +197,7 @@ def named(stream: Stream, given: str) -> Any:
 
 @KINDS
 @on_each_rank("run")
-def test_a_stream_may_be_gone_after_the_call(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
-) -> None:
+def test_a_stream_may_be_gone_after_the_call(comm: kos.Communicator, device: Device, call: Call, /, given: str) -> None:
     """An object is kept; of a bare handle nothing is asked any more.  What comes later still follows."""
 
     def on_a_new_one(handle: int) -> None:
@@ -226,9 +220,7 @@ def test_a_stream_may_be_gone_after_the_call(
 
 
 @on_each_rank("run")
-def test_a_persistent_call_is_over_after_its_stream(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /
-) -> None:
+def test_a_persistent_call_is_over_after_its_stream(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     stream = Stream(device, 1000)
     persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
     work = persistent.start()
@@ -239,7 +231,7 @@ def test_a_persistent_call_is_over_after_its_stream(
 
 
 @on_each_rank("run")
-def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, call: Callable[..., None], /) -> None:
+def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     for turn in range(100):
         call(Stream(device, 1000 + turn))
     gc.collect()
@@ -253,7 +245,7 @@ def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, c
 @KINDS
 @on_each_rank("run")
 def test_what_runs_follows_what_ran_whatever_was_captured_between(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+    comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     first, second, third = (Stream(device, 1000 + k) for k in range(3))
     call(named(first, given))
@@ -271,7 +263,7 @@ def test_what_runs_follows_what_ran_whatever_was_captured_between(
 @KINDS
 @on_each_rank("run")
 def test_calls_of_one_capture_follow_each_other(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+    comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     """On streams that have joined it; also after eager calls on the first of them."""
     first, second = (Stream(device, 1000 + k) for k in range(2))
@@ -289,9 +281,7 @@ def test_calls_of_one_capture_follow_each_other(
 
 
 @on_each_rank("run")
-def test_what_overlaps_is_captured_with_the_rest(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /
-) -> None:
+def test_what_overlaps_is_captured_with_the_rest(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     stream, other = Stream(device, 1000), Stream(device, 1001)
     x = Array.zeros(40, np.float16, 0)
     call(stream)
@@ -305,9 +295,7 @@ def test_what_overlaps_is_captured_with_the_rest(
 
 
 @on_each_rank("run")
-def test_batches_and_what_overlaps_follow_the_rest(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /
-) -> None:
+def test_batches_and_what_overlaps_follow_the_rest(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     """Parts of ``auto`` do not fill the GPU at once: ranks might begin with different ones."""
     several = [Stream(device, 1000 + k) for k in range(4)]
     arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
@@ -324,7 +312,7 @@ def test_batches_and_what_overlaps_follow_the_rest(
 @KINDS
 @on_each_rank("run")
 def test_communicators_of_one_gpu_follow_each_other(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, given: str
+    comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     """Of two kernels of ``peer`` at once each could hold a part of the GPU, and another part on another rank."""
     if comm.backend_name != "peer":
@@ -359,7 +347,7 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch,
 
 
 @on_each_rank("run")
-def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, call: Callable[..., None], /) -> None:
+def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     """A call that runs after another one whose stream is being captured now: neither can wait for the other."""
     if comm.backend_name == "nccl":
         return  # which orders its own
@@ -371,7 +359,7 @@ def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, c
 
 @on_each_rank("run")
 def test_a_stream_that_its_owner_closed(
-    comm: kos.Communicator, device: Device, call: Callable[..., None], /, monkeypatch: pytest.MonkeyPatch
+    comm: kos.Communicator, device: Device, call: Call, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream(device, 1000)
     call(stream)
@@ -379,214 +367,3 @@ def test_a_stream_that_its_owner_closed(
     stream.handle = 0
     monkeypatch.setattr(driver, "synchronize", lambda index: device.over.update(*device._behind.values()))
     call(None)
-
-
-class Tensor:
-    """A torch tensor on a GPU, as far as kos looks at one."""
-
-    __module__ = "torch"
-    is_cuda = True
-    device = "cuda:0"
-
-    def __init__(self, memory: Array) -> None:
-        self.memory = memory
-        self.asked: list[Any] = []
-
-    def get_device(self) -> int:
-        return 0
-
-    def new_empty(self, shape: tuple[int, ...]) -> Tensor:
-        return type(self)(Array.empty(shape, self.memory.dtype, 0))
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.memory.__dlpack_device__()
-
-    def __dlpack__(self, *, stream: Any, max_version: Any = None) -> Any:
-        self.asked.append(stream)
-        return self.memory.__dlpack__(stream=-1, max_version=max_version)
-
-
-class Torch:
-    """torch's current stream: of its pool, the legacy default stream, or somebody else's."""
-
-    Tensor, strided = None, "strided"
-
-    def __init__(self) -> None:
-        self.handle = self.stream_id = 0
-        self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: self.handle)
-        self.cuda = SimpleNamespace(
-            current_stream=lambda device: SimpleNamespace(stream_id=self.stream_id),
-            stream=self._inside, ExternalStream=lambda handle, device: handle,
-        )  # fmt: skip
-
-    @contextmanager
-    def _inside(self, handle: int) -> Iterator[None]:
-        former, self.handle = self.handle, handle
-        yield
-        self.handle = former
-
-
-@pytest.fixture
-def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
-    torch = Torch()
-    with no_gpu(monkeypatch):
-        monkeypatch.setattr(driver, "unavailable", lambda: None)
-        monkeypatch.setitem(sys.modules, "torch", torch)
-        yield torch
-
-
-def tensor(count: int = 6) -> Tensor:
-    return Tensor(Array.zeros(count, np.float32, 0))
-
-
-def test_torchs_current_stream_is_followed(torch: Torch) -> None:
-    x = tensor()
-    buffer = as_buffer(x, "x", True)
-    assert (buffer.stream, buffer.queue, buffer.array) == (streams.LEGACY, None, x)
-    torch.handle, torch.stream_id = 5000, 35  # of its pool, which keeps it
-    for _ in range(2):
-        buffer = as_buffer(x, "x", True)
-        assert buffer.stream == 5000 and not isinstance(buffer.queue, int)
-    torch.handle = torch.stream_id = 6000  # somebody else's
-    buffer = as_buffer(x, "x", True)
-    assert (buffer.stream, buffer.queue) == (6000, 6000)
-    assert as_buffer(x, "x", True, 7).stream == 7, "stream= wins"
-    assert set(x.asked) == {-1}, "nothing has to wait: it is the stream on which torch works"
-
-
-def test_a_tensor_in_gives_a_tensor_back(torch: Torch) -> None:
-    comm, torch.handle, torch.stream_id = alone(), 5000, 35
-    x = tensor()
-    for call in (comm.reduce_scatter, comm.all_gather, comm.all_to_all, comm.gather):
-        out: Any = call(x)
-        assert type(out) is Tensor and out.memory.size == 6
-    assert comm.all_reduce(x) is x
-    made = list[int]()
-    torch.cuda.stream = lambda handle: (made.append(handle), torch._inside(handle))[1]
-    assert type(comm.all_gather(x, stream=8)) is Tensor and made == [8], "of its allocator's memory for that stream"
-    assert type(comm.all_gather_init(x).start().wait()) is Tensor
-    comm.close()
-
-
-def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
-    """Which refuses what is not plain: complex numbers that may be conjugated, strides, gradients."""
-
-    class Plain(Tensor):
-        layout, dtype, requires_grad, contiguous, shape = "strided", "torch.float32", False, True, (2, 3)
-
-        def data_ptr(self) -> int:
-            return self.memory.pointer
-
-        def is_contiguous(self) -> bool:
-            return self.contiguous
-
-    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35
-    x = Plain(Array.zeros(6, np.float32, 0))
-    buffer = as_buffer(x, "x", True)
-    assert (buffer.pointer, buffer.shape, buffer.dtype.name) == (x.memory.pointer, (2, 3), "float32")
-    assert (buffer.stream, buffer.array, x.asked) == (5000, x, [])
-    odd = {"dtype": "torch.complex64", "contiguous": False, "requires_grad": True, "layout": "csr"}
-    for name, value in odd.items():
-        other = Plain(Array.zeros(6, np.float32, 0))
-        setattr(other, name, value)
-        as_buffer(other, "x", True)
-        assert other.asked == [-1], name
-
-
-def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
-    device = Device()
-    device.install(driver.cu)
-
-    class Owned(Stream):
-        @property
-        def ptr(self) -> int:
-            return self.handle
-
-    class CuPyArray(Tensor):
-        __module__ = "cupy"
-        device = SimpleNamespace(id=0)
-
-    current = [Owned(device, 1000)]
-    cupy = SimpleNamespace(ndarray=None, cuda=SimpleNamespace(get_current_stream=lambda index: current[0]))
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
-    comm, x = alone(), CuPyArray(Array.zeros(6, np.float32, 0))
-    comm.all_reduce(x)
-    current[0] = Owned(device, 1001)
-    gc.collect()
-    assert 1000 in device.alive
-    comm.all_reduce(x)
-    comm.synchronize()
-    comm.close()
-
-
-def test_a_jax_array_in_gives_a_jax_array_back(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
-    """Its memory is held until the GPU is done with it, for JAX knows nothing of the stream."""
-    over = [0]
-    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (over[0],))
-
-    class ArrayImpl(Tensor):
-        __module__ = "jaxlib"
-
-    def of(memory: Any) -> tuple[str, Any]:
-        return "jax", memory
-
-    jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=of), numpy=SimpleNamespace(asarray=of))
-    monkeypatch.setitem(sys.modules, "jax", jax)
-    comm, x = alone(), ArrayImpl(Array.zeros(6, np.float32, 0))
-    over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
-    kind, out = comm.all_gather(x)
-    assert kind == "jax" and type(out) is Array and x.asked == [streams.LEGACY], "the stream waits for JAX's work"
-    left = weakref.ref(x)
-    del x
-    gc.collect()
-    assert left() is not None
-    over[0] = 0
-    comm.synchronize()
-    gc.collect()
-    assert left() is None or comm.backend._last is not None
-    comm.close()
-
-
-def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class HostTensor:
-        __module__ = "torch"
-        is_cuda = False
-
-        def __init__(self, memory: np.ndarray) -> None:
-            self.memory = memory
-
-        def new_empty(self, shape: tuple[int, ...]) -> HostTensor:
-            return HostTensor(np.empty(shape, self.memory.dtype))
-
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return self.memory.__dlpack_device__()
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self.memory.__dlpack__(**options)
-
-    monkeypatch.setitem(sys.modules, "torch", Torch())
-
-    def body(comm: kos.Communicator) -> None:
-        x = HostTensor(np.full(2, comm.rank + 1.0))
-        out = comm.all_gather(x)
-        assert type(out) is HostTensor and out.memory.tolist() == [[1, 1], [2, 2]]
-        assert comm.all_reduce(x) is x and x.memory.tolist() == [3, 3]
-        assert comm.all_gather(x, async_op=True).wait().memory.shape == (2, 2)
-
-    spawn(body, 2)
-
-
-def test_managed_memory_is_a_gpus(torch: Torch) -> None:
-    """By one rule, through every door."""
-
-    class Managed(Tensor):
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return 13, 0
-
-    x = Managed(Array.zeros(6, np.float32, 0))
-    assert as_buffer(x, "x", True).device == Array.from_dlpack(x).device == 0
-
-
-def alone() -> kos.Communicator:
-    """A group of one over the stand-in of NCCL."""
-    return communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))

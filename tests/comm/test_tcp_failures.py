@@ -17,7 +17,7 @@ from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, time_out_beside_others
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
-from tests.comm.test_message_failures import give_up_a_send
+from tests.comm.test_message_failures import CALLS, give_up_a_send, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
@@ -212,6 +212,11 @@ def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name() -> Non
         comm.barrier()
 
     TCPRanks(2).run(body)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_interrupted_before_it_starts(memory: str, name: str) -> None:
+    TCPRanks(2).run(lambda comm: interrupt_a_launch(comm, name))
 
 
 def test_all_hear_of_a_collective_that_one_failed_in() -> None:

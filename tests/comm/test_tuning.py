@@ -92,14 +92,8 @@ def test_damaged_tables_are_refused(data: Any, why: str) -> None:
 def test_routes_and_what_stands_for_what_was_not_measured() -> None:
     table = parse(TABLE, "")
     route = table.route("all_reduce", False, False, True)
-    assert [pick(route, n) for n in (1, 4096, 4097, 8192, 8193, 1 << 40)] == [
-        "peer",
-        "peer",
-        "nccl",
-        "nccl",
-        "peer",
-        "peer",
-    ]
+    sizes = (1, 4096, 4097, 8192, 8193, 1 << 40)
+    assert [pick(route, n) for n in sizes] == ["peer", "peer", "nccl", "nccl", "peer", "peer"]
     assert table.route("all_reduce", True, False, False) == route  # another width, not in a graph
     assert table.route("recv", True, True, True) == ((None, "nccl"),)  # as send_recv
     assert table.route("broadcast", False, False, False) == tuning.UNMEASURED
@@ -149,26 +143,20 @@ def test_the_users_table_wins(places: tuple[Path, Path]) -> None:
         (json.dumps(changed("gpu", to="NVIDIA B200")), "measured on 4 x NVIDIA B200 (18 NVLinks), but this is 4 x"),
         (json.dumps(changed("link", to="PCIe")), "measured on 4 x NVIDIA H200 (PCIe)"),
         (json.dumps(changed("ranks", to=2)), "measured on 2 x NVIDIA H200"),
+        (None, "Is a directory"),  # root may read everything else
     ],
-    ids=["cut", "not text", "deep", "gpu", "link", "ranks"],
+    ids=["cut", "not text", "deep", "gpu", "link", "ranks", "folder"],
 )  # fmt: skip
 def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(
-    places: tuple[Path, Path], caplog: pytest.LogCaptureFixture, text: str, why: str
+    places: tuple[Path, Path], caplog: pytest.LogCaptureFixture, text: str | None, why: str
 ) -> None:
     mine, shipped = places
-    mine.write_bytes(text.encode("latin-1"))
+    mine.mkdir() if text is None else mine.write_bytes(text.encode("latin-1"))
     shipped.write_text(json.dumps(TABLE))
     with caplog.at_level(logging.WARNING):
         assert [load(GPU, LINK, 4).source for _ in range(2)] == [str(shipped)] * 2
     (record,) = (each for each in caplog.records if each.name == "kos.comm.tuning")
     assert str(mine) in record.getMessage() and why in record.getMessage()
-
-
-def test_a_table_that_cannot_be_read_does_not_stop_anything(places: tuple[Path, Path]) -> None:
-    mine, shipped = places
-    mine.mkdir()  # root may read everything but a folder
-    shipped.write_text(json.dumps(TABLE))
-    assert load(GPU, LINK, 4).source == str(shipped)
 
 
 def test_the_nearest_table_and_none(places: tuple[Path, Path]) -> None:

@@ -20,7 +20,7 @@ from tests.interop.ranks import run
 from tests.launcher import MPIRUN, needs_mpirun, run_program
 
 pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
-PROGRAMS = "tests.interop.torch_programs"
+PROGRAMS, MODELS = "tests.interop.torch_programs", "tests.interop.torch_model_programs"
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = [pytest.param(program, marks=pytest.mark.slow) for program in ("ddp_hooks", "compiled")]
 BUILT_ON_IT = ["ddp", "ddp_join", "fsdp1", "fsdp", "tensor_parallel", "pipeline", *SLOW]
@@ -116,8 +116,8 @@ def test_a_communicator_of_kos_among_the_ranks_of_a_group():
 
 @pytest.mark.parametrize("program", BUILT_ON_IT)
 def test_what_is_built_on_it_gives_the_losses_of_gloo(program):
-    ours = run(f"{PROGRAMS}:{program}")
-    assert ours == run(f"{PROGRAMS}:{program}", 2, "gloo") and any(ours)
+    ours = run(f"{MODELS}:{program}")
+    assert ours == run(f"{MODELS}:{program}", 2, "gloo") and any(ours)
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="Accelerate is not installed")
@@ -137,9 +137,9 @@ def test_a_program_of_accelerate_has_the_losses_of_gloo():
 
 
 def test_a_sharded_checkpoint_continues_with_the_same_losses(tmp_path):
-    ours = run(f"{PROGRAMS}:checkpoint", 2, "kos", str(tmp_path / "kos"))
+    ours = run(f"{MODELS}:checkpoint", 2, "kos", str(tmp_path / "kos"))
     assert ours[0][0] == ours[0][1]
-    assert ours == run(f"{PROGRAMS}:checkpoint", 2, "gloo", str(tmp_path / "gloo"))
+    assert ours == run(f"{MODELS}:checkpoint", 2, "gloo", str(tmp_path / "gloo"))
 
 
 @needs_mpirun

@@ -43,7 +43,7 @@ def losses_beside_torch(device, dtype, steps):
         for decayed, decay in ((True, config.weight_decay), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps)
-    schedule, theirs = config.make_schedule(), []
+    schedule, theirs = config.learning_rate(), []
     with torch.device(device):
         for step in range(steps):
             tokens, targets = (torch.tensor(x, dtype=torch.int64) for x in data.batch(step))

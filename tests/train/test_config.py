@@ -64,7 +64,7 @@ def test_presets_have_the_published_shapes(
 def test_baby_is_nanogpts_setting() -> None:
     config = parse(["--preset", "baby"])
     assert (config.data, config.tokenizer, config.steps) == ("tinyshakespeare", "chars", 5000)
-    assert (config.lr, config.make_schedule().min_lr, config.warmup_steps, config.beta2) == (1e-3, 1e-4, 100, 0.99)
+    assert (config.lr, config.learning_rate().min_lr, config.warmup_steps, config.beta2) == (1e-3, 1e-4, 100, 0.99)
 
 
 def test_every_required_flag_is_in_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,9 +150,9 @@ def test_flags_of_every_type() -> None:
 
 def test_derived_values_follow_what_was_given() -> None:
     config = parse(["--lr", "0.5", "--steps", "50", "--decay-fraction", "0.1"])
-    assert config.make_schedule().min_lr == pytest.approx(0.05) and config.make_schedule().decay_steps == 5
-    assert parse(["--lr", "0.5", "--min-lr", "0"]).make_schedule().min_lr == 0
-    assert parse(["--steps", "50"]).make_schedule().decay_steps == 10
+    assert config.learning_rate().min_lr == pytest.approx(0.05) and config.learning_rate().decay_steps == 5
+    assert parse(["--lr", "0.5", "--min-lr", "0"]).learning_rate().min_lr == 0
+    assert parse(["--steps", "50"]).learning_rate().decay_steps == 10
 
 
 def test_from_preset_changes_only_what_it_names() -> None:

@@ -8,8 +8,9 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.testing import spawn
 from kos.train.model.parameters import Parameters
-from kos.train.parallel.data import DataParallel, make_buckets, shard_batch, subtrees, waiting_subtrees
+from kos.train.parallel.data import DataParallel, make_buckets, shard_batch
 from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.tree_sum import subtrees, waiting_subtrees
 
 SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
 MICRO_BATCHES = 8
@@ -76,7 +77,7 @@ def test_a_tree_over_any_number_of_micro_batches(size: int, count: int) -> None:
 
 
 def test_a_rank_keeps_few_subtrees() -> None:
-    assert [waiting_subtrees(0, count) for count in (1, 2, 4, 8, 64)] == [0, 1, 2, 3, 6]
+    assert [waiting_subtrees(0, count) for count in (1, 2, 4, 8, 64, 2**17)] == [0, 1, 2, 3, 6, 17]
     assert subtrees(3, 5) == ([0, 0, 1, 0, 2], [(3, 1), (4, 4)])
 
 

@@ -17,7 +17,8 @@ from kos.memory.arena import Arena
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import CHUNK, CudaAdamW
-from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient
+from kos.train.ops.learning_rate import LearningRate
+from kos.train.ops.optimizer import AdamW, clip_coefficient
 from tests.host_compiler import COMPILER
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
@@ -176,7 +177,7 @@ def test_adamw(ops, rng, gradient_dtype):
     copy, gradients, gradients64 = weights.like("bfloat16"), weights.like(gradient_dtype), weights64.like()
     weights64.flat[:] = rng.normal(size=weights64.flat.size).astype(np.float32)
     weights.flat.copy_from(weights64.flat.astype(np.float32))
-    schedule = Schedule("cosine", 1e-2, 1e-3, 6, 2)
+    schedule = LearningRate("cosine", 1e-2, 1e-3, 6, 2)
     ours, theirs = CudaAdamW(ops, weights, copy, schedule, grad_clip=1.0), AdamW(weights64)
     for step, spread in enumerate((1e-3, 0.5, 1e-3, 0.5)):
         gradients64.flat[:] = rng.normal(0, spread, gradients64.flat.size).astype(gradients.flat.dtype.numpy)
@@ -204,7 +205,7 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
     start = rng.normal(size=whole.flat.size).astype(whole.flat.dtype.numpy)
     gradients = whole.like(dtype)
     gradients.flat.copy_from(rng.normal(size=whole.flat.size).astype(whole.flat.dtype.numpy))
-    schedule = Schedule("constant", 1e-2, 0, 9, 0)
+    schedule = LearningRate("constant", 1e-2, 0, 9, 0)
     whole.flat.copy_from(start)
     one = CudaAdamW(ops, whole, whole.like("bfloat16"), schedule, grad_clip=1.0)
     halves, buckets = [], range(0, whole.flat.size, 2 * CHUNK)
@@ -245,7 +246,7 @@ def test_the_exact_norm_does_not_depend_on_cuts(ops, rng, gradient_dtype):
         gradients = Parameters({name: sizes[name] for name in names}, gradient_dtype, None, ops.zeros)
         for name in names:
             gradients[name].copy_from(spread[name])
-        optimizer = CudaAdamW(ops, gradients.like("float32"), None, Schedule("constant", 1, 0, 9, 0), exact=total)
+        optimizer = CudaAdamW(ops, gradients.like("float32"), None, LearningRate("constant", 1, 0, 9, 0), exact=total)
         optimizer.queue_norm(gradients, find_largest=largest)
         state = optimizer.read()
         return np.array([state["sum_of_squares"], state["rest"]]), optimizer
@@ -270,7 +271,7 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
     for skip in (0.0, 2.0):
         weights = Parameters(shapes, "float32", None, ops.zeros)
         gradients = weights.like()
-        optimizer = CudaAdamW(ops, weights, None, Schedule("constant", 1e-2, 0, 9, 0), skip_outliers=skip)
+        optimizer = CudaAdamW(ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0), skip_outliers=skip)
         moved = []
         for value in (0.01, np.nan, 0.01, 5.0, 0.01):
             gradients["a"].copy_from(np.full((9, 11), value, np.float32))

@@ -17,9 +17,9 @@ from kos.train.model.initial import init_weights
 from kos.train.model.llama import Llama
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from tests.train.emulated_runs import emulated
+from tests.train.emulated_runs import train as train_on_host
 from tests.train.sharded import tensors_of_run
-from tests.train.test_engine_on_host import emulated
-from tests.train.test_engine_on_host import train as train_on_host
 from tests.train.test_loop import _config, _losses, _train, text
 
 __all__ = ["emulated", "text"]

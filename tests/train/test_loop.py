@@ -248,6 +248,11 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
     with pytest.raises(ConfigError, match=f"(?m)^--out {out}: expected a folder that can be written, got {got}$"):
         _train(text, out, 2, steps=2)
     assert not out.exists()
+    if which == "file":
+        (tmp_path / "checkpoints").write_text("")
+        got = f"{tmp_path}/checkpoints, which is not a folder"
+        with pytest.raises(ConfigError, match=f"(?m)^--out {tmp_path}: expected .*, got {got}$"):
+            _train(text, tmp_path, 2, steps=2)
 
 
 def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.cuda.adamw import CudaAdamW
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient
+from kos.train.ops.learning_rate import LearningRate
+from kos.train.ops.optimizer import AdamW, clip_coefficient
 from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING, loss_and_gradients, queue, queue_loss_and_gradients
 from tests.train.test_model import torch_llama
@@ -208,7 +209,7 @@ def test_adamw(ops, kind, gradient_dtype):
     weights64 = Parameters(shapes, np.float64)
     weights64.flat[:] = rng.normal(size=weights64.flat.size).astype(np.float32)
     weights.flat.copy_from(weights64.flat.astype(np.float32), ops.stream)
-    schedule = Schedule(kind, 1e-2, 1e-3, 9, 3, 2)
+    schedule = LearningRate(kind, 1e-2, 1e-3, 9, 3, 2)
     ours = CudaAdamW(ops, weights, copy, schedule, grad_clip=1.0)
     theirs = AdamW(weights64)
     ours.queue_norm(gradients)  # kernels are loaded outside the capture
@@ -252,7 +253,7 @@ def test_adamw_without_master_weights(ops):
         ones = np.ones(40_001, np.float32)
         weights.flat.copy_from(ones.astype(weights.flat.dtype.numpy), ops.stream)
         gradients.flat.copy_from(ones, ops.stream)
-        optimizer = CudaAdamW(ops, weights, None, Schedule("constant", 2e-4, 0, 100, 0))
+        optimizer = CudaAdamW(ops, weights, None, LearningRate("constant", 2e-4, 0, 100, 0))
         for _ in range(50):
             queue(optimizer, gradients)
         runs.append(weights.flat.numpy(ops.stream).astype(np.float64))
@@ -261,7 +262,7 @@ def test_adamw_without_master_weights(ops):
     assert runs[0].mean() == pytest.approx(1 - 50 * 2e-4, abs=5 * spacing * math.sqrt(50 / 4 / 40_001))
     assert 0.5 * spacing < runs[0].std() < 0.5 * spacing * math.sqrt(50)
     with pytest.raises(InvalidArgument, match="expected a copy in the layout of the weights, and no wider"):
-        CudaAdamW(ops, weights, weights.like("float32"), Schedule("constant", 2e-4, 0, 100, 0))
+        CudaAdamW(ops, weights, weights.like("float32"), LearningRate("constant", 2e-4, 0, 100, 0))
 
 
 def test_weights_are_rounded_at_random(ops):
@@ -272,7 +273,7 @@ def test_weights_are_rounded_at_random(ops):
     gradients = weights.like("float32")
     start = rng.normal(size=weights.flat.size).astype(weights.flat.dtype.numpy)
     places = np.arange(start.size)
-    schedule, seeds = Schedule("constant", 0.01, 0, 9, 0), rng.integers(2**63, size=64)
+    schedule, seeds = LearningRate("constant", 0.01, 0, 9, 0), rng.integers(2**63, size=64)
     exact = start.astype(np.float32)
     exact[5:] *= np.float32(1 - 0.01 * 0.1)
     total = np.zeros(start.size)
@@ -293,7 +294,7 @@ def test_weights_are_rounded_at_random(ops):
 def test_weights_that_are_lost_stay_so(ops):
     """A NaN is none of the numbers that its bits and random ones add up to: the GPU's own would be -0."""
     weights = Parameters({"vector": (300,)}, "bfloat16", None, ops.zeros)
-    optimizer = CudaAdamW(ops, weights, None, Schedule("constant", 1.0, 0, 9, 0))
+    optimizer = CudaAdamW(ops, weights, None, LearningRate("constant", 1.0, 0, 9, 0))
     lost = np.full(300, 0x7FFFFFFF, np.uint32).view(np.float32)
     lost[100:200], lost[200:] = np.inf, -np.inf
     optimizer.exp_avg.flat.copy_from(lost, ops.stream)
@@ -310,7 +311,7 @@ def test_training_lowers_the_loss(ops):
     init_weights(config, host, 1)
     master.flat.copy_from(host.flat, ops.stream)
     weights, gradients = master.like("bfloat16"), master.like()
-    optimizer = CudaAdamW(ops, master, weights, Schedule("constant", 3e-3, 0, 60, 5), grad_clip=1.0)
+    optimizer = CudaAdamW(ops, master, weights, LearningRate("constant", 3e-3, 0, 60, 5), grad_clip=1.0)
     optimizer.refresh_copy()
     model = Llama(config, ops)
     batches = np.random.default_rng(2).integers(0, config.vocab_size, (2, 4, 32), dtype=np.int32)

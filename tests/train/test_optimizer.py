@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kos.train.model.parameters import Parameters
-from kos.train.ops.optimizer import BLOCK, AdamW, Schedule, clip_coefficient
+from kos.train.ops.learning_rate import LearningRate
+from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient
 
 SHAPES = {"b.weight": (7, 2 * BLOCK // 7 + 5), "norm.weight": (33,), "a.weight": (3, 5), "other_norm.weight": (1,)}
 
@@ -78,18 +79,18 @@ def _torch_rates(kind: str, lr: float, min_lr: float, steps: int, warmup: int, d
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_schedules_are_torchs(kind: str) -> None:
     lr, min_lr, steps, warmup, decay = 3e-3, 3e-4, 60, 7, 20
-    schedule = Schedule(kind, lr, min_lr, steps, warmup, decay)
+    schedule = LearningRate(kind, lr, min_lr, steps, warmup, decay)
     ours = [schedule(step) for step in range(steps)]
     np.testing.assert_allclose(ours, _torch_rates(kind, lr, min_lr, steps, warmup, decay), rtol=1e-9)
 
 
 def test_schedule_ends() -> None:
     for kind in ("cosine", "wsd"):
-        schedule = Schedule(kind, 1.0, 0.1, 100, 10, 30)
+        schedule = LearningRate(kind, 1.0, 0.1, 100, 10, 30)
         assert schedule(0) == 0.1
         assert schedule(9) == schedule(10) == 1.0
         assert schedule(100) == schedule(1000) == pytest.approx(0.1)
-    assert Schedule("cosine", 1.0, 0.0, 5, 0)(0) == 1.0
+    assert LearningRate("cosine", 1.0, 0.0, 5, 0)(0) == 1.0
 
 
 def test_parameters_are_views_of_one_array() -> None:

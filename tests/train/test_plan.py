@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kos.commands import mpirun, python
-from kos.errors import ConfigError
+from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.flags import make_parser, parse, parse_plan
@@ -312,6 +312,18 @@ def test_what_no_run_has_confirmed_is_said(flags, said):
     lines = planning.report(f"--plan --preset tiny {flags}".split()).splitlines()
     notes = [line for line in lines if line.startswith("note: ")]
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
+
+
+def test_the_vocabulary_is_that_of_the_data(tmp_path):
+    """Of token files the tokens that they may have, as in a run: 50,257 for 16 bits."""
+    header = np.array([20240520, 1, 300, *[0] * 253], "<i4")
+    (tmp_path / "tokens.bin").write_bytes(header.tobytes() + bytes(600))
+    flags = ["--plan", "--ranks", "1", "--gpu", "H200", "--data", str(tmp_path / "tokens.bin")]
+    for more, vocabulary in (([], 50_257), (["--tokenizer", "bytes"], 256), (["--vocab-size", "60000"], 60_000)):
+        model = parse([]).model_config_for(vocabulary)
+        assert f" {model.num_parameters():,} parameters" in planning.report([*flags, *more])
+    with pytest.raises(DataError, match="no such file"):
+        planning.report([*flags[:-1], str(tmp_path / "none")])
 
 
 def test_bad_requests_are_refused():

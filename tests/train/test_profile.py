@@ -18,10 +18,10 @@ from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.run import Trainer
 from kos.train.tools import profile
 from kos.train.tools.profile import Marks, Profiler, Span, cost
+from tests.train.emulated_runs import SMALL
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 from tests.train.host_kernels.engine import DeviceComm, captured, host_engine, on_device
-from tests.train.test_engine_on_host import SMALL
 
 LINEAR = ("linear", "linear_input_gradient", "linear_weight_gradient")
 PRODUCTS = 4 * 2 + 1  # of the two layers of SMALL, and the head

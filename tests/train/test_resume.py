@@ -117,7 +117,7 @@ def test_a_last_rate_of_many_digits() -> None:
     config = TrainConfig.from_preset("tiny", steps=2, warmup_steps=0, min_lr=1.23456123e-4)
     words = shlex.split(commands.more_steps(Path("run"), 1, config))
     assert words[-6:] == ["--schedule", "constant", "--lr", "0.000123456", "--warmup-steps", "0"]
-    assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).make_schedule()(9) == 0.000123456
+    assert parse(["--min-lr", str(config.min_lr), *words[-6:]]).learning_rate()(9) == 0.000123456
 
 
 def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
@@ -194,6 +194,24 @@ def test_where_a_run_began_is_no_setting_of_others(text: Path, tmp_path: Path) -
     rows = read_metrics(tmp_path / "b/metrics.jsonl")
     assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
     assert parse(file).resume is None
+
+
+def test_the_weights_that_a_run_began_with_may_be_gone(text: Path, tmp_path: Path) -> None:
+    """Its config.json has the shape of the model, its checkpoint the tokenizer.  A run that starts anew needs them."""
+    start, out, settings = tmp_path / "a/checkpoints/step-1", tmp_path / "b", {**CONSTANT, "tokenizer": "auto"}
+    _train(text, tmp_path / "a", steps=1, **{**CONSTANT, "tokenizer": "chars"})
+    _train(text, out, steps=2, init_from=str(start), **settings)
+    shutil.rmtree(tmp_path / "a")
+    command = ["--config", str(out / "config.json"), "--steps", "3", "--resume"]
+    config = parse([*command, "auto"])
+    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    assert checkpoint.find(out).step == 3
+    shutil.rmtree(out / "checkpoints")
+    anew = parse([*command, "auto", "--out", str(tmp_path / "c")])
+    with pytest.raises(ConfigError, match=f"--tokenizer: expected the one of the weights in {start}"):
+        spawn(lambda comm: Trainer(anew, comm).run(), 1, timeout=100)
+    with pytest.raises(ConfigError, match=f"--init-from: {start}/config.json: .* no such folder"):
+        parse(["--init-from", str(start), "--resume", "auto"])
 
 
 def test_what_a_killed_run_left_of_a_checkpoint_is_removed(text: Path, tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from kos.comm.backend import SHRINKS, Probe
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
-from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, as_bytes
+from kos.comm.host.mpi_messages import LARGEST, UNSENT, Messages, as_bytes
 from kos.comm.operation import AUTO, Call, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.mpi import wait_for_all
+from kos.comm.rendezvous.mpi import TAGS, Shared, wait_for_all
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
@@ -49,15 +49,17 @@ class MPIBackend(HostBackend):
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
         self._MPI = mpi_job.load_mpi()
-        # A private communicator: its tags and its order of collectives are separate from those of the program.
-        self._comm = self._dup(rendezvous)
+        group: Any = rendezvous
+        self._failed_ranks: Callable[[], list[int]] = group.failed
         self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
-        self._comms, notices = [self._comm], None
+        self._comms: list[Any] = []  # private communicators: of native collectives, and of the comparison of calls
+        notices = None
         if not self.one_host:
-            self._comms.append(self._dup(rendezvous))  # for the comparison of calls
+            self._comms += [self._dup(rendezvous), self._dup(rendezvous)]
             notices = rendezvous.open_notices([r for r in range(self.size) if r != self.rank], any_thread=False)
-        rendezvous.barrier()  # Open MPI 5.0.11 crashes if a communicator is revoked while a rank still creates it
-        self._messages = Messages(self._MPI, self._comm, self._calls, notices, self.ledger)
+            rendezvous.barrier()  # Open MPI 5.0.11 crashes if a communicator is revoked while a rank still creates it
+        shared, ranks = (group.shared, group.ranks) if self.one_host else (Shared(self._comms[0]), range(self.size))
+        self._messages = Messages(self._MPI, shared, ranks, self._calls, notices, self.ledger)
         self.carry(self._messages)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
@@ -81,7 +83,7 @@ class MPIBackend(HostBackend):
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
         wait = partial(mpi_job.wait_request, request, rendezvous.timeout)
-        wait_for_all(rendezvous, "duplicate", rendezvous.mpi_comm, wait)
+        wait_for_all(rendezvous, "duplicate", self._failed_ranks, wait)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
@@ -144,6 +146,8 @@ class MPIBackend(HostBackend):
     def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
             return (None for _ in ())  # ``agree`` was the barrier
+        if not self._comms:
+            return None
         operation = call.operation
         if operation.options.deterministic or operation.options.algorithm != AUTO:
             return None
@@ -159,7 +163,7 @@ class MPIBackend(HostBackend):
 
     def _native_request(self, o: Operation, spaces: Mapping[str, Array], collective: str) -> Any:
         """Post the MPI call."""
-        MPI, comm = self._MPI, self._comm
+        MPI, comm = self._MPI, self._comms[0]
         if collective == "broadcast":
             return comm.Ibcast(as_bytes(spaces["data"], MPI), o.root)
         if collective == "all_gather":
@@ -189,7 +193,7 @@ class MPIBackend(HostBackend):
         deadline, late = time.monotonic() + _NAMING_SECONDS, False
         while not late:
             late = time.monotonic() > deadline
-            yield from ((rank, "its process failed") for rank in mpi_job.failed_ranks(self._comm))
+            yield from ((rank, "its process failed") for rank in self._failed_ranks())
             self._messages.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
             ends = self.ledger.ends.items()
             yield from ((rank, why) for rank, (_, why, _) in ends if late or why != SHRINKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous import mpi_job
+from kos.comm.rendezvous.mpi import Shared
 from kos.comm.rendezvous.notices import Notices
 from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
@@ -25,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 _BYTES = np.dtype(np.uint8)
 _DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # an MPI tag holds kos's tag and, above it, a dtype's code
-_TAG, TAGS = (1 << _DTYPE_SHIFT) - 1, 32 << _DTYPE_SHIFT
+_TAG = (1 << _DTYPE_SHIFT) - 1
 _LAST_POLLS = 100  # polls in which MPI delivers the last messages of a rank that has ended
 LARGEST = 2**31 - 1  # the largest count; Open MPI 5 has no large counts
 _BLOCK = 1 << 16
@@ -42,11 +43,17 @@ class Messages:
     is cancelled before its match.  A message's dtype is in its tag, above the user's.
 
     In a group that spans hosts, ranks report failures and ends to each other by ``notices``; on one host, by ``calls``.
+    There groups share a communicator, in which these are ``ranks``.  The segment announces each message, with a tag of
+    its own (``tag_of``).
     """
 
-    def __init__(self, MPI: Any, comm: Any, calls: Calls | None, notices: Notices | None, ledger: Ledger) -> None:
-        self._MPI, self._comm, self._calls, self._status = MPI, comm, calls, MPI.Status()
-        self._notices, self._any_tag = notices, MPI.ANY_TAG
+    def __init__(
+        self, MPI: Any, shared: Shared, ranks: Sequence[int], calls: Calls | None, notices: Notices | None,
+        ledger: Ledger,
+    ) -> None:  # fmt: skip
+        self._MPI, self._shared, self._comm, self._ranks = MPI, shared, shared.comm, ranks
+        self._calls, self._status = calls, MPI.Status()
+        self._notices, self._any_tag = notices, MPI.ANY_TAG if notices is not None else None
         self.active: set[_Message] = set()
         self._posted: dict[tuple[int, int], deque[_Message]] = {}  # unmatched receives, by peer and tag
         self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # messages without a receive
@@ -54,15 +61,21 @@ class Messages:
         self.ledger = ledger
         self.calls: dict[tuple[int, int], bytes] = {}  # descriptions of mismatched calls, by collective and rank
 
+    def tag_of(self, array: Array, tag: int) -> int:
+        """The tag of a message that the segment announces: no other message of the ranks has it."""
+        number = next(self._shared.numbers) % COLLECTIVE_TAGS
+        return tag & COLLECTIVE_TAGS | number | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
+
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         message = _Message(self, array, peer, tag)
-        message.post(self._comm.Isend(as_bytes(array, self._MPI), peer, message.wire_tag))
+        message.post(self._comm.Isend(as_bytes(array, self._MPI), self._ranks[peer], message.wire_tag))
         return message
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         message = _Message(self, array, peer, tag)
         message.receives = True
-        self._posted.setdefault((peer, tag), deque()).append(message)
+        message.probe_tag = tag if self._any_tag is None else self._any_tag
+        self._posted.setdefault((peer, message.tag), deque()).append(message)
         return message
 
     def match(self, message: _Message) -> None:
@@ -73,7 +86,7 @@ class Messages:
             return
         arrival = take(self._arrived, key) if self._arrived else None
         while arrival is None:
-            probed = self._comm.Improbe(peer, self._any_tag, self._status)
+            probed = self._comm.Improbe(self._ranks[peer], message.probe_tag, self._status)
             if probed is None:
                 return
             wire_tag = self._status.Get_tag()
@@ -89,12 +102,12 @@ class Messages:
         else:
             mpi_job.keep_unfinished(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)))
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> _DTYPE_SHIFT))
-            message.error = wrong_message(self.ledger, self._comm.rank, expected, peer, got)
+            message.error = wrong_message(self.ledger, self.ledger.rank, expected, peer, got)
 
     def send_notice(self, kind: str, sequence: int, *what: Any) -> None:
         """Send all ranks a notice; they read it while they wait."""
         if self._notices is not None and not self._MPI.Is_finalized():
-            self._notices.send([self._comm.rank, kind, sequence, *what])
+            self._notices.send([self.ledger.rank, kind, sequence, *what])
 
     def send_failure(self, sequence: int, failure: KosError) -> None:
         kind, text, ranks = to_record(failure)
@@ -125,7 +138,7 @@ class Messages:
         for (sequence, peer), other in self.calls.items():
             mine, theirs = described(text, o.sequence), described(other, o.sequence)
             if sequence == o.sequence and theirs[1] != mine[1]:
-                raise self.ledger.mismatch(o.group, (self._comm.rank, *mine), (peer, *theirs))
+                raise self.ledger.mismatch(o.group, (self.ledger.rank, *mine), (peer, *theirs))
 
     def end_of(self, peer: int, processes: bool = True) -> KosError | None:
         """The error of a message that cannot complete: the group has failed, or that rank is lost; else None.
@@ -177,12 +190,14 @@ class Messages:
 
 class _Message:
     __slots__ = (
-        "_checks", "_transport", "array", "complete", "error", "peer", "receives", "request", "tag", "wire_tag",
+        "_checks", "_transport", "array", "complete", "error", "peer", "probe_tag", "receives", "request", "tag",
+        "wire_tag",
     )  # fmt: skip
 
     def __init__(self, transport: Messages, array: Array, peer: int, tag: int) -> None:
-        self._transport, self.array, self.peer, self.tag = transport, array, peer, tag
-        self.wire_tag = tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
+        self._transport, self.array, self.peer, self.tag = transport, array, peer, tag & _TAG
+        self.wire_tag = self.tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
+        self.probe_tag = -1  # of a receive: what is probed for
         self.request: Any = None  # while MPI holds the message
         self.complete = self.receives = False
         self.error: CollectiveMismatch | None = None

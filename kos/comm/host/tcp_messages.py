@@ -99,6 +99,10 @@ class Mesh:
         for peer in self.peers.values():
             poller.add(peer)
 
+    def tag_of(self, array: Array, tag: int) -> int:
+        """The tag of a message that the segment announces."""
+        return tag
+
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         return self.peers[peer].send(array, tag)
 

@@ -25,8 +25,8 @@ class Rendezvous(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
 
     A backend checks its capabilities and never its type: ``threads`` (the ranks are threads of this process and share
-    this object), ``mpi_comm`` (an MPI communicator over the same ranks) and ``connect`` (opens a TCP connection to
-    every other rank, or to those given: each rank calls those below it and accepts those above it).
+    this object), ``mpi_comm`` (an MPI communicator over the same ranks, made on first use) and ``connect`` (opens a TCP
+    connection to every other rank, or to those given: each rank calls those below it and accepts those above it).
 
     A subclass implements ``_exchange`` and ``_free``.  Every exchange carries ``call`` and a number, so that ranks that
     make different calls all raise CollectiveMismatch.  After the first failure the ranks are out of step, so every
@@ -38,7 +38,6 @@ class Rendezvous(ABC):
     timeout: float
     job: str = ""  # unique to the job, the same on all ranks
     threads: Any = None
-    mpi_comm: Any = None
     connect: Callable[..., dict[int, Any]] | None = None
     device: int | None = None
     """The index in this process of the requested GPU."""
@@ -49,6 +48,10 @@ class Rendezvous(ABC):
     failure: KosError | None = None  # the first
     _exchanges = 0  # begun by this rank
     _ledger: Ledger | None = None
+
+    @property
+    def mpi_comm(self) -> Any:
+        return None
 
     @property
     def ledger(self) -> Ledger:

@@ -10,6 +10,7 @@ The ranks prove to each other that they know the job's secret: see ``kos.comm.re
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import json
@@ -239,8 +240,14 @@ class TCPRendezvous(Rendezvous):
         why = "it closed the group" if code is None else "it aborted the group"
         _send(connection, CLOSE if code is None and cause is None else ABORT + json.dumps([why, cause]).encode())
         connection.close()
-        if self.rank == 0:
+        if self._hub is None:
+            return
+        if orderly or not self._addresses:  # else all ranks have joined, so none needs this one to come later
             self._stop_hub()
+        else:
+            self._stop_hub.detach()
+            _reporting.add(self._hub)
+            self._hub.reported.wait(CLOSE_SECONDS)
 
     def _request(self, message: bytes) -> bytes:
         """The hub's answer to the messages of all ranks."""
@@ -394,6 +401,17 @@ def _send(connection: Connection, message: bytes) -> None:
     connection.post(message)
     with contextlib.suppress(OSError):  # the other side closed it first
         drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
+
+
+_reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
+"""The hubs of groups that were aborted: each sends the reason to the other ranks, and waits until they have read it."""
+
+
+@atexit.register
+def _wait_for_reports() -> None:
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for hub in list(_reporting):
+        hub.join(max(deadline - time.monotonic(), 0.0))
 
 
 def _stop(connection: Connection, hub: Hub, process: int) -> None:

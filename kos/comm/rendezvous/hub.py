@@ -54,6 +54,7 @@ class Hub(threading.Thread):
         self._refused: list[Connection] = []
         self._expected = 0  # ranks that may still join a group that has failed
         self._acceptor = Acceptor(listener, key)
+        self.reported = threading.Event()  # set once the ranks that are present have been sent the failure
 
     def run(self) -> None:
         try:
@@ -64,6 +65,7 @@ class Hub(threading.Thread):
         except _Failure as failure:
             self._report(failure.message)
         finally:
+            self.reported.set()
             self._acceptor.close()
             for connection in [*self._members.values(), *self._refused]:
                 connection.close()
@@ -192,6 +194,7 @@ class Hub(threading.Thread):
             for connection in waiting + new:
                 with contextlib.suppress(OSError):
                     next(connection.flush(), None)
+            self.reported.set()
             waiting = [connection for connection in waiting + new if not connection.drain()]
             if own not in waiting:
                 deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)

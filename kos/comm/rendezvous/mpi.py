@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
+import struct
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -20,61 +23,132 @@ from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 _REPORT_SECONDS = 2.0  # limit for MPI's report of a rank that has ended
+_CHECK_SECONDS = 0.01  # between two checks for lost ranks
+TAGS = 1 << 27
+"""MPI tags in use: the lower half by messages of backends, the upper one by groups."""
 
 
-class MPIRendezvous(Rendezvous):
-    """Ranks are the processes of an MPI communicator (default: COMM_WORLD).
+class Shared:
+    """An MPI communicator that groups of its ranks share, and what tells their messages apart.
 
-    ``process_hooks`` is as in ``kos.init``.
+    The groups of one host make no communicator of their own.  In Open MPI 5.0.11 every way to make one lets a rank
+    crash that learns meanwhile that another has died: it revokes the new communicator, which has no collectives yet.
     """
 
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.tag = TAGS // 2  # the first that no group uses; a group has two
+        self.numbers = itertools.count()  # of messages of backends
+        self.users, self.orderly = 0, True
+
+
+class MPIGroup(Rendezvous):
+    """The group of ``ranks`` of a shared communicator; this process is its rank ``rank``."""
+
+    _is_job = False
+
     def __init__(
-        self, comm: Any = None, timeout: float = 120.0, process_hooks: bool = True, ledger: Ledger | None = None
+        self, shared: Shared, ranks: Sequence[int], rank: int, timeout: float, ledger: Ledger | None, tag: int = 0
     ) -> None:
-        MPI = mpi_job.load_mpi(process_hooks)
-        mpi_job.check_running(MPI)
-        self._MPI, self.timeout, self._ledger = MPI, timeout, ledger
-        if process_hooks:
-            mpi_job.guard_job()
-        self._is_job = comm is None
-        parent = MPI.COMM_WORLD if comm is None else comm
-        self.rank, self.size = parent.rank, parent.size
-        begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
-        if self._is_job:
-            begun, mpi_job.starting = mpi_job.starting, None
-        self.mpi_comm, request = begun or parent.Idup()
-        try:
-            self._wait(request, "start", parent)
-        except RendezvousError:
-            if self._is_job:
-                mpi_job.starting = self.mpi_comm, request
-            raise
+        self._MPI = mpi_job.load_mpi()
+        self.shared, self.ranks, self._tag = shared, list(ranks), tag or TAGS // 2
+        self.rank, self.size, self.timeout, self._ledger = rank, len(self.ranks), timeout, ledger
+        shared.tag = max(shared.tag, self._tag + 2)
+        shared.users += 1
+        self._own: Any = None  # a communicator of these ranks alone
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
-        self._shrink_comm: Any = None  # on which survivors report that they shrink the group
-        if mpi_job.fault_tolerant():
-            self._shrink_comm, request = self.mpi_comm.Idup()
-            self._wait(request, "start", self.mpi_comm)
+
+    @property
+    def mpi_comm(self) -> Any:
+        if self._is_all:
+            return self.shared.comm
+        if self._own is None:
+            comm = self.shared.comm
+            create = partial(comm.Create_group, comm.Get_group().Incl(self.ranks), self._tag)
+            self._own = self._wait("split", partial(mpi_job.in_thread, create, self.timeout))[0]
+        return self._own
+
+    @property
+    def _is_all(self) -> bool:
+        """Whether the group has all ranks of the shared communicator."""
+        return self.ranks == list(range(self.shared.comm.size))
+
+    def failed(self) -> list[int]:
+        """The ranks of the group that MPI knows to have failed."""
+        failed = mpi_job.failed_ranks(self.shared.comm)
+        return [rank for rank, each in enumerate(self.ranks) if each in failed]
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        sizes = np.empty(self.size, np.int64)
-        self._wait(self.mpi_comm.Iallgather(np.array([len(message)], np.int64), sizes), "allgather", self.mpi_comm)
-        gathered = np.empty(int(sizes.sum()), np.uint8)
-        send = np.frombuffer(message, np.uint8)
-        request = self.mpi_comm.Iallgatherv([send, self._MPI.BYTE], [gathered, sizes.tolist(), self._MPI.BYTE])
-        self._wait(request, "allgather", self.mpi_comm)
-        return [part.tobytes() for part in np.split(gathered, np.cumsum(sizes)[:-1])]
+        """Bruck's allgather (IEEE TPDS 8, 1997): each rank sends and receives log2(size) messages."""
+        parts, distance = [message], 1  # of this rank and of those after it
+        while distance < self.size:
+            count = min(distance, self.size - distance)
+            lengths = struct.Struct(f"!{count}I")
+            data = lengths.pack(*map(len, parts[:count])) + b"".join(parts[:count])
+            to, source = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            answer = self._wait("allgather", partial(self._transfer, data, to, source))
+            ends = list(itertools.accumulate(lengths.unpack_from(answer), initial=lengths.size))
+            parts += [bytes(answer[start:end]) for start, end in itertools.pairwise(ends)]
+            distance *= 2
+        return [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
+
+    def _transfer(self, data: bytes, to: int, source: int) -> bytearray | None:
+        """Send to one rank and receive from another; None at the timeout."""
+        MPI, comm, tag, status = self._MPI, self.shared.comm, self._tag, self._MPI.Status()
+        deadline, check_at, backoff = time.monotonic() + self.timeout, 0.0, mpi_job.Backoff()
+        requests, received = [comm.Isend([data, MPI.BYTE], self.ranks[to], tag)], bytearray()
+        try:
+            while (now := time.monotonic()) < deadline:
+                if not received and (probed := comm.Improbe(self.ranks[source], tag, status)) is not None:
+                    received = bytearray(status.Get_count(MPI.BYTE))
+                    requests.append(probed.Irecv([received, MPI.BYTE]))
+                complete = [request.Test() for request in requests]
+                if received and all(complete):
+                    return received
+                if now > check_at:
+                    check_at = now + _CHECK_SECONDS
+                    self._check(source)
+                backoff.pause()
+        finally:
+            for request in requests:
+                mpi_job.keep_unfinished(request)
+        return None
+
+    def _check(self, awaited: int) -> None:
+        """Raise RankLost if a rank of the group has failed, or the awaited one shrinks the group."""
+        failed = self.failed()
+        shrinks = not failed and self.shared.comm.Iprobe(self.ranks[awaited], self._tag + 1)
+        if failed:
+            raise self.ledger.lost(failed[0], "its process failed", "rendezvous")
+        if shrinks:
+            rank = next(iter(self.ledger.suspects()), awaited)
+            raise self.ledger.lost(rank, "it shrinks the group", "rendezvous")
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
-        self.barrier()  # names a missing rank; MPI_Comm_split has no timeout, so it runs in a thread
+        ranks = self._alike(color, key)
+        if self.local_size < self.size:
+            return self._split(color, key, ranks)
+        tag = max(map(int, self.allgather(str(self.shared.tag).encode())))
+        self.shared.tag = tag + 2
+        return self._child(ranks, tag) if ranks else None
+
+    def _split(self, color: int | None, key: int, ranks: list[int]) -> Rendezvous | None:
+        """The group with a communicator of its own: backends between hosts run MPI's collectives."""
         color = self._MPI.UNDEFINED if color is None else color
-        split = lambda: mpi_job.in_thread(lambda: self.mpi_comm.Split(color, key), self.timeout)  # noqa: E731
-        parts = wait_for_all(self, "split", self.mpi_comm, split)
-        if color == self._MPI.UNDEFINED:
-            return None
-        part = parts[0]
-        child = MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
+        split = partial(mpi_job.in_thread, partial(self.mpi_comm.Split, color, key), self.timeout)
+        part = self._wait("split", split)[0]  # in a thread, as MPI_Comm_split has no timeout
+        return self._alone(part, ranks) if ranks else None
+
+    def _child(self, ranks: list[int], tag: int) -> MPIGroup:
+        rank, mine = ranks.index(self.rank), [self.ranks[each] for each in ranks]
+        child = MPIGroup(self.shared, mine, rank, self.timeout, self.ledger.of(ranks, rank), tag)
         child._notice_comm = self._notice_comm
-        part.Free()
+        return child
+
+    def _alone(self, part: Any, ranks: list[int]) -> MPIGroup:
+        """The group of these ranks, whose communicator is ``part``."""
+        child = MPIGroup(Shared(part), range(part.size), part.rank, self.timeout, self.ledger.of(ranks, part.rank))
+        child._notice_comm = self._notice_comm
         return child
 
     def open_notices(self, ranks: Collection[int], any_thread: bool = True) -> Notices | None:
@@ -84,7 +158,7 @@ class MPIRendezvous(Rendezvous):
             return None
         if self._notice_comm is None:
             comm, request = self.mpi_comm.Idup()
-            self._wait(request, "duplicate", self.mpi_comm)
+            self._wait("duplicate", partial(mpi_job.wait_request, request, self.timeout))
             comm.Set_errhandler(self._MPI.ERRORS_RETURN)
             self._notice_comm = comm, WeakValueDictionary()
         comm, readers = self._notice_comm
@@ -98,83 +172,117 @@ class MPIRendezvous(Rendezvous):
             raise BackendUnavailable("shrink: expected a fault-tolerant job: mpirun --with-ft ulfm")
 
     def shrink(self) -> Rendezvous:
+        """The group of the live ranks that have called ``shrink``.
+
+        Open MPI 5.0.11 does not report a rank that exits with a nonzero code, or only to some ranks.  A rank that hears
+        of none tells the others before it raises.  So two rounds of words precede MPI_Comm_shrink, which would spin
+        without a timeout.
+        """
         self.check_shrink()
-        self.mpi_comm.Revoke()
-        self._wait_for_survivors()
-        part = mpi_job.shrink(self.mpi_comm, self.timeout)
+        began = time.monotonic()
+        arrived, _ = self._exchange_words([rank for rank in range(self.size) if rank != self.rank], began)
+        arrived, tag = self._exchange_words(arrived, began)
+        ranks = sorted([self.rank, *arrived])
+        if not self._is_all:
+            return self._child(ranks, tag)
+        part = mpi_job.shrink(self.shared.comm, self.timeout)
         if part is None:
             missing = timeouts.survivors(self.timeout)
             raise RendezvousError(f"shrink: {missing}{mpi_job.last_loss()}")
-        return MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
+        members = self._MPI.Group.Translate_ranks(part.Get_group(), range(part.size), self.shared.comm.Get_group())
+        return self._alone(part, list(members))
 
-    def _wait_for_survivors(self) -> None:
-        """Return when all live ranks have called ``shrink``, and none of them waits for a rank that is lost.
+    def _exchange_words(self, ranks: list[int], began: float) -> tuple[list[int], int]:
+        """Send a word to each of ``ranks``, and wait for theirs: those that are not lost, and a tag that is free.
 
-        MPI_Comm_shrink would spin without a timeout.  Open MPI 5.0.11 does not report a rank that exits with a nonzero
-        code, or only to some ranks.  A rank that hears of none tells the others before it raises.
+        A word is a tag that its sender does not use, and -1, or the rank for which it has waited in vain: RankLost.
         """
-        began = time.monotonic()
-        arrived = self._exchange_with(sorted({*range(self.size)} - {self.rank}), began)
-        self._exchange_with(arrived, began)
-
-    def _exchange_with(self, ranks: list[int], began: float) -> list[int]:
-        """Send a word to each of ``ranks``, and wait for theirs: those that are not lost.
-
-        A word is -1, or the rank for which its sender has waited in vain: RankLost then.
-        """
-        board, world, word = self.ledger.board, self.ledger.world, np.array(-1)
+        board, world, comm, tag = self.ledger.board, self.ledger.world, self.shared.comm, self._tag + 1
         awaited: dict[int, tuple[Any, np.ndarray]] = {}
+
+        def send(free: int, unreported: int) -> None:
+            for rank in ranks:
+                with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
+                    mpi_job.keep_unfinished(comm.Isend(np.array([free, unreported]), self.ranks[rank], tag))
+
+        free = self.shared.tag
+        send(free, -1)
         for rank in ranks:
-            with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
-                mpi_job.keep_unfinished(self._shrink_comm.Isend(word, rank))
-                heard = np.array(-1)
-                awaited[rank] = self._shrink_comm.Irecv(heard, rank), heard
+            with contextlib.suppress(self._MPI.Exception):
+                word = np.zeros(2, np.int64)
+                awaited[rank] = comm.Irecv(word, self.ranks[rank], tag), word
         backoff, unreported_at, arrived = mpi_job.Backoff(), None, list[int]()
         with self.waiting():
             while awaited:
-                for rank in [rank for rank, (request, _) in awaited.items() if mpi_job.is_over(request)]:
-                    _, heard = awaited.pop(rank)
-                    arrived.append(rank)
-                    if heard >= 0:
-                        raise self._unreported(int(heard))
-                now, failed = time.monotonic(), mpi_job.failed_ranks(self._shrink_comm)
-                awaited = {rank: words for rank, words in awaited.items() if rank not in failed}
+                failed, now = self.failed(), time.monotonic()
+                for rank, (request, word) in list(awaited.items()):
+                    if not mpi_job.is_over(request) and rank not in failed:
+                        continue
+                    del awaited[rank]
+                    mpi_job.keep_unfinished(request)
+                    if word[0]:  # else the rank is lost
+                        arrived.append(rank)
+                        free = max(free, int(word[0]))
+                        if word[1] >= 0:
+                            raise self._unreported(int(word[1]))
                 unreported = [rank for rank in awaited if board.ended(world[rank])]
                 unreported_at = (unreported_at or now) if unreported else None
                 if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
-                    for rank in ranks:
-                        with contextlib.suppress(self._MPI.Exception):
-                            mpi_job.keep_unfinished(self._shrink_comm.Isend(np.array(unreported[0]), rank))
+                    send(free, unreported[0])
                     raise self._unreported(unreported[0])
                 if awaited and now - began > self.timeout:
                     raise self.absent(sorted(awaited), "shrink")
                 backoff.pause()
-        return arrived
+        return arrived, free
 
     def _unreported(self, rank: int) -> KosError:
         why = "its process exited with an error code, which Open MPI does not report to the others"
         return self.ledger.lost(rank, why, "shrink", None, 0.0)
 
-    def _ledger_of(self, part: Any) -> Ledger:
-        """The ledger of a group of some of these ranks."""
-        ranks = self._MPI.Group.Translate_ranks(part.Get_group(), list(range(part.size)), self.mpi_comm.Get_group())
-        return self.ledger.of(ranks, part.rank)
-
     def _free(self, orderly: bool, code: int | None) -> None:
-        comms, self.mpi_comm, self._shrink_comm = (self.mpi_comm, self._shrink_comm), None, None
-        if orderly and not self._MPI.Is_finalized():
-            for comm in comms:
+        shared = self.shared
+        shared.users -= 1
+        shared.orderly &= orderly  # MPI_Comm_free is collective: only if no rank is lost
+        if not self._MPI.Is_finalized() and shared.orderly:
+            for comm in self._own, None if shared.users else shared.comm:
                 if comm is not None:
-                    comm.Free()  # collective: only if no rank is lost
+                    comm.Free()
         if self._is_job and code is not None:
             mpi_job.abort_code = code or 1
 
-    def _wait(self, request: Any, what: str, comm: Any) -> None:
-        wait_for_all(self, what, comm, lambda: mpi_job.wait_request(request, self.timeout))
+    def _wait(self, what: str, wait: Callable[[], T | None]) -> T:
+        return wait_for_all(self, what, self.failed, wait)
 
 
-def wait_for_all(rendezvous: Rendezvous, what: str, comm: Any, wait: Callable[[], T]) -> T:
-    """The result of ``wait()``, which is false at the timeout.
+class MPIRendezvous(MPIGroup):
+    """Ranks are the processes of an MPI communicator (default: COMM_WORLD).
+
+    ``process_hooks`` is as in ``kos.init``.
+    """
+
+    def __init__(self, comm: Any = None, timeout: float = 120.0, process_hooks: bool = True) -> None:
+        MPI = mpi_job.load_mpi(process_hooks)
+        mpi_job.check_running(MPI)
+        if process_hooks:
+            mpi_job.guard_job()
+        self._is_job = comm is None
+        parent = MPI.COMM_WORLD if comm is None else comm
+        super().__init__(Shared(parent), range(parent.size), parent.rank, timeout, None)
+        begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
+        if self._is_job:
+            begun, mpi_job.starting = mpi_job.starting, None
+        shared, request = begun or parent.Idup()
+        try:
+            self._wait("start", partial(mpi_job.wait_request, request, timeout))
+        except RendezvousError:
+            if self._is_job:
+                mpi_job.starting = shared, request
+            raise
+        self.shared.comm = shared
+
+
+def wait_for_all(rendezvous: Rendezvous, what: str, failed: Callable[[], list[int]], wait: Callable[[], T | None]) -> T:
+    """The result of ``wait()``, which is false at the timeout.  ``failed`` are the ranks that MPI knows to have failed.
 
     Raises an error that names the rank that failed first, or the missing ranks.
     """
@@ -184,7 +292,7 @@ def wait_for_all(rendezvous: Rendezvous, what: str, comm: Any, wait: Callable[[]
             if outcome := wait():
                 return outcome
         except mpi_job.load_mpi().Exception as error:
-            gone = mpi_job.failed_ranks(comm) or ledger.suspects()
+            gone = failed() or ledger.suspects()
             why = f"{what}: MPI: {error.Get_error_string()}"
             if not gone:
                 raise RankLost(f"rendezvous: {why}") from error

@@ -21,7 +21,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,10 +76,23 @@ def save(
     """
     world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
     alone(world, lambda: _begin(folder, temporary))
-    publish = partial(
-        _publish, folder=folder, temporary=temporary, step=step, state=state, tokenizer=tokenizer, config=config,
-        keep=keep, before=before,
-    )  # fmt: skip
+
+    def publish(files: Files) -> None:
+        """Make ``folder/step-N`` of ``temporary``, in which all ranks have written ``files``."""
+        tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+        written: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
+        if len(state.shards.ranks) > 1:
+            written[huggingface.INDEX] = state.shards.index()
+        written |= tokenizer.files()
+        for name, content in written.items():
+            write_json(temporary / name, content)
+        files = files | {name: _fingerprint(temporary / name) for name in written}
+        layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
+        manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
+        write_json(temporary / MANIFEST, manifest)
+        _rename(temporary, final)
+        _remove_others(final, keep, min(step - 1, before))
+
     final, contents = folder / f"step-{step}", state.shards.contents(world.rank)
     saving = Saving(final, temporary, step, contents, world, publish, ahead=0 if show is None else 1)
     whole, done = 4 * sum(math.prod(shape) for file in contents.values() for shape in file.values()), 0
@@ -114,33 +126,23 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _publish(
-    files: Files, *, folder: Path, temporary: Path, step: int, state: ShardedState, tokenizer: Tokenizer,
-    config: Mapping[str, Any], keep: int, before: int,
-) -> None:  # fmt: skip
-    """Make ``folder/step-N`` of ``temporary``, in which all ranks have written ``files``."""
-    final, replaced = folder / f"step-{step}", folder / f"replaced-step-{step}"
-    tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    contents: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
-    if len(state.shards.ranks) > 1:
-        contents[huggingface.INDEX] = state.shards.index()
-    for name, content in (contents | tokenizer.files()).items():
-        write_json(temporary / name, content)
-        files = {**files, name: _fingerprint(temporary / name)}
-    layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
-    manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
-    write_json(temporary / MANIFEST, manifest)
-    if final.exists():  # renamed, so that ``latest`` finds it if this is killed before the next line
+def _rename(temporary: Path, final: Path) -> None:
+    """Renames one that is there first, so that ``latest`` finds it if this is killed before the next line."""
+    if final.exists():
+        replaced = final.with_name(f"replaced-{final.name}")
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     temporary.rename(final)
-    sync(folder)
-    limit = min(step - 1, before)
-    others = [(number, path) for number, path in steps_in(folder) if path != final]
+    sync(final.parent)
+
+
+def _remove_others(final: Path, keep: int, limit: int) -> None:
+    """All later than ``limit``, and of the earlier ones all but so many that ``keep`` are left."""
+    others = [(number, path) for number, path in steps_in(final.parent) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
-        leaving = folder / f"{TEMPORARY}{path.name}"  # else a kill amid the deletion leaves a damaged checkpoint
+        leaving = path.with_name(f"{TEMPORARY}{path.name}")  # else a kill amid the deletion leaves a damaged checkpoint
         with suppress(OSError):
             path.rename(leaving)
         shutil.rmtree(leaving, ignore_errors=True)

@@ -18,8 +18,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kos.errors import CheckpointError
-from kos.train.config.model_section import ModelSection
-from kos.train.config.validation import one_line
+from kos.train.config.model_section import ModelSection, one_line
 from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.llama_config import LlamaConfig, RopeScaling
 from kos.train.model.parameters import Parameters, Shape
@@ -32,8 +31,11 @@ _GPT2 = {  # their settings and ours
 }  # fmt: skip
 _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
     "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
-    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
-}
+    "gpt2": {
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+    },
+}  # fmt: skip
 _REQUIRED = {
     "llama": ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),

@@ -29,6 +29,15 @@ METAVARS = {
 }  # fmt: skip
 
 
+GROUPS = {
+    "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "How long, and where to",
+    "lr": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
+    "log_every": "Logging", "micro_batch_size": "Performance", "debug": "Debugging",
+    "model.model_type": "Shape of the model (a preset or --init-from gives it)",
+}  # fmt: skip
+"""The groups of ``--help``, each by its first setting."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -79,11 +88,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     groups: dict[str, Any] = {}
     for key, field in KEYS.items():
+        if key in GROUPS:
+            groups[key] = group = parser.add_argument_group(GROUPS[key])
         if not isinstance(field.json_schema_extra, dict):
             continue
-        title = str(field.json_schema_extra["group"])
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
         about = f"{field.description}. Default: {_default(key, field)}.".replace("%", "%%")
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
@@ -91,10 +99,10 @@ def make_parser() -> argparse.ArgumentParser:
             kind = {"metavar": metavar, "type": functools.partial(_value, field)}
         if key == "tracker":
             kind["action"] = "append"
-        groups[title].add_argument(flag_of(key), dest=key, help=about, **kind)
+        group.add_argument(flag_of(key), dest=key, help=about, **kind)
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
-    groups["Model"].add_argument("--config", metavar="FILE", help=config)
-    _add_plan(groups["Ranks and layout"])
+    groups["preset"].add_argument("--config", metavar="FILE", help=config)
+    _add_plan(groups["device"])
     return parser
 
 
@@ -162,8 +170,11 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))
     layers.append(("flags", given))
-    folder = next((values["init_from"] for _, values in reversed(layers) if "init_from" in values), None)
-    return [*layers, model_of(Path(folder), layers)] if isinstance(folder, str) else layers
+    said = {key: value for _, values in layers for key, value in values.items()}
+    folder, goes_on = said.get("init_from"), "model" in said and said.get("resume") is not None
+    if not isinstance(folder, str) or (goes_on and not os.path.exists(folder)):  # a run's config.json has its model
+        return layers
+    return [*layers, model_of(Path(folder), layers)]
 
 
 def set_by_file(argv: Sequence[str], message: str) -> str:

@@ -16,11 +16,10 @@ from typing import Any, Literal
 from pydantic import ValidationError, field_validator, model_validator
 
 from kos.errors import ConfigError
-from kos.train.config.model_section import ModelSection, option
+from kos.train.config.model_section import ModelSection, one_line, option
 from kos.train.config.presets import PRESETS
-from kos.train.config.validation import one_line
 from kos.train.model.llama_config import LlamaConfig, Section
-from kos.train.ops.optimizer import Schedule
+from kos.train.ops.learning_rate import LearningRate
 from kos.train.tools.trackers import PACKAGES
 
 DETERMINISTIC_MICRO_BATCHES = 8
@@ -46,153 +45,98 @@ LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta"
 class TrainConfig(Section):
     """Everything a run needs to know.  Build one with ``parse`` or ``from_preset``."""
 
-    preset: str = option("Model", f"Start from the settings of a preset: {', '.join(PRESETS)}", "tiny")
+    # fmt: off
+    preset: str = option(f"Start from the settings of a preset: {', '.join(PRESETS)}", "tiny")
     init_from: str | None = option(
-        "Model", "Start from the shape and weights of a Hugging Face folder", None, "the preset's shape, random weights"
-    )
+        "Start from the shape and weights of a Hugging Face folder", None, "the preset's shape, random weights")
 
     data: str = option(
-        "Data",
         "Train on stdlib (the sources of Python's standard library), tinyshakespeare, or the PATH of a text file, "
-        "a folder of text files, or llm.c token files",
-        "stdlib",
-        min_length=1,
-    )
+        "a folder of text files, or llm.c token files", "stdlib", min_length=1)
     tokenizer: str = option(
-        "Data",
         "Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of "
-        "--init-from, else bytes, and bare numbers for token files",
-        "auto",
-        min_length=1,
-    )
-    seq_len: int = option("Data", "Tokens in a sequence", ge=1)
-    batch_size: int = option("Data", "Sequences in a step, over all ranks", ge=1, le=1_000_000)
+        "--init-from, else bytes, and bare numbers for token files", "auto", min_length=1)
+    seq_len: int = option("Tokens in a sequence", ge=1)
+    batch_size: int = option("Sequences in a step, over all ranks", ge=1, le=1_000_000)
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "Ranks and layout", "Compute on cpu or cuda; auto takes cuda where every rank has a GPU of its own", "auto"
-    )
-    dp: int | None = option("Ranks and layout", "Data-parallel ranks", None, "ranks / (tp × pp × cp)", ge=1)
-    tp: int = option("Ranks and layout", "Tensor-parallel ranks, which split each layer", 1, ge=1)
-    pp: int = option("Ranks and layout", "Pipeline-parallel ranks, which split the list of layers", 1, ge=1)
-    cp: int = option("Ranks and layout", "Context-parallel ranks, which split each sequence", 1, ge=1)
+        "Compute on cpu or cuda; auto takes cuda where every rank has a GPU of its own", "auto")
+    dp: int | None = option("Data-parallel ranks", None, "ranks / (tp × pp × cp)", ge=1)
+    tp: int = option("Tensor-parallel ranks, which split each layer", 1, ge=1)
+    pp: int = option("Pipeline-parallel ranks, which split the list of layers", 1, ge=1)
+    cp: int = option("Context-parallel ranks, which split each sequence", 1, ge=1)
     zero: int = option(
-        "Ranks and layout", "Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0", 0, ge=0, le=1
-    )
+        "Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0", 0, ge=0, le=1)
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
-        "Ranks and layout",
-        "Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works",
-        "auto",
-    )
+        "Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works", "auto")
 
-    steps: int = option("How long, and where to", "Optimizer steps of the whole run", ge=1, lt=2**63)
+    steps: int = option("Optimizer steps of the whole run", ge=1, lt=2**63)
     out: Path | None = option(
-        "How long, and where to",
-        "Folder of metrics and checkpoints",
-        None,
-        "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used",
-        strict=False,
-    )
+        "Folder of metrics and checkpoints", None,
+        "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False)
     resume: str | None = option(
-        "How long, and where to",
-        "Go on from the checkpoint in DIR; auto takes the newest good one of the run",
-        None,
-        "begin anew",
-        min_length=1,
-    )
+        "Go on from the checkpoint in DIR; auto takes the newest good one of the run", None, "begin anew", min_length=1)
 
-    lr: float = option("Optimizer", "Peak learning rate", gt=0)
-    min_lr: float | None = option("Optimizer", "Learning rate at the end", None, "--lr / 10", ge=0)
+    lr: float = option("Peak learning rate", gt=0)
+    min_lr: float | None = option("Learning rate at the end", None, "--lr / 10", ge=0)
     schedule: Literal["cosine", "wsd", "constant"] = option(
-        "Optimizer", "Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant", "cosine"
-    )
-    warmup_steps: int = option("Optimizer", "Steps of linear warm-up", 0, ge=0, lt=2**63)
-    decay_fraction: float = option("Optimizer", "Part of --steps over which wsd decays", 0.2, ge=0, le=1)
-    weight_decay: float = option("Optimizer", "Decoupled weight decay of matrices", 0.1, ge=0)
-    beta1: float = option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
-    beta2: float = option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
-    eps: float = option("Optimizer", "AdamW's epsilon", 1e-8, gt=0)
-    grad_clip: float = option("Optimizer", "Largest global gradient norm; 0 turns clipping off", 1.0, ge=0)
+        "Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant", "cosine")
+    warmup_steps: int = option("Steps of linear warm-up", 0, ge=0, lt=2**63)
+    decay_fraction: float = option("Part of --steps over which wsd decays", 0.2, ge=0, le=1)
+    weight_decay: float = option("Decoupled weight decay of matrices", 0.1, ge=0)
+    beta1: float = option("AdamW's beta1", 0.9, ge=0, lt=1)
+    beta2: float = option("AdamW's beta2", 0.95, ge=0, lt=1)
+    eps: float = option("AdamW's epsilon", 1e-8, gt=0)
+    grad_clip: float = option("Largest global gradient norm; 0 turns clipping off", 1.0, ge=0)
     skip_outliers: float = option(
-        "Optimizer",
-        "Leave out steps whose gradient norm is above X or not finite; 0 stops the run at what is not finite",
-        0.0,
-        ge=0,
-    )
+        "Leave out steps whose gradient norm is above X or not finite; 0 stops the run at what is not finite", 0.0,
+        ge=0)
 
-    eval_every: int = option(
-        "Validation and sample", "Steps between validations; 0 validates before and after training only", 100, ge=0
-    )
+    eval_every: int = option("Steps between validations; 0 validates before and after training only", 100, ge=0)
     eval_batches: int = option(
-        "Validation and sample", "Batches of a validation, of up to --batch-size sequences; 0 turns it off", 8, ge=0
-    )
-    sample_tokens: int = option(
-        "Validation and sample", "Tokens of text generated at the end; 0 generates none", 200, ge=0
-    )
-    prompt: str = option("Validation and sample", "Text that the sample continues", "", "none")
-    temperature: float = option(
-        "Validation and sample", "Temperature of the sample; 0 takes the likeliest token", 0.8, ge=0
-    )
-    top_k: int = option("Validation and sample", "Sample among the N likeliest tokens; 0 takes all", 40, ge=0)
+        "Batches of a validation, of up to --batch-size sequences; 0 turns it off", 8, ge=0)
+    sample_tokens: int = option("Tokens of text generated at the end; 0 generates none", 200, ge=0)
+    prompt: str = option("Text that the sample continues", "", "none")
+    temperature: float = option("Temperature of the sample; 0 takes the likeliest token", 0.8, ge=0)
+    top_k: int = option("Sample among the N likeliest tokens; 0 takes all", 40, ge=0)
 
     dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "Precision", "Compute in float32 or bfloat16; auto takes bfloat16 on GPUs", "auto"
-    )
+        "Compute in float32 or bfloat16; auto takes bfloat16 on GPUs", "auto")
     master_weights: Literal["float32", "none"] = option(
-        "Precision",
-        "Weights that AdamW updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding",
-        "float32",
-    )
+        "Weights that AdamW updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding", "float32")
     grad_dtype: Literal["float32", "bfloat16"] = option(
-        "Precision",
         "Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes (several "
-        "micro-batches of a rank still add up in float32)",
-        "float32",
-    )
+        "micro-batches of a rank still add up in float32)", "float32")
     deterministic: bool = option(
-        "Precision", "Give the same bits for any number of ranks, and on CPUs in any layout; slower", False
-    )
-    seed: int = option("Precision", "Seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
+        "Give the same bits for any number of ranks, and on CPUs in any layout; slower", False)
+    seed: int = option("Seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
 
-    save_every: int = option("Checkpoints", "Steps between checkpoints; 0 saves at the end only", 200, ge=0)
-    keep: int = option("Checkpoints", "How many of the newest checkpoints to keep", 2, ge=1)
+    save_every: int = option("Steps between checkpoints; 0 saves at the end only", 200, ge=0)
+    keep: int = option("How many of the newest checkpoints to keep", 2, ge=1)
     save_async: bool = option(
-        "Checkpoints", "Train on while a checkpoint is written; takes host memory for the rank's share", False
-    )
+        "Train on while a checkpoint is written; takes host memory for the rank's share", False)
 
-    log_every: int = option("Logging", "Steps between printed lines", 1, ge=1)
+    log_every: int = option("Steps between printed lines", 1, ge=1)
     tracker: tuple[str, ...] = option(
-        "Logging",
-        f"Send metrics to {', '.join(PACKAGES)} too; repeat the flag, or separate names by commas",
-        (),
-        "metrics.jsonl only",
-    )
+        f"Send metrics to {', '.join(PACKAGES)} too; repeat the flag, or separate names by commas", (),
+        "metrics.jsonl only")
 
     micro_batch_size: int | None = option(
-        "Performance", "Sequences that a rank computes at once", None, "up to 2,048 tokens, on GPUs 32,768", ge=1
-    )
+        "Sequences that a rank computes at once", None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
     recompute: Literal["none", "norms", "block"] = option(
-        "Performance",
-        "Save memory by computing again in the backward: none, norms (and SwiGLU) or block (whole layers)",
-        "none",
-    )
+        "Save memory by computing again in the backward: none, norms (and SwiGLU) or block (whole layers)", "none")
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] = option(
-        "Performance",
-        "Order of a pipeline's forwards and backwards: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v",
-        "1f1b",
-    )
-    pp_chunks: int | None = option("Performance", "Stages of a rank with --pp-schedule interleaved", None, "2", ge=1)
-    graph: bool = option("Performance", "Replay each step as one CUDA graph, on GPUs", True)
+        "Order of a pipeline's forwards and backwards: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v", "1f1b")
+    pp_chunks: int | None = option("Stages of a rank with --pp-schedule interleaved", None, "2", ge=1)
+    graph: bool = option("Replay each step as one CUDA graph, on GPUs", True)
     profile: int = option(
-        "Performance",
-        "Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains",
-        0,
-        ge=0,
-    )
+        "Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains", 0, ge=0)
 
-    debug: bool = option("Debugging", "Show tracebacks of errors", False)
-    timeout: float = option("Debugging", "Seconds that a rank waits for the others before it reports them", 300.0, gt=0)
+    debug: bool = option("Show tracebacks of errors", False)
+    timeout: float = option("Seconds that a rank waits for the others before it reports them", 300.0, gt=0)
 
     model: ModelSection
+    # fmt: on
 
     @field_validator("tracker", mode="before")
     @classmethod
@@ -281,11 +225,11 @@ class TrainConfig(Section):
         """Of the weights that AdamW updates."""
         return self.dtype if self.master_weights == "none" else self.master_weights
 
-    def make_schedule(self) -> Schedule:
+    def learning_rate(self) -> LearningRate:
         """The learning rate of every step."""
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr
-        return Schedule(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
+        return LearningRate(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""

@@ -137,8 +137,10 @@ def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
     return max(1, min(settings.batch_size, EVAL_BATCH_TOKENS // settings.seq_len)), settings.seq_len
 
 
-def load_data(config: TrainConfig, show: Show = lambda what, share: None) -> Dataset:
+def load_data(config: TrainConfig, show: Show = lambda what, share: None, weights: str | None = None) -> Dataset:
     """Read, and if it is text encode, what ``config.data`` names; or find what that came to before.
+
+    ``--tokenizer auto`` takes for text that of the folder ``weights``, by default ``config.init_from``.
 
     Raises:
         DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a
@@ -147,7 +149,8 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None) -> Dat
     """
     corpus = read_corpus(config.data, show)
     if corpus.vocab_size is None:
-        train, val, tokenizer, fingerprint = _load_text(corpus, _tokenizer_of_text(config), show)
+        spec = _tokenizer_of_text(config, weights or config.init_from)
+        train, val, tokenizer, fingerprint = _load_text(corpus, spec, show)
     else:
         tokenizer = _tokenizer_of_tokens(config, corpus)
         train, val = corpus.splits
@@ -155,16 +158,9 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None) -> Dat
             fingerprint = found[1]["sha256"]
     tokenizer.encode(config.prompt)
     return Dataset(
-        name=corpus.name,
-        train=Tokens(train),
-        val=Tokens(val),
-        tokenizer=tokenizer,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        seq_len=config.seq_len,
-        eval_batches=config.eval_batches,
-        fingerprint=fingerprint,
-    )
+        name=corpus.name, train=Tokens(train), val=Tokens(val), tokenizer=tokenizer, seed=config.seed,
+        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
@@ -176,11 +172,10 @@ def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
     return make_tokenizer(config.tokenizer)
 
 
-def _tokenizer_of_text(config: TrainConfig) -> str:
-    """What ``--tokenizer`` names; ``auto``: that of the weights to begin with, or ``bytes``."""
+def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
+    """What ``--tokenizer`` names; ``auto``: that of the weights in ``folder``, or ``bytes``."""
     if config.tokenizer != "auto":
         return config.tokenizer
-    folder = config.init_from
     if folder is not None and not has_tokenizer(Path(folder)):
         raise ConfigError(f"--tokenizer: expected the one of the weights in {folder}, which holds none, got none")
     return folder or "bytes"

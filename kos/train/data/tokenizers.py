@@ -80,7 +80,11 @@ class ByteTokenizer(Tokenizer):
     start = ord("\n")
 
     def encode(self, text: str) -> NDArray[np.uint8]:
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        try:
+            return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+        except UnicodeEncodeError as error:
+            got = f"{text[error.start]!r} at character {error.start}"
+            raise DataError(f"tokenizer bytes: expected text, got {got}") from None
 
     def huggingface(self) -> dict[str, Any]:
         """BPE without merges over characters that stand for bytes: GPT-2's (openai/gpt-2, src/encoder.py)."""

@@ -22,13 +22,14 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array, Ops
 from kos.train.parallel import schedules
-from kos.train.parallel.data import DataParallel, TreeSum, make_buckets, shard_batch
+from kos.train.parallel.data import DataParallel, make_buckets, shard_batch
 from kos.train.parallel.failures import raised_on_every_rank
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action, forward_only
 from kos.train.parallel.tensor import TensorParallel
+from kos.train.parallel.tree_sum import TreeSum
 from kos.train.train import Step, StepResult
 
 Show = Callable[[str, float], None]

@@ -21,10 +21,10 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.optimizer import AdamW, clip_coefficient
-from kos.train.parallel.data import waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.tree_sum import waiting_subtrees
 from kos.train.train import StepResult
 
 
@@ -103,7 +103,7 @@ class CpuEngine(Engine):
             parts=self.parallel.parts() if self.sharded else None,
         )  # fmt: skip
         self.state = self.make_state(model)
-        self.schedule = config.make_schedule()
+        self.learning_rate = config.learning_rate()
         self.count, self.report = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
         self.reports = self.report[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.report.size))
 
@@ -175,7 +175,7 @@ class CpuEngine(Engine):
 
     def queue_update(self) -> None:
         config, norm = self.config, self._norm
-        self._lr = self.schedule(self._step)
+        self._lr = self.learning_rate(self._step)
         if not math.isfinite(norm) or (config.skip_outliers and norm > config.skip_outliers):
             self.optimizer.step_count += 1
         else:

@@ -105,7 +105,7 @@ class CudaEngine(Engine):
             copy = self.gradients.like(config.dtype)
         self.weights: Any = master if copy is None else copy  # what passes read
         self.optimizer = CudaAdamW(
-            ops, master, copy, config.make_schedule(), betas=(config.beta1, config.beta2), eps=config.eps,
+            ops, master, copy, config.learning_rate(), betas=(config.beta1, config.beta2), eps=config.eps,
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, skip_outliers=config.skip_outliers,
             seed=config.seed, counted=self.counted() if mesh.model.size > 1 else None,
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),

@@ -22,10 +22,10 @@ from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.ops.optimizer import BLOCK
-from kos.train.parallel.data import waiting_subtrees
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.tree_sum import waiting_subtrees
 
 BUCKET_BYTES = 64 << 20  # at least
 HOST_BUCKET_BYTES = 4 << 20  # on CPUs

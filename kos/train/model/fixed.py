@@ -29,14 +29,13 @@ class FixedLlama(Llama):
         **options: Any,
     ) -> None:  # fmt: skip
         kinds = (RowOrder, RowTensor, RowContext) if by_rows else (FixedOrder, FixedTensor, FixedContext)
-        self.order = kinds[0](ops, split, tp, cp)
-        tensor, context = kinds[1](self.order, local.vocabulary.start), kinds[2](self.order)
-        super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
-        self._stacked: dict[str, list[slice]] = {}  # the rows of each member of a group
-        shapes = config.parameter_shapes(local)
+        self.order, shapes = kinds[0](ops, split, tp, cp), config.parameter_shapes(local)
+        stacked: dict[str, list[slice]] = {}  # the rows of each member of a group
         for name, members in config.fused_groups(local).items():
             ends = [0, *accumulate(shapes[member][0] for member in members)]
-            self._stacked[name] = [*map(slice, ends, ends[1:])]
+            stacked[name] = [*map(slice, ends, ends[1:])]
+        tensor, context = kinds[1](self.order, local.vocabulary.start, stacked), kinds[2](self.order)
+        super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
 
     def head_loss_and_gradients(
         self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,
@@ -75,25 +74,6 @@ class FixedLlama(Llama):
         self.order.rms_norm_backward(d_out, x, weights[name], rstd, dx, into.of[name], self.arena)
         into.final(name)
 
-    def _column_linear(self, weights: Weights, name: str, x_ND: Array, out_NF: Array) -> None:
-        self.tensor.column_linear(x_ND, weights[name], out_NF, self._stacked[name])
-
-    def _column_linear_backward(
-        self, weights: Weights, name: str, d_out_NF: Array, dx_nD: Array, beside: Callable[[], None]
-    ) -> None:
-        self.tensor.stacked_input_gradient(d_out_NF, weights[name], dx_nD, self.arena, self._stacked[name])
-        beside()
-
-    def _row_linear_backward(self, weights: Weights, name: str, d_out_ND: Array, dx_NF: Array) -> None:
-        self.tensor.row_linear_backward(d_out_ND, weights[name], dx_NF)
-
-    def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
-        if into.deferred is not None:
-            into.deferred.append((name, d_out, x))
-            return
-        self.order.weight_gradient(d_out, x, into.of[name], self.arena, self._stacked.get(name))
-        into.final(name)
-
     def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         """All rows as one sample, whose positions are those of its pieces."""
         heads, rows = self.local.heads + self.local.kv_heads, len(qkv_NW)
@@ -106,11 +86,6 @@ class FixedLlama(Llama):
                        (rows // tokens)]  # fmt: skip
             self._tables[key] = self.ops.rope_tables(self.config.rope_frequencies(), of_rows, qkv_NW.dtype)
         rope(qkv_NW, self._tables[key], self.config.head_dim, heads, self.arena)
-
-    def _logits(self, weights: Weights, normed_ND: Array) -> Array:
-        logits_NV = self.arena.take((len(normed_ND), len(self.local.vocabulary)), normed_ND.dtype)
-        self.tensor.logits(normed_ND, weights[self.config.head], logits_NV)
-        return logits_NV
 
     def _chunks(self, rows: int) -> list[slice]:
         """Equal ones of each piece, of at most ``head_rows``."""

@@ -35,12 +35,12 @@ def generate(
 
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
-    if np.isnan(logits).any():
-        raise TrainingError("sampling: expected logits, got NaN: the weights are no good")
+    if not np.isfinite(top := logits.max()):
+        raise TrainingError(f"sampling: expected finite logits, got {top}: the weights are no good")
     if temperature == 0:
         return int(np.argmax(logits))
     with np.errstate(over="ignore"):  # at most 0, however small the temperature
-        scores = (logits.astype(np.float64) - logits.max()) / temperature
+        scores = (logits.astype(np.float64) - top) / temperature
     if 0 < top_k < scores.size:
         scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
     odds = np.exp(scores)

@@ -16,7 +16,7 @@ from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
 from kos.train.model.shapes import Local, Placement
 from kos.train.ops import Array, Ops
-from kos.train.parallel.tensor import Half
+from kos.train.parallel.tensor import Half, TensorParallel
 
 POSITIONS = "transformer.wpe.weight"
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
@@ -72,8 +72,30 @@ def bias_of(name: str) -> str:
     return name.removesuffix("weight") + "bias"
 
 
+class Biased(TensorParallel):
+    """The products of a layer with biases, on one rank."""
+
+    def column_linear(self, weights: Weights, name: str, x_ND: Array, out_NF: Array) -> None:
+        self.ops.linear(x_ND, weights[name], out_NF, None, weights[bias_of(name)])
+
+    def row_linear(
+        self, weights: Weights, name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half,
+        arena: Arena,
+    ) -> Callable[[], None]:  # fmt: skip
+        self.ops.linear(x_NF, weights[name], out_nD, residual_nD, weights[bias_of(name)])
+        return lambda: None
+
+    def weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients, arena: Arena) -> None:
+        super().weight_gradient(name, d_out, x, into, arena)
+        self.ops.sum_rows(d_out, into.of[bias_of(name)], into.accumulate, arena)
+        into.final(bias_of(name))
+
+
 class GPT2(Llama):
     """The stages of ``Llama`` with GPT-2's parts in place of LLaMA's."""
+
+    def __init__(self, config: LlamaConfig, ops: Ops, **options: Any) -> None:
+        super().__init__(config, ops, **{**options, "tensor": Biased(ops)})
 
     def embed(self, weights: Weights, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
         x_ND = super().embed(weights, tokens_N, seq_len, keep)
@@ -108,20 +130,6 @@ class GPT2(Llama):
         )
         into.final(name)
         into.final(bias)
-
-    def _column_linear(self, weights: Weights, name: str, x_nD: Array, out_NF: Array) -> None:
-        self.ops.linear(x_nD, weights[name], out_NF, None, weights[bias_of(name)])
-
-    def _row_linear(
-        self, weights: Weights, name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
-    ) -> Callable[[], None]:
-        self.ops.linear(x_NF, weights[name], out_nD, residual_nD, weights[bias_of(name)])
-        return lambda: None
-
-    def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
-        super()._weight_gradient(name, d_out, x, into)
-        self.ops.sum_rows(d_out, into.of[bias_of(name)], into.accumulate, self.arena)
-        into.final(bias_of(name))
 
     def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         pass

@@ -300,7 +300,7 @@ class Llama:
         self, weights: Weights, blocks: Sequence[Block], exchange_ND: Array, half: Half, last: bool
     ) -> Iterator[None]:
         """Yields at the end of each turn. ``exchange_ND``: memory for gathered rows and for the terms of sums."""
-        rows, own = half
+        (rows, own), tensor = half, self.tensor
         for layer, kept, out_nD in blocks:
             names, qkv_NW, heads_NA, lse_BHT = self._layers[layer], kept.qkv_NW, kept.heads_NA, kept.lse_BHT
             start, stop = (row // lse_BHT.shape[-1] for row in (rows.start, rows.stop))  # samples
@@ -308,11 +308,11 @@ class Llama:
 
             def start_gather(norm: str, x: Array, rstd: Array, normed: Array) -> Callable[[], Array]:
                 self._norm(weights, norm, x, normed, rstd, own)
-                return self.tensor.start_gather(normed, exchange_ND, [half])
+                return tensor.start_gather(normed, exchange_ND, [half])
 
             gathered = start_gather(names.input_norm, kept.x_nD, kept.rstd_in_n, kept.normed_in_nD)
             yield
-            self._column_linear(weights, names.qkv, gathered()[rows], qkv_NW[rows])
+            tensor.column_linear(weights, names.qkv, gathered()[rows], qkv_NW[rows])
             if not apart:
                 if last:
                     self._attention(qkv_NW, lse_BHT, heads_NA)
@@ -320,18 +320,20 @@ class Llama:
             yield
             if apart:
                 self._attention(qkv_NW[rows], lse_BHT[start:stop], heads_NA[rows])
-            complete = self._row_linear(weights, names.o, heads_NA, exchange_ND, kept.mid_nD, kept.x_nD, half)
+            operands = exchange_ND, kept.mid_nD, kept.x_nD, half, self.arena
+            complete = tensor.row_linear(weights, names.o, heads_NA, *operands)
             yield
             complete()
             gathered = start_gather(names.post_attention_norm, kept.mid_nD, kept.rstd_mid_n, kept.normed_mid_nD)
             yield
-            self._column_linear(weights, names.gate_up, gathered()[rows], kept.gate_up_N2F[rows])
+            tensor.column_linear(weights, names.gate_up, gathered()[rows], kept.gate_up_N2F[rows])
             hidden_NF = kept.hidden_NF
             if out_nD is None or hidden_NF is None:
                 return
             self._activate(kept.gate_up_N2F[rows], hidden_NF[rows])
             yield
-            complete = self._row_linear(weights, names.down, hidden_NF, exchange_ND, out_nD, kept.mid_nD, half)
+            operands = exchange_ND, out_nD, kept.mid_nD, half, self.arena
+            complete = tensor.row_linear(weights, names.down, hidden_NF, *operands)
             yield
             complete()
 
@@ -366,7 +368,7 @@ class Llama:
             if deferred and d_out is dx_nD:  # the rest of the backward adds to dx_nD
                 d_out = keep.take(dx_nD.shape, dx_nD.dtype)
                 ops.copy(dx_nD, d_out)
-            self._row_linear_backward(weights, name, d_out, dx_NF)
+            self.tensor.row_linear_backward(weights, name, d_out, dx_NF)
             return lambda: self._weight_gradient(name, d_out, x_NF, into)
 
         def through_norm(
@@ -376,7 +378,7 @@ class Llama:
             finished: list[str] = []
             with arena.scope():
                 d_normed_nD = arena.take(dx_nD.shape, dx_nD.dtype)
-                self._column_linear_backward(weights, name, d_out_NF, d_normed_nD, beside)
+                self.tensor.column_linear_backward(weights, name, d_out_NF, d_normed_nD, arena, beside)
                 of_norm = into._replace(final=finished.append)  # final after the matrix, in their order in memory
                 self._norm_backward(weights, norm, d_normed_nD, x, rstd, dx_nD, of_norm)
             dx_ND = self.tensor.empty_rows(dx_nD, keep) if deferred and more else d_out_ND
@@ -448,7 +450,7 @@ class Llama:
                 self.tensor.start_sum(d_normed_ND, d_normed_nD)()
             self._norm_backward(weights, norm, d_normed_nD, x_nD, rstd_n, dx_nD, into)
 
-    # --- what makes it a LLaMA: RMSNorm, RoPE, SwiGLU, no biases ---------------------------------------
+    # --- what makes it a LLaMA: RMSNorm, RoPE, SwiGLU --------------------------------------------------
 
     def _norm_statistics(self, x_ND: Array, arena: Arena) -> Array:
         return arena.take((len(x_ND),), self.ops.statistics_dtype(x_ND.dtype))
@@ -470,28 +472,11 @@ class Llama:
         self.ops.rms_norm_backward(d_out, x, weights[name], rstd, dx, into.of[name], into.accumulate, self.arena)
         into.final(name)
 
-    def _column_linear(self, weights: Weights, name: str, x_ND: Array, out_NF: Array) -> None:
-        self.ops.linear(x_ND, weights[name], out_NF)
-
-    def _row_linear(
-        self, weights: Weights, name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
-    ) -> Callable[[], None]:
-        return self.tensor.row_linear(x_NF, weights[name], term_ND, out_nD, residual_nD, half, self.arena)
-
-    def _column_linear_backward(
-        self, weights: Weights, name: str, d_out_NF: Array, dx_nD: Array, beside: Callable[[], None]
-    ) -> None:
-        self.tensor.column_linear_backward(d_out_NF, weights[name], dx_nD, self.arena, beside)
-
-    def _row_linear_backward(self, weights: Weights, name: str, d_out_ND: Array, dx_NF: Array) -> None:
-        self.ops.linear_input_gradient(d_out_ND, weights[name], dx_NF)
-
     def _weight_gradient(self, name: str, d_out: Array, x: Array, into: Gradients) -> None:
         if into.deferred is not None:
             into.deferred.append((name, d_out, x))
-            return
-        self.ops.linear_weight_gradient(d_out, x, into.of[name], into.accumulate, self.arena)
-        into.final(name)
+        else:
+            self.tensor.weight_gradient(name, d_out, x, into, self.arena)
 
     def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         """``rope`` is forward or backward."""
@@ -520,7 +505,7 @@ class Llama:
 
     def _logits(self, weights: Weights, normed_ND: Array) -> Array:
         logits_NV = self.arena.take((len(normed_ND), len(self.local.vocabulary)), normed_ND.dtype)
-        self.ops.linear(normed_ND, weights[self.config.head], logits_NV)
+        self.tensor.logits(normed_ND, weights[self.config.head], logits_NV)
         return logits_NV
 
     def _rope_tables(self, seq_len: int, dtype: Any) -> tuple[Array, Array]:

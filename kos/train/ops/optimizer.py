@@ -1,4 +1,4 @@
-"""AdamW, gradient norm and learning-rate schedules over flat fp32 arrays.
+"""AdamW and the norm of gradients, over flat fp32 arrays.
 
 AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with torch's conventions: decoupled weight decay,
 bias-corrected moments, ``eps`` outside the square root. All passes over a block are made while the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -137,31 +136,3 @@ def split(
         inside = slice(*np.searchsorted(starts, (part.start, part.stop)))
         rows["local"][inside], mine[inside] = starts[inside] - part.start + local.start, True
     return rows[mine], np.array([*held.spans])[tensors[mine]], starts
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning rate of each step: a linear warm-up, then one of three shapes.
-
-    ``cosine`` falls from ``lr`` to ``min_lr`` at ``steps``; ``constant`` stays; ``wsd``
-    (warm-up, stable, decay: Hu et al. 2024, arXiv:2404.06395) stays at ``lr`` and falls linearly
-    to ``min_lr`` over the last ``decay_steps``.
-    """
-
-    kind: str
-    lr: float
-    min_lr: float
-    steps: int
-    warmup_steps: int
-    decay_steps: int = 0
-
-    def __call__(self, step: int) -> float:
-        """The rate of ``step``, counted from 0."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        if self.kind == "constant":
-            return self.lr
-        start = self.warmup_steps if self.kind == "cosine" else max(self.warmup_steps, self.steps - self.decay_steps)
-        progress = min(1.0, max(0, step - start) / max(1, self.steps - start))
-        share = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
-        return self.min_lr + share * (self.lr - self.min_lr)

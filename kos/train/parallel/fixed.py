@@ -17,7 +17,7 @@ Numerical reproducibility by a fixed reduction tree: Villa et al. 2009 (Cray Use
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,29 +139,30 @@ class FixedOrder:
 
 
 class FixedTensor(TensorParallel):
-    """``TensorParallel`` in a fixed order.  ``stacked``: rows of the matrices that ``weight`` is made of."""
+    """``TensorParallel`` in a fixed order.  ``stacked``: by name, rows of the matrices that are one."""
 
     ops: Any
 
-    def __init__(self, order: FixedOrder, first_row: int) -> None:
+    def __init__(self, order: FixedOrder, first_row: int, stacked: Mapping[str, Sequence[slice]]) -> None:
         super().__init__(order.ops, order.tp, first_row)
-        self.order, self.parts = order, order.parts
+        self.order, self.parts, self.stacked = order, order.parts, stacked
 
-    def column_linear(self, x_ND: Array, weight: Array, out_NF: Array, stacked: Sequence[slice]) -> None:
+    def column_linear(self, weights: Mapping[str, Array], name: str, x_ND: Array, out_NF: Array) -> None:
         """Of each part and piece (f, D) times (D, n)."""
-        x = self.order.rows(x_ND).swapaxes(1, 2)[:, None]
-        for rows in stacked:
+        x, weight = self.order.rows(x_ND).swapaxes(1, 2)[:, None], weights[name]
+        for rows in self.stacked[name]:
             w = weight[rows].reshape(self.parts, -1, weight.shape[1])
             self.ops.product(w, x, self.order.columns(out_NF[:, rows]).transpose(2, 0, 1, 3))
 
-    def stacked_input_gradient(
-        self, d_out_NF: Array, weight: Array, dx_nD: Array, arena: Arena, stacked: Sequence[slice]
-    ) -> None:
-        P = self.parts
+    def column_linear_backward(
+        self, weights: Mapping[str, Array], name: str, d_out_NF: Array, dx_nD: Array, arena: Arena,
+        beside: Callable[[], None],
+    ) -> None:  # fmt: skip
+        P, weight = self.parts, weights[name]
 
         def of_part(x: Array, out: Array) -> None:
             """The rows of ``x`` by part: (P, rows / P, columns), each with its rows of every stacked matrix."""
-            for rows in stacked:
+            for rows in self.stacked[name]:
                 self.ops.copy(x[rows].reshape(P, -1, x.shape[1]), out[:, rows.start // P : rows.stop // P])
 
         with arena.scope():
@@ -174,22 +175,28 @@ class FixedTensor(TensorParallel):
                 of_part(by_piece[:, piece], d)
                 self.order.sum_of_products(d.swapaxes(1, 2), w, out, arena)
             self.order.scatter_over_ranks(self.axis, term_ND, dx_nD, arena)
+        beside()
 
     def row_linear(
-        self, x_NF: Array, weight: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half, arena: Arena
-    ) -> Callable[[], None]:
+        self, weights: Mapping[str, Array], name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array,
+        half: Half, arena: Arena,
+    ) -> Callable[[], None]:  # fmt: skip
         with arena.scope():
             term_ND = out_nD if self.size == 1 else term_ND
-            x, w = self.order.columns(x_NF), self._by_columns(weight)
+            x, w = self.order.columns(x_NF), self._by_columns(weights[name])
             for piece, out in enumerate(self.order.rows(term_ND)):
                 self.order.sum_of_products(x[:, :, piece].swapaxes(1, 2), w, out, arena)
             self.order.scatter_over_ranks(self.axis, term_ND, out_nD, arena)
             self.ops.add(out_nD, residual_nD, out_nD)
         return lambda: None
 
-    def row_linear_backward(self, d_out_ND: Array, weight: Array, dx_NF: Array) -> None:
+    def row_linear_backward(self, weights: Mapping[str, Array], name: str, d_out_ND: Array, dx_NF: Array) -> None:
         d = self.order.rows(d_out_ND).swapaxes(1, 2)[:, None]
-        self.ops.product(self._by_columns(weight), d, self.order.columns(dx_NF).transpose(2, 0, 1, 3))
+        self.ops.product(self._by_columns(weights[name]), d, self.order.columns(dx_NF).transpose(2, 0, 1, 3))
+
+    def weight_gradient(self, name: str, d_out: Array, x: Array, into: Any, arena: Arena) -> None:
+        self.order.weight_gradient(d_out, x, into.of[name], arena, self.stacked.get(name))
+        into.final(name)
 
     def _by_columns(self, weight: Array) -> Array:
         """(D, F) as (parts, F / parts, D)."""

@@ -7,7 +7,7 @@ causal mask, then to those of every other piece, in a fixed order. Features are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array
@@ -55,25 +55,28 @@ class RowTensor(FixedTensor):
 
     order: RowOrder
 
-    def column_linear(self, x: Array, weight: Array, out: Array, stacked: Sequence[slice]) -> None:
+    def column_linear(self, weights: Mapping[str, Array], name: str, x: Array, out: Array) -> None:
         for rows in self.order.each(len(x)):
-            self.ops.linear(x[rows], weight, out[rows])
+            self.ops.linear(x[rows], weights[name], out[rows])
 
-    def stacked_input_gradient(
-        self, d_out: Array, weight: Array, dx: Array, arena: Arena, stacked: Sequence[slice]
-    ) -> None:
-        self.row_linear_backward(d_out, weight, dx)
+    def column_linear_backward(
+        self, weights: Mapping[str, Array], name: str, d_out: Array, dx: Array, arena: Arena,
+        beside: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.row_linear_backward(weights, name, d_out, dx)
+        beside()
 
     def row_linear(
-        self, x: Array, weight: Array, term: Array, out: Array, residual: Array, half: Half, arena: Arena
-    ) -> Callable[[], None]:
+        self, weights: Mapping[str, Array], name: str, x: Array, term: Array, out: Array, residual: Array, half: Half,
+        arena: Arena,
+    ) -> Callable[[], None]:  # fmt: skip
         for rows in self.order.each(len(x)):
-            self.ops.linear(x[rows], weight, out[rows], residual[rows])
+            self.ops.linear(x[rows], weights[name], out[rows], residual[rows])
         return lambda: None
 
-    def row_linear_backward(self, d_out: Array, weight: Array, dx: Array) -> None:
+    def row_linear_backward(self, weights: Mapping[str, Array], name: str, d_out: Array, dx: Array) -> None:
         for rows in self.order.each(len(d_out)):
-            self.ops.linear_input_gradient(d_out[rows], weight, dx[rows])
+            self.ops.linear_input_gradient(d_out[rows], weights[name], dx[rows])
 
     def logits(self, x: Array, table: Array, out: Array) -> None:
         self.ops.linear(x, table, out)

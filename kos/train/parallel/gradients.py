@@ -13,8 +13,9 @@ from typing import Any
 
 from kos.train.model.llama import LOOKUPS, Gradients, Llama, Weights
 from kos.train.ops import Array
-from kos.train.parallel.data import DataParallel, TreeSum
+from kos.train.parallel.data import DataParallel
 from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.tree_sum import TreeSum
 
 
 class GradientSums:

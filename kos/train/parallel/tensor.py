@@ -18,8 +18,8 @@ With one rank every function is the plain operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
@@ -39,7 +39,7 @@ class TensorParallel:
     """The operations of a layer that are split over the ranks of ``axis``.
 
     A suffix ``_nD`` names the rows of this rank, ``_ND`` those of all ranks. ``first_row`` is where this rank's part
-    of the vocabulary begins.
+    of the vocabulary begins. A product takes its matrix by name from the model's ``weights``.
     """
 
     def __init__(self, ops: Ops, axis: Axis = ALONE, first_row: int = 0) -> None:
@@ -95,18 +95,25 @@ class TensorParallel:
 
         return wait
 
+    # --- products ----------------------------------------------------------------------------------------
+
+    def column_linear(self, weights: Mapping[str, Array], name: str, x_ND: Array, out_NF: Array) -> None:
+        """out_NF = x_ND weight^T."""
+        self.ops.linear(x_ND, weights[name], out_NF)
+
     def row_linear(
-        self, x_NF: Array, weight: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half, arena: Arena
-    ) -> Callable[[], None]:
+        self, weights: Mapping[str, Array], name: str, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array,
+        half: Half, arena: Arena,
+    ) -> Callable[[], None]:  # fmt: skip
         """For ``half``: out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features.
 
         The returned function completes ``out_nD``. Until then the product is in ``term_ND``.
         """
         rows, own = half
         if self.size == 1:
-            self.ops.linear(x_NF, weight, out_nD, residual_nD)
+            self.ops.linear(x_NF, weights[name], out_nD, residual_nD)
             return lambda: None
-        self.ops.linear(x_NF[rows], weight, term_ND[rows])
+        self.ops.linear(x_NF[rows], weights[name], term_ND[rows])
         wait = self.start_sum(term_ND, out_nD, [half])
 
         def complete() -> None:
@@ -115,23 +122,32 @@ class TensorParallel:
 
         return complete
 
+    def row_linear_backward(self, weights: Mapping[str, Array], name: str, d_out_ND: Array, dx_NF: Array) -> None:
+        self.ops.linear_input_gradient(d_out_ND, weights[name], dx_NF)
+
     def column_linear_backward(
-        self, d_out_NF: Array, weight: Array, dx_nD: Array, arena: Arena, beside: Callable[[], None]
-    ) -> None:
+        self, weights: Mapping[str, Array], name: str, d_out_NF: Array, dx_nD: Array, arena: Arena,
+        beside: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Write ``dx_nD``. Its sum over ranks overlaps the second half of the product and what ``beside`` queues."""
         if self.size == 1:
-            self.ops.linear_input_gradient(d_out_NF, weight, dx_nD)
+            self.ops.linear_input_gradient(d_out_NF, weights[name], dx_nD)
             beside()
             return
         with arena.scope():
             term_ND = self.empty_rows(dx_nD, arena)
             waits = []
             for half in self.halves(len(term_ND)):
-                self.ops.linear_input_gradient(d_out_NF[half.rows], weight, term_ND[half.rows])
+                self.ops.linear_input_gradient(d_out_NF[half.rows], weights[name], term_ND[half.rows])
                 waits.append(self.start_sum(term_ND, dx_nD, [half]))
             beside()
             for wait in waits:
                 wait()
+
+    def weight_gradient(self, name: str, d_out: Array, x: Array, into: Any, arena: Arena) -> None:
+        """The gradient of a matrix or a group, to the ``Gradients`` ``into``: final at once."""
+        self.ops.linear_weight_gradient(d_out, x, into.of[name], into.accumulate, arena)
+        into.final(name)
 
     # --- vocabulary ------------------------------------------------------------------------------------
 
@@ -151,6 +167,10 @@ class TensorParallel:
         """The gradient of this rank's part of the table."""
         first = None if self.size == 1 else self._first
         self.ops.embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena, first)
+
+    def logits(self, x_ND: Array, table_vD: Array, out_Nv: Array) -> None:
+        """Those of this rank's part of the vocabulary."""
+        self.ops.linear(x_ND, table_vD, out_Nv)
 
     def cross_entropy(
         self, logits_Nv: Array, targets_N: Array, losses_N: Array, arena: Arena, count: Array | None = None

@@ -1,16 +1,24 @@
-"""Where a run lives: ``--out``, or a folder under ``runs/`` that no other run has."""
+"""Where a run lives: ``--out``, or a folder under ``runs/`` that no other run has; and its lock on that folder."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
+import secrets
+import time
 from pathlib import Path
 
+from kos.comm.communicator import Communicator
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
+from kos.train.parallel.failures import alone, together
 
 RUNS = Path("runs")
+LOCK = ".lock"
+SEEN_SECONDS = 5.0
+"""How long a rank looks for a file that rank 0 has made: a network's file system shows it late."""
 
 
 def run_folder(config: TrainConfig) -> Path:
@@ -36,8 +44,9 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """ConfigError if ``rank`` can neither write into ``out`` nor make it. Creates no folder."""
-    existing = next(folder for folder in (out, *out.absolute().parents) if os.path.lexists(folder))
+    """ConfigError if ``rank`` can neither write into ``out`` and its ``checkpoints`` nor make them. Creates none."""
+    places = out / "checkpoints", out, *out.absolute().parents
+    existing = next(folder for folder in places if os.path.lexists(folder))
     if not existing.is_dir():
         got = f"{existing}, which is not a folder"
     elif not os.access(existing, os.W_OK | os.X_OK):
@@ -46,3 +55,32 @@ def check_folder(out: Path, rank: int) -> None:
         return
     where = f" on rank {rank}" if rank else ""
     raise ConfigError(f"--out {out}: expected a folder that can be written, got {got}{where}")
+
+
+def lock_folder(out: Path, held: contextlib.ExitStack) -> None:
+    """Lock ``out`` until ``held`` ends, and write a name for this run into the lock. BlockingIOError: a run has it."""
+    lock = held.enter_context((out / LOCK).open("a"))
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock.truncate(0)
+    lock.write(secrets.token_hex(8))
+    lock.flush()
+
+
+def check_shared(out: Path, comm: Communicator) -> str:
+    """The run's name in the lock. ConfigError on all ranks where one sees another folder, or none."""
+    name = alone(comm, (out / LOCK).read_text)
+
+    def check() -> None:
+        limit, got = time.monotonic() + SEEN_SECONDS, ""
+        while got != name:
+            try:
+                got = (out / LOCK).read_text()
+            except OSError as error:
+                got = str(error)
+            time.sleep(0.01)
+            if got != name and time.monotonic() > limit:
+                expected = "expected a folder that all ranks share, for each writes its part of a checkpoint"
+                raise ConfigError(f"--out {out}: {expected}; on rank {comm.rank} got {got or 'another'}")
+
+    together(comm, check)
+    return name

@@ -18,6 +18,7 @@ from kos.commands import mpirun, python
 from kos.errors import ConfigError
 from kos.train.config.flags import parse_plan
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
+from kos.train.data.corpus import read_corpus
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.engine.choose import layout_of
 from kos.train.engine.memory_plan import GIB, MemoryPlan
@@ -165,11 +166,14 @@ def table(predictions: Sequence[Prediction]) -> str:
 def report(argv: Sequence[str]) -> str:
     """What ``--plan`` prints. ConfigError where no layout is legal."""
     config, given, words, ranks, gpu = parse_plan(argv)
-    if config.model.vocab_size is None and config.tokenizer not in ("auto", "bytes"):
+    vocabulary = config.model.vocab_size
+    if vocabulary is None and config.tokenizer not in ("auto", "bytes"):
         raise ConfigError(f"--plan: expected --vocab-size, got a tokenizer to be read, {config.tokenizer}")
+    if vocabulary is None and config.tokenizer == "auto":
+        vocabulary = read_corpus(config.data).vocab_size  # of token files
     if config.deterministic:
         raise ConfigError("--plan: expected no --deterministic, whose sums in order are not predicted, got it")
-    model = config.model_config_for(config.model.vocab_size or ByteTokenizer.vocab_size)
+    model = config.model_config_for(vocabulary or ByteTokenizer.vocab_size)
     if config.device == "cpu":
         rates = cpu_rates(ranks)
     elif config.dtype == "float32":

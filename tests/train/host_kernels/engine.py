@@ -26,7 +26,8 @@ from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import SHAPES, STATE
-from kos.train.ops.optimizer import CHUNKS, AdamW, Schedule, clip_coefficient
+from kos.train.ops.learning_rate import LearningRate
+from kos.train.ops.optimizer import CHUNKS, AdamW, clip_coefficient
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 
@@ -195,7 +196,7 @@ def _prepare(
     now["halted"] = now["halted"] or float(not good and not outlier)
     now |= {"norm": norm, "finite": float(good and not now["halted"])}
     if not now["halted"]:
-        schedule = Schedule(list(SHAPES)[shape], lr, min_lr, steps, warmup, decay_steps)
+        schedule = LearningRate(list(SHAPES)[shape], lr, min_lr, steps, warmup, decay_steps)
         now["lr"] = schedule(int(now["step"]))
         now["step"] += 1
         now["scale"] = average * clip_coefficient(norm, max_norm)

@@ -39,7 +39,10 @@ CREDIT_BYTES, OVERHEAD_BYTES = 4 << 20, 256
 _SENT, _TAKEN, _RECEIVED, _ANSWERS, _HEADERS = 0, 16, 17, 32, 32 + ANSWERS
 """Words of a mailbox: messages sent; messages taken and eager bytes received; answers to RTS; headers."""
 _WHAT, _BYTES, _WHERE, _ANSWER = range(4)
-"""Words of a header: tag, dtype and kind; bytes; their place in the room, or their address; the word of the answer."""
+"""Words of a header: tag, dtype and kind; bytes; where they are; the word of the answer.
+
+They are at a place in the room, at an address, or in a message of the transport between hosts, with that tag.
+"""
 _DTYPE, _KIND = 48, 56
 _TAG, _RTS, _OTHER = (1 << _DTYPE) - 1, 1 << _KIND, 2 << _KIND
 _READ, _CANCELLED, _REFUSED = 1, 2, 1 << 63
@@ -190,7 +193,8 @@ class _Box:
                 words[header + _ANSWER] = message.answer = self.free.pop()
             else:
                 what |= _OTHER
-                message.request = self.mail.other.isend(message.array, self.rank, message.tag)
+                words[header + _WHERE] = tag = self.mail.other.tag_of(message.array, message.tag)
+                message.request = self.mail.other.isend(message.array, self.rank, tag)
         words[header + _WHAT], words[header + _BYTES] = what, nbytes
         self._at, self._sent = at, sent + 1
         words[out + _SENT] = sent + 1
@@ -226,7 +230,7 @@ class _Box:
                 return True
         if what >= _OTHER:
             self.active.append(message)
-            message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
+            message.request = self.mail.other.irecv(message.array, self.rank, data)
         elif what & ~_RTS != message.what or nbytes != message.nbytes:
             got = nbytes, dtype_of_code(what >> _DTYPE & 255)
             expected = message.nbytes, message.array.dtype

@@ -15,7 +15,8 @@ from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.ops.optimizer import Schedule, split
+from kos.train.ops.learning_rate import LearningRate
+from kos.train.ops.optimizer import split
 
 CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins
 SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of adamw.cu
@@ -37,7 +38,7 @@ class CudaAdamW:
     """
 
     def __init__(
-        self, ops: CudaOps, weights: Parameters | Shard, copy: Parameters | None, schedule: Schedule, *,
+        self, ops: CudaOps, weights: Parameters | Shard, copy: Parameters | None, learning_rate: LearningRate, *,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1,
         grad_clip: float = 0.0, skip_outliers: float = 0.0, seed: int = 0, counted: Collection[str] | None = None,
         places: Mapping[str, int] | None = None, exact: int = 0,
@@ -47,7 +48,7 @@ class CudaAdamW:
         self.ops = ops
         self.weights, self.copy = weights, copy
         self.exp_avg, self.exp_avg_sq = weights.like("float32"), weights.like("float32")
-        self.schedule, self.betas, self.eps = schedule, betas, eps
+        self.learning_rate, self.betas, self.eps = learning_rate, betas, eps
         self.weight_decay, self.grad_clip, self.skip_outliers = weight_decay, grad_clip, skip_outliers
         self.seed, self.exact = seed, exact
         self.state = ops.zeros(len(STATE), np.float64)
@@ -110,10 +111,10 @@ class CudaAdamW:
     def queue_update(self, gradients: Parameters, average: float = 1.0) -> None:
         """One update with ``average * gradients``, clipped by their norm; the gradients are left as they are."""
         flat, copy = gradients.flat, self.weights.flat if self.copy is None else self.copy.flat
-        schedule, (beta1, beta2) = self.schedule, self.betas
+        rate, (beta1, beta2) = self.learning_rate, self.betas
         self._launch(
-            "prepare", flat, 1, 1, self.state, SHAPES[schedule.kind], float(schedule.lr), float(schedule.min_lr),
-            schedule.steps, schedule.warmup_steps, schedule.decay_steps, float(beta1), float(beta2),
+            "prepare", flat, 1, 1, self.state, SHAPES[rate.kind], float(rate.lr), float(rate.min_lr),
+            rate.steps, rate.warmup_steps, rate.decay_steps, float(beta1), float(beta2),
             float(self.weight_decay), float(average), float(self.grad_clip), float(self.skip_outliers),
         )  # fmt: skip
         if self._chunk_count:

@@ -1,0 +1,83 @@
+"""What a run must have in common with the weights that it begins from, and what only breaks a promise."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kos.errors import CheckpointError
+from kos.train.checkpoint.checkpoint import Checkpoint
+from kos.train.config.options import TrainConfig
+from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
+from kos.train.model.llama_config import LlamaConfig
+
+_log = logging.getLogger(__name__)
+
+EXACT = (
+    *("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic"),
+    *("device", "dtype", "master_weights", "grad_dtype"),
+)
+"""Settings that a resumed run must keep to go on bit for bit."""
+
+
+def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
+    """CheckpointError if the shapes differ in fields in which they may not; it names these fields."""
+    ours_values, theirs_values = ({"model_type": x.model_type, **dataclasses.asdict(x)} for x in (ours, theirs))
+    fixed = [name for name in ours_values if name not in ours.may_differ]
+    if differ := [name for name in fixed if theirs_values[name] != ours_values[name]]:
+        expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
+        got = ", ".join(str(theirs_values[name]) for name in differ)
+        raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")
+
+
+def check_tokenizer(source: Path, ours: Tokenizer) -> None:
+    """Refuse weights of another tokenizer: token numbers would mean other text."""
+    if not has_tokenizer(source) or ours.kind == NumberTokenizer.kind:
+        return
+    theirs = make_tokenizer(str(source))
+    if not ours.is_like(theirs):
+        other = f"{theirs.name} (see --tokenizer)"
+        got = other if theirs.name != ours.name else "another of that name (--tokenizer, --data)"
+        raise CheckpointError(f"{source}: expected the tokenizer of this run, {ours.name}, got {got}")
+
+
+def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:
+    """Say what breaks the promise to go on bit for bit; ``now`` describes the run, as ``found.config`` the one before.
+
+    Also that the learning rate rises, which is seldom meant.
+    """
+    before = found.config
+    asked = {"grad_dtype": "float32", **before.get("config", {})}
+    theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
+    other_layout = _layout_in(before) != _layout_in(now)
+    if other_layout:  # from which these follow where they were not asked for
+        same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == now["config"][name])
+        ours |= {name: theirs.get(name) for name in same}
+    changed = [name for name in EXACT if theirs.get(name) != ours[name]]
+    changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
+    if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
+        changed.append("GPU")
+    if now["ranks"] > 1 and not other_layout and not config.deterministic:  # what may add in another order
+        changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
+        changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
+    of_rate = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
+    was = config.model_copy(update={name: theirs[name] for name in of_rate if name in theirs})
+    old, new = (each.learning_rate()(found.step) for each in (was, config))
+    if found.step < config.steps and new > 1.1 * old:
+        even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
+        _log.warning("the learning rate rises from %.2e to %.2e at step %d%s", old, new, found.step + 1, even)
+    if changed:
+        what, differ = ", ".join(changed), "its results will differ from those of an uninterrupted run"
+        _log.warning("resuming with another %s: %s", what, differ)
+    elif other_layout and not config.deterministic:
+        differ = "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
+        _log.warning("resuming in another layout: %s", differ)
+
+
+def _layout_in(description: Mapping[str, Any]) -> list[Any]:
+    """Ranks, tp, pp and cp of a run: equal lists are the same layout."""
+    asked = description.get("config", {})
+    return [description.get("ranks"), *(asked.get(axis, 1) for axis in ("tp", "pp", "cp"))]

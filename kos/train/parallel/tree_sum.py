@@ -1,0 +1,117 @@
+"""``--deterministic``: a sum over all micro-batches of a step, with the same bits for any number of ranks.
+
+The gradients are summed as a binary tree, ``((g0 + g1) + (g2 + g3)) + …``. A rank adds up the subtrees that it has
+whole, tensor by tensor; the ranks exchange these once a step and add the rest of the tree. The cost is memory for
+subtrees that wait for their neighbour, as many as the logarithm of the micro-batches. Sums do not overlap the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from kos.train.model.parameters import Parameters
+from kos.train.ops import Array
+from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.mesh import Axis
+
+
+def subtrees(first: int, count: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """``count`` leaves of a binary tree from ``first`` on, and what can be summed of them alone.
+
+    How many subtrees each leaf completes, and the subtrees at the end: the first leaf of each and how many it has.
+    """
+    completes, stack = [], []
+    for leaf in range(first, first + count):
+        stack.append((leaf, 1))
+        before = len(stack)
+        _join(stack)
+        completes.append(before - len(stack))
+    return completes, stack
+
+
+def _join(stack: list[tuple[int, int]]) -> None:
+    """Make one subtree of the last two while they are the halves of one."""
+    while len(stack) > 1 and stack[-2][1] == stack[-1][1] and stack[-2][0] % (2 * stack[-1][1]) == 0:
+        stack[-2:] = [(stack[-2][0], 2 * stack[-1][1])]
+
+
+def places(completes: Sequence[int]) -> list[int]:
+    """How many subtrees wait before each leaf, of ``subtrees``' leaves."""
+    return [leaf - done for leaf, done in enumerate(accumulate(completes[:-1], initial=0))]
+
+
+def waiting_subtrees(rank: int, count: int) -> int:
+    """Copies of the gradients that ``TreeSum`` needs on a rank."""
+    return max(places(subtrees(rank * count, count)[0]))
+
+
+class TreeSum:
+    """Sums ``gradients`` over the micro-batches of all ranks of ``axis``, ``count`` on each, as one binary tree.
+
+    Needs ``gradients.flat`` to be a multiple of the ranks, and so its buckets.
+    """
+
+    def __init__(
+        self, axis: Axis, count: int, gradients: Parameters, buckets: Sequence[slice], ops: Any = numpy_ops
+    ) -> None:
+        self.axis, self.gradients, self.buckets, self.ops = axis, gradients, buckets, ops
+        self._roots = [subtrees(rank * count, count)[1] for rank in range(axis.size)]
+        self._completes, _ = subtrees(axis.rank * count, count)
+        self._places = places(self._completes)  # of each micro-batch in ``_sums``
+        self._sums = [gradients, *(gradients.like() for _ in range(max(self._places)))]
+        longest, most = max(b.stop - b.start for b in buckets), max(len(each) for each in self._roots)
+        zeros, dtype = gradients.zeros, gradients.flat.dtype
+        self._received = [zeros(longest, dtype) for _ in range(most if axis.size > 1 else 0)]
+
+    def target(self, micro_batch: int) -> Parameters:
+        """Memory for the gradients of a micro-batch (its number on this rank), which no waiting sum uses."""
+        return self._sums[self._places[micro_batch]]
+
+    def add(self, name: str, micro_batch: int) -> None:
+        """Add the gradient of ``name``, which the backward has written to ``target``; micro-batches come in order."""
+        last = self._places[micro_batch]
+        for index in range(last, last - self._completes[micro_batch], -1):
+            before = self._sums[index - 1][name]
+            self.ops.add(before, self._sums[index][name], before)
+
+    def finish(self, *, whole: bool = True) -> None:
+        """The sum of all, in ``gradients``; unless ``whole`` only this rank's part of each bucket."""
+        axis, roots = self.axis, self._roots[self.axis.rank]
+        mine = [each.flat for each in self._sums[: len(roots)]]
+        if axis.size == 1:
+            for bucket in self.buckets:
+                self._add([(*root, x[bucket]) for root, x in zip(roots, mine, strict=True)])
+            return
+        for bucket in self.buckets:
+            length = (bucket.stop - bucket.start) // axis.size
+            for index, of_all in enumerate(self._received):  # a rank of fewer subtrees sends the last again
+                x = mine[min(index, len(mine) - 1)][bucket]
+                axis.comm.all_to_all(x, of_all[: axis.size * length])
+            total = self._add([
+                (*root, self._received[index][rank * length : (rank + 1) * length])
+                for rank, of_rank in enumerate(self._roots) for index, root in enumerate(of_rank)
+            ])  # fmt: skip
+            start = bucket.start + axis.rank * length
+            part = self.gradients.flat[start : start + length]
+            self.ops.copy(total, part)
+            if whole:
+                axis.comm.all_gather(part, self.gradients.flat[bucket])
+
+    def _add(self, terms: list[tuple[int, int, Array]]) -> Array:
+        """The sum, in the memory of the first term: halves of a subtree first, then the others from the last on."""
+        stack: list[tuple[int, int]] = []
+        arrays: list[Array] = []
+        for first, size, x in terms:
+            stack.append((first, size))
+            arrays.append(x)
+            _join(stack)
+            self._add_last(arrays, len(stack))
+        self._add_last(arrays, 1)
+        return arrays[0]
+
+    def _add_last(self, arrays: list[Array], left: int) -> None:
+        while len(arrays) > left:
+            last = arrays.pop()
+            self.ops.add(arrays[-1], last, arrays[-1])

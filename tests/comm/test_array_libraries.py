@@ -1,0 +1,234 @@
+"""Arrays of torch, CuPy and JAX, without a GPU: their current stream, new arrays of their type, memory that is held."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.cuda import driver, streams
+from kos.memory import as_buffer
+from kos.memory.array import Array
+from kos.testing import spawn
+from tests.comm.fake_nccl import alone, no_gpu
+from tests.comm.test_streams import Device, Stream
+
+
+class Tensor:
+    """A torch tensor on a GPU, as far as kos looks at one."""
+
+    __module__ = "torch"
+    is_cuda = True
+    device = "cuda:0"
+
+    def __init__(self, memory: Array) -> None:
+        self.memory = memory
+        self.asked: list[Any] = []
+
+    def get_device(self) -> int:
+        return 0
+
+    def new_empty(self, shape: tuple[int, ...]) -> Tensor:
+        return type(self)(Array.empty(shape, self.memory.dtype, 0))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.memory.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: Any, max_version: Any = None) -> Any:
+        self.asked.append(stream)
+        return self.memory.__dlpack__(stream=-1, max_version=max_version)
+
+
+class Plain(Tensor):
+    """One of which kos asks torch, and not DLPack, where it lies."""
+
+    layout, dtype, requires_grad, contiguous = "strided", "torch.float32", False, True
+
+    def __init__(self, memory: Array) -> None:
+        super().__init__(memory)
+        self.shape = memory.shape
+
+    def data_ptr(self) -> int:
+        return self.memory.pointer
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
+class Torch:
+    """torch's current stream: of its pool, the legacy default stream, or somebody else's."""
+
+    Tensor, strided = None, "strided"
+
+    def __init__(self) -> None:
+        self.handle = self.stream_id = 0
+        self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: self.handle)
+        self.cuda = SimpleNamespace(
+            current_stream=lambda device: SimpleNamespace(stream_id=self.stream_id),
+            stream=self._inside, ExternalStream=lambda handle, device: handle,
+        )  # fmt: skip
+
+    @contextmanager
+    def _inside(self, handle: int) -> Iterator[None]:
+        former, self.handle = self.handle, handle
+        yield
+        self.handle = former
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
+    torch = Torch()
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(driver, "unavailable", lambda: None)
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        yield torch
+
+
+def tensor(count: int = 6) -> Tensor:
+    return Tensor(Array.zeros(count, np.float32, 0))
+
+
+def test_torchs_current_stream_is_followed(torch: Torch) -> None:
+    x = tensor()
+    buffer = as_buffer(x, "x", True)
+    assert (buffer.stream, buffer.queue, buffer.array) == (streams.LEGACY, None, x)
+    torch.handle, torch.stream_id = 5000, 35  # of its pool, which keeps it
+    for _ in range(2):
+        buffer = as_buffer(x, "x", True)
+        assert buffer.stream == 5000 and not isinstance(buffer.queue, int)
+    torch.handle = torch.stream_id = 6000  # somebody else's
+    buffer = as_buffer(x, "x", True)
+    assert (buffer.stream, buffer.queue) == (6000, 6000)
+    assert as_buffer(x, "x", True, 7).stream == 7, "stream= wins"
+    assert set(x.asked) == {-1}, "nothing has to wait: it is the stream on which torch works"
+
+
+def test_a_tensor_in_gives_a_tensor_back(torch: Torch) -> None:
+    comm, torch.handle, torch.stream_id = alone(), 5000, 35
+    x = tensor()
+    for call in (comm.reduce_scatter, comm.all_gather, comm.all_to_all, comm.gather):
+        out: Any = call(x)
+        assert type(out) is Tensor and out.memory.size == 6
+    assert comm.all_reduce(x) is x
+    made = list[int]()
+    torch.cuda.stream = lambda handle: (made.append(handle), torch._inside(handle))[1]
+    assert type(comm.all_gather(x, stream=8)) is Tensor and made == [8], "of its allocator's memory for that stream"
+    assert type(comm.all_gather_init(x).start().wait()) is Tensor
+    comm.close()
+
+
+def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
+    """Which refuses what is not plain: complex numbers that may be conjugated, strides, gradients."""
+    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35
+    x = Plain(Array.zeros((2, 3), np.float32, 0))
+    buffer = as_buffer(x, "x", True)
+    assert (buffer.pointer, buffer.shape, buffer.dtype.name) == (x.memory.pointer, (2, 3), "float32")
+    assert (buffer.stream, buffer.array, x.asked) == (5000, x, [])
+    odd = {"dtype": "torch.complex64", "contiguous": False, "requires_grad": True, "layout": "csr"}
+    for name, value in odd.items():
+        other = Plain(Array.zeros(6, np.float32, 0))
+        setattr(other, name, value)
+        as_buffer(other, "x", True)
+        assert other.asked == [-1], name
+
+
+def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+    device = Device()
+    device.install(driver.cu)
+
+    class Owned(Stream):
+        @property
+        def ptr(self) -> int:
+            return self.handle
+
+    class CuPyArray(Tensor):
+        __module__ = "cupy"
+        device = SimpleNamespace(id=0)
+
+    current = [Owned(device, 1000)]
+    cupy = SimpleNamespace(ndarray=None, cuda=SimpleNamespace(get_current_stream=lambda index: current[0]))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    comm, x = alone(), CuPyArray(Array.zeros(6, np.float32, 0))
+    comm.all_reduce(x)
+    current[0] = Owned(device, 1001)
+    gc.collect()
+    assert 1000 in device.alive
+    comm.all_reduce(x)
+    comm.synchronize()
+    comm.close()
+
+
+def test_a_jax_array_in_gives_a_jax_array_back(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+    """Its memory is held until the GPU is done with it, for JAX knows nothing of the stream."""
+    over = [0]
+    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (over[0],))
+
+    class ArrayImpl(Tensor):
+        __module__ = "jaxlib"
+
+    def of(memory: Any) -> tuple[str, Any]:
+        return "jax", memory
+
+    jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=of), numpy=SimpleNamespace(asarray=of))
+    monkeypatch.setitem(sys.modules, "jax", jax)
+    comm, x = alone(), ArrayImpl(Array.zeros(6, np.float32, 0))
+    over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
+    kind, out = comm.all_gather(x)
+    assert kind == "jax" and type(out) is Array and x.asked == [streams.LEGACY], "the stream waits for JAX's work"
+    left = weakref.ref(x)
+    del x
+    gc.collect()
+    assert left() is not None
+    over[0] = 0
+    comm.synchronize()
+    gc.collect()
+    assert left() is None or comm.backend._last is not None
+    comm.close()
+
+
+def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HostTensor:
+        __module__ = "torch"
+        is_cuda = False
+
+        def __init__(self, memory: np.ndarray) -> None:
+            self.memory = memory
+
+        def new_empty(self, shape: tuple[int, ...]) -> HostTensor:
+            return HostTensor(np.empty(shape, self.memory.dtype))
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.memory.__dlpack_device__()
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.memory.__dlpack__(**options)
+
+    monkeypatch.setitem(sys.modules, "torch", Torch())
+
+    def body(comm: kos.Communicator) -> None:
+        x = HostTensor(np.full(2, comm.rank + 1.0))
+        out = comm.all_gather(x)
+        assert type(out) is HostTensor and out.memory.tolist() == [[1, 1], [2, 2]]
+        assert comm.all_reduce(x) is x and x.memory.tolist() == [3, 3]
+        assert comm.all_gather(x, async_op=True).wait().memory.shape == (2, 2)
+
+    spawn(body, 2)
+
+
+def test_managed_memory_is_a_gpus(torch: Torch) -> None:
+    """By one rule, through every door."""
+
+    class Managed(Tensor):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 13, 0
+
+    x = Managed(Array.zeros(6, np.float32, 0))
+    assert as_buffer(x, "x", True).device == Array.from_dlpack(x).device == 0

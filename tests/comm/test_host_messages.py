@@ -1,0 +1,152 @@
+"""Messages over sockets and through shared memory: what is kept for later, other sizes, credits, ranks that abort."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.host import tcp_messages
+from kos.comm.host.shared import direct
+from kos.comm.host.shared import messages as shared_messages
+from kos.comm.host.shared.segment import ANSWERS
+from kos.errors import CollectiveError, CollectiveMismatch, RankLost
+from tests.comm.ranks import on_each_rank, receive_in_another_order
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
+
+EAGER, LONG = 256 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
+MODULES = {"tcp": tcp_messages, "shared": shared_messages}
+
+
+@pytest.fixture(params=MODULES)
+def kind(request: pytest.FixtureRequest) -> str:
+    if request.param == "tcp":
+        request.getfixturevalue("apart")
+    return request.param
+
+
+@pytest.fixture
+def run(kind: str) -> Callable[..., Any]:
+    return TCPRanks(2).run
+
+
+def ends(comm: kos.Communicator) -> list[Any]:
+    """What holds the messages between this rank and each other one."""
+    transport: Any = comm.backend.transport  # type: ignore[attr-defined]
+    return list(transport._boxes.values() if hasattr(transport, "_boxes") else transport.peers.values())
+
+
+def kept(comm: kos.Communicator) -> list[bytes]:
+    """The data of messages that came before they were received."""
+    [end] = ends(comm)
+    if hasattr(end, "arrived"):
+        return [data for what, _, data, _ in end.arrived if what < shared_messages._RTS]
+    return [each.data for queue in end._arrived.values() for each in queue if each.data is not None]
+
+
+def assert_nothing_is_left(comm: kos.Communicator) -> None:
+    comm.barrier()
+    for end in ends(comm):
+        if hasattr(end, "arrived"):
+            assert not (end.arrived or any(end.messages()))
+            assert len(end.free) == ANSWERS and end.words[end.into] == end.taken
+        else:
+            assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)
+            known = comm.rendezvous.allgather(json.dumps([end._credits, end._freed]).encode())
+            (credits, _), (_, freed) = (json.loads(known[rank]) for rank in (comm.rank, 1 - comm.rank))
+            assert credits + freed == tcp_messages.CREDIT_BYTES, "some are lost"
+
+
+@pytest.mark.parametrize("count", [0, 1, EAGER // 2, EAGER // 2 + 1, EAGER, EAGER + 1, LONG])
+@on_each_rank("run")
+def test_messages_that_nobody_asked_for_yet(comm: kos.Communicator, /, count: int) -> None:
+    receive_in_another_order(comm, count)
+    assert_nothing_is_left(comm)
+
+
+@pytest.mark.parametrize("count", [1, EAGER + 1, LONG])
+def test_memory_of_a_sender_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(direct.Direct, "_read_token", lambda *_: b"")
+    TCPRanks(2).run(lambda comm: (receive_in_another_order(comm, count), assert_nothing_is_left(comm)))
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(0, np.uint8), (4, np.uint8), (LONG, np.uint8), (3, np.int8), (LONG, np.float32)]
+)
+@pytest.mark.parametrize("posted", ["before", "after"])
+@on_each_rank("run")
+def test_message_of_another_size_or_dtype(comm: kos.Communicator, /, count: int, dtype: Any, posted: str) -> None:
+    """The receiver raises, and the sender of a long message, which was not read, too."""
+    message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of {np.dtype(dtype).name}"
+    expected = np.full(3, 7, np.uint8)
+    if comm.rank == 1 and posted == "before":
+        work = comm.recv(expected, 0, 7, async_op=True)
+    comm.rendezvous.barrier()
+    if comm.rank == 0:
+        work = comm.send(np.zeros(count, dtype), 1, 7, async_op=True)
+    comm.barrier()
+    if comm.rank == 1 and posted == "after":
+        work = comm.recv(expected, 0, 7, async_op=True)
+    if comm.rank == 0 and count < LONG:
+        work.wait()
+    else:
+        with pytest.raises(CollectiveMismatch, match=message):
+            work.wait()
+    assert (expected == 7).all()
+    swapped = comm.send_recv(np.full(2, comm.rank), np.zeros(2, int), 1 - comm.rank, 1 - comm.rank)
+    assert (swapped == 1 - comm.rank).all(), "the connection is not fit any more"
+    assert_nothing_is_left(comm)
+
+
+@pytest.mark.parametrize("count", [0, 1000, EAGER // 2])
+def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
+    kind: str, run: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = MODULES[kind]
+    monkeypatch.setattr(module, "CREDIT_BYTES", credit := 1 << 19 if count == EAGER // 2 else 1 << 16)
+    number = 3 * credit // (count + module.OVERHEAD_BYTES)
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            works = [comm.send(np.full(count, i % 251, np.uint8), 1, i % 3, async_op=True) for i in range(number)]
+            comm.send(np.ones(1), 1, 3)
+            for work in works:
+                work.wait()
+        else:
+            comm.recv(np.ones(1), 0, 3)  # whatever can come has come
+            lengths = [len(data) for data in kept(comm)]
+            assert number > len(lengths) > number // 8
+            assert sum(lengths) + len(lengths) * module.OVERHEAD_BYTES <= credit
+            for i in range(number):
+                assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
+        assert_nothing_is_left(comm)
+
+    run(body)
+
+
+def test_an_announced_message_of_a_rank_that_aborts(run: Any) -> None:
+    """It was never sent: the receive names the rank, as one of a message that was not announced does."""
+    gone = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        part, x = comm.duplicate(), np.ones(LONG, np.uint8)
+        if comm.rank == 1:
+            work = part.send(x, 0, async_op=True)
+            part.abort(reason="it had enough")
+            with pytest.raises(CollectiveError, match="send #0 .*: the communicator was aborted"):
+                work.wait()
+            x[:] = 7
+            gone.set()
+        else:
+            assert gone.wait(TIMEOUT)
+            for count in (1, LONG):  # the first reads what came
+                with pytest.raises(RankLost, match="recv #. .* rank 1 is gone: it had enough"):
+                    part.recv(np.zeros(count, np.uint8), 1, tag=int(count == 1))
+        comm.barrier()
+
+    run(body)

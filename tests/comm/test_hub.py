@@ -1,0 +1,307 @@
+"""The hub of a rendezvous by environment: exchanges, calls that differ, ranks that go or stall."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.env import EnvRendezvous, TCPRendezvous
+from kos.comm.rendezvous.hub import Hub, pair
+from kos.comm.rendezvous.wire import Connection, Network, admit_all
+from kos.errors import CollectiveMismatch, RankLost, RendezvousError
+from tests.comm.ranks import on_threads
+from tests.comm.tcp_ranks import (
+    TIMEOUT,
+    come_first,
+    environment,
+    finish,
+    free_port,
+    run_ranks,
+    start,
+)
+from tests.forked import python
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_allgather_and_split(size: int) -> None:
+    def body(rendezvous: EnvRendezvous) -> None:
+        me = rendezvous.rank
+        for length in (0, 1, 70_000):
+            got = rendezvous.allgather(bytes([me]) * (length + me))
+            assert got == [bytes([r]) * (length + r) for r in range(size)]
+        rendezvous.barrier()
+        assert (rendezvous.local_rank, rendezvous.local_size) == (me, size)
+        part = rendezvous.split(me % 3 if me % 3 < 2 else None, -me)
+        if me % 3 == 2:
+            assert part is None
+        else:
+            members = [r for r in reversed(range(size)) if r % 3 == me % 3]
+            assert part.allgather(str(me).encode()) == [str(r).encode() for r in members]
+            assert (part.rank, part.size) == (members.index(me), len(members))
+            smaller = part.split(part.rank)
+            assert smaller is not None and smaller.allgather(b"x") == [b"x"]
+            part.close()
+        rendezvous.barrier()
+
+    run_ranks(size, body)
+
+
+def test_a_few_hundred_ranks() -> None:
+    def body(rendezvous: EnvRendezvous) -> None:
+        for _ in range(5):
+            assert rendezvous.allgather(bytes([rendezvous.rank])) == [bytes([r]) for r in range(200)]
+
+    run_ranks(200, body)
+
+
+def test_the_last_answers_arrive_though_nobody_closed() -> None:
+    """The process of rank 0 ends only when the hub has sent the answer to the others."""
+    code = "from kos.comm.rendezvous.env import EnvRendezvous\nEnvRendezvous(60).allgather(b'x' * 30_000_000)"
+    port = free_port()
+    rank0 = start([*python(), "-c", code], 0, 2, port)
+    try:
+        first, _ = EnvRendezvous(60, environment(1, 2, port)).allgather(b"")
+        assert first == b"x" * 30_000_000
+    finally:
+        [result] = finish([rank0])
+    assert result == (0, "")
+
+
+def test_a_group_that_its_hub_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may free a group on the thread of its hub."""
+    errors: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    receive, collecting = Hub._receive, list[Hub]()
+
+    def collect(self: Hub, rank: int, slots: dict[int, bytes]) -> None:
+        if self in collecting:
+            gc.collect()
+        receive(self, rank, slots)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        group: Any = rendezvous.split(0)
+        hub = group._hub
+        if rendezvous.rank == 0:
+            group.itself = group
+            del group
+            collecting.append(hub)
+        rendezvous.barrier()
+        if rendezvous.rank == 1:
+            group.close()
+        else:
+            hub.join(TIMEOUT)
+            assert not hub.is_alive()
+
+    monkeypatch.setattr(Hub, "_receive", collect)
+    gc.disable()
+    try:
+        run_ranks(2, body)
+    finally:
+        gc.enable()
+    assert errors == []
+
+
+KINDS = pytest.mark.parametrize("run", [run_ranks, partial(on_threads, timeout=TIMEOUT)], ids=["env", "threads"])
+
+
+@KINDS
+def test_calls_that_differ_raise_on_all_ranks(run: Any) -> None:
+    """One rank gathers where the others split; nobody gets the bytes of another call, then or later."""
+
+    def body(rendezvous: Rendezvous) -> list[str]:
+        rendezvous.barrier()
+        errors = []
+        rendezvous.call = "allocate of float32[4]" if rendezvous.rank == 2 else "split"
+        for call in (lambda: rendezvous.split(0), rendezvous.barrier):
+            with pytest.raises(CollectiveMismatch) as caught:
+                call() if rendezvous.rank != 2 else rendezvous.allgather(b"12")
+            errors.append(str(caught.value))
+        return errors
+
+    [text] = {text for errors in run(3, body) for text in errors}
+    calls = re.fullmatch(r"rank 0 called split \(exchange (\d+)\) but rank 2 called (.*) \(exchange (\d+)\)", text)
+    assert calls is not None and calls[1] == calls[3] and calls[2] == "allocate of float32[4]", text
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["late", "interrupted", "closed"])
+def test_the_first_failure_is_raised_again(run: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that comes after another one's timeout does not join its next exchange instead."""
+    given_up = threading.Barrier(2)
+
+    def body(rendezvous: Rendezvous) -> list[str]:
+        errors = []
+        if rendezvous.rank == 1:
+            given_up.wait(TIMEOUT)
+        elif how == "interrupted":
+            with monkeypatch.context() as patch:
+                patch.setattr(rendezvous, "_exchange", Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    rendezvous.barrier()
+        elif how == "closed":
+            rendezvous.close()
+        rendezvous.timeout = 0.2
+        for attempt in range(2):
+            with pytest.raises((RendezvousError, RankLost)) as caught:
+                rendezvous.allgather(b"of the first" if attempt == 0 else b"of the second")
+            errors.append(str(caught.value))
+            if rendezvous.rank == 0 and attempt == 0:
+                given_up.wait(TIMEOUT)
+        return errors
+
+    first, second = run(2, body)
+    assert len(set(first)) == 1 and len(set(second)) == 1
+    expected = {"late": r"ranks \[1\]", "interrupted": "cut short by KeyboardInterrupt", "closed": "rank 0 closed"}
+    assert re.search(expected[how], first[0]), first
+
+
+def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def admit_but_2(
+        listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float
+    ) -> tuple[dict[int, Connection], list[int]]:
+        return admit_all(listener, key, above - {2}, size, deadline)[0], [2]
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        problem = ""
+        if rendezvous.rank == 2:
+            rendezvous.allgather(b"")  # with which connect begins
+        else:
+            with pytest.raises(RendezvousError) as caught:
+                rendezvous.connect()
+            problem = str(caught.value)
+        said = "tcp: rank {} waited for ranks with higher numbers: ranks [2] did not connect within {:g} s"
+        expected = [said.format(rank, rendezvous.timeout).encode() for rank in (0, 1)]
+        assert rendezvous.allgather(problem.encode()) == [*expected, b""]
+
+    monkeypatch.setattr("kos.comm.rendezvous.env.admit_all", admit_but_2)
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("how", ["killed", "aborted", "closed"])
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_goes(how: str, gone: int) -> None:
+    why = {
+        "killed": "its connection was closed",
+        "aborted": "it aborted the group",
+        "closed": "it closed the group|its connection was closed",
+    }[how]
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.barrier()
+        if rendezvous.rank == gone:
+            if how == "killed":
+                rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for the dead
+            elif how == "aborted":
+                rendezvous.abort(1)
+            else:
+                rendezvous.close()
+            return
+        for _ in range(2):
+            with pytest.raises(RankLost, match=f"rendezvous: rank {gone} is gone: ({why})"):
+                rendezvous.allgather(b"")
+
+    run_ranks(4, body)
+
+
+def test_rank_0_aborts_at_once() -> None:
+    """Whatever the others do: they learn of it when they come."""
+    aborted = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> float:
+        began = time.monotonic()
+        if rendezvous.rank == 0:
+            rendezvous.abort(1)
+            aborted.set()
+            return time.monotonic() - began
+        assert aborted.wait(20)
+        with pytest.raises(RankLost, match="rendezvous: rank 0 is gone: it aborted the group"):
+            rendezvous.barrier()
+        return 0.0
+
+    assert run_ranks(2, body)[0] < 1.0
+
+
+@pytest.mark.parametrize(("late", "within"), [(0, False), (1, False), (1, True)])
+def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its message, or within."""
+    met, named = threading.Barrier(3), threading.Barrier(3)
+    come_first(monkeypatch, 2)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.timeout = 0.3
+        if late == 0 and rendezvous._hub is not None:  # else it follows what rank 0 waits with
+            rendezvous._hub.timeout = 0.3
+        began = time.monotonic()  # before any rank waits: the hub counts from the first
+        met.wait(20)
+        if rendezvous.rank != late:
+            with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of 3 did not arrive within 0.3 s"):
+                rendezvous.allgather(b"")
+            assert time.monotonic() - began >= 0.3
+        elif within:
+            rendezvous._connection.sock.send(b"\0")
+        named.wait(20)
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_does_not_read_keeps_no_other_waiting() -> None:
+    came = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        connection = rendezvous._connection
+        if rendezvous.rank == 2:
+            receive = connection.receive
+            connection.receive = lambda: (came.wait(20), receive())[1]
+        assert len(rendezvous.allgather(bytes(10_000_000))) == 3
+        assert came.is_set() or rendezvous.rank == 1
+        came.set()
+
+    run_ranks(3, body)
+
+
+def test_a_process_that_rank_0_forked_holds_no_end_of_its_connection() -> None:
+    mine, hubs = pair()
+    (ready, began), (asleep, wake) = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.close(wake)
+        os.write(began, b"1")
+        os.read(asleep, 1)
+        os._exit(0)
+    assert os.read(ready, 1)
+    mine.close()
+    assert hubs.drain()  # its end, though the child lives
+    for descriptor in (ready, began, asleep, wake):
+        os.close(descriptor)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.rendezvous.env.GRACE_SECONDS", 0.1)
+    mine, _hubs = pair()
+    network = Network(b"s", "127.0.0.1", "", loopback=True)
+    rendezvous = TCPRendezvous(1, 2, 0.2, network, None)
+    rendezvous._connection = mine
+    with pytest.raises(RendezvousError, match=r"rank 0 gave no answer within 0\.2 s"):
+        rendezvous.allgather(b"")
+
+
+def test_more_than_a_message_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.rendezvous.hub.MAX_MESSAGE", 1000)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        message = "allgather: expected less than 1000 bytes in all, got 12[0-9][0-9]"
+        with pytest.raises(RendezvousError, match=message):
+            rendezvous.allgather(bytes(600))
+
+    run_ranks(2, body)

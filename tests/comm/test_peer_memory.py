@@ -1,0 +1,331 @@
+"""Memory that the peer backend uses, without a GPU: windows, views, what ranks agree on, cached calls, captures."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos import ReduceOp
+from kos.comm.gpu.peer import backend as peer_backend
+from kos.comm.gpu.peer import copies as peer_copies
+from kos.comm.gpu.peer import engine as peer_engine
+from kos.comm.gpu.peer.engine import PeerEngine
+from kos.comm.gpu.peer.launches import Launch, Launches
+from kos.comm.operation import Call, Operation
+from kos.comm.reduction import resolve
+from kos.cuda import driver, streams
+from kos.errors import InvalidArgument
+from kos.memory import as_buffer
+from kos.memory.array import Array
+from tests.comm.fake_nccl import Stream, captures
+from tests.comm.fake_peer import HostKernel, Memory, ThreadRanks
+from tests.comm.gpu_ranks import Prepared
+from tests.comm.model import Step
+from tests.comm.ranks import on_each_rank
+from tests.comm.test_current_device import Devices
+from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
+from tests.comm.test_operations import on_gpu
+from tests.comm.test_peer import test_windows_are_freed_when_all_ranks_let_go  # noqa: F401 -- collected here
+from tests.comm.test_peer_logic import SIZE, no_gpu, pytestmark, ranks
+from tests.comm.test_repeated import FORMS
+from tests.comm.test_repeated_on_hosts import check_cached
+from tests.comm.test_streams import Device
+from tests.comm.test_streams import Stream as OwnedStream
+
+__all__ = ["no_gpu", "pytestmark", "ranks"]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@on_each_rank("ranks.run")
+def test_calls_on_memory_that_is_not_registered_any_more(gpu: Any, /, persistent: bool) -> None:
+    memory = Memory(4 * 400_000 + 8192)
+    start = memory.pointer + -memory.pointer % 4096
+    comm, x = gpu.comm, Array(start, (400_000,), np.float32, 0, owner=memory)
+    window, prepared = comm.register(x), Prepared(comm)
+    call = comm.all_reduce_init(x).start if persistent else partial(comm.all_reduce, x)
+
+    def reduce() -> None:
+        x.copy_from(np.full(x.shape, comm.rank, np.float32))
+        call()
+        assert (x.numpy() == sum(range(SIZE))).all()
+
+    for _ in range(3):
+        reduce()
+    assert not prepared.by(reduce)
+    del window
+    gc.collect()
+    comm.barrier()
+    comm.allocate(4, np.float32)  # frees what has no arrays on any rank
+    assert prepared.by(reduce)
+
+
+def test_views_put_and_get(ranks: ThreadRanks) -> None:
+    """Each rank reaches the arrays of all, in what it allocated and in parts of that, until the group is closed."""
+    views: list[list[Array]] = [[] for _ in range(SIZE)]
+
+    def body(gpu: Any) -> None:
+        comm, me = gpu.comm, gpu.rank
+        comm.allocate(4, np.int64)
+        x = comm.allocate((SIZE, 2), np.float32)
+        mine = views[me] = comm.views(x)
+        for view in mine:
+            assert (view.shape, view.dtype, view.device, view.stream) == (x.shape, x.dtype, x.device, x.stream)
+            view[me].copy_from(np.full(2, me, np.float32))
+        comm.barrier(stream=5)
+        assert x.numpy().tolist() == [[rank] * 2 for rank in range(SIZE)]
+        ends = comm.views(x[SIZE - 1 :])
+        comm.barrier(stream=5)
+        ends[(me + 1) % SIZE].copy_from(np.full((1, 2), 10 + me, np.float32))
+        comm.barrier(stream=5)
+        assert x[SIZE - 1].numpy().tolist() == [10 + (me - 1) % SIZE] * 2
+        for other in (Array.zeros(6, np.float32, 0), np.zeros(6, np.float32)):
+            with pytest.raises(InvalidArgument, match=r"^x: expected an array of .* float32\[6\] in other memory"):
+                comm.views(other)
+        for empty in (comm.allocate((0, 2), np.float32), x[:0], x[SIZE:]):
+            assert [view.shape for view in comm.views(empty)] == [(0, 2)] * SIZE
+        del empty
+        comm.allocate(2, np.float32)  # frees what no rank uses any more
+        windows = len(comm.backend._windows.memories)
+        del x, ends
+        comm.barrier()
+        comm.allocate(2, np.float32)
+        assert len(comm.backend._windows.memories) == windows, "freed, although there are views of it"
+
+    ranks.run(body)
+    while views:
+        several = views.pop()
+        while several:
+            with pytest.raises(InvalidArgument, match="expected an array with memory, got one that was freed"):
+                as_buffer(several.pop(), "x", writable=False)
+
+
+@on_each_rank("ranks.run")
+def test_addresses_mean_nothing_once_their_window_is_freed(gpu: Any, /, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not either where the memory that was asked for then is not to be had."""
+    comm = gpu.comm
+    x = comm.allocate(4, np.float32)
+    comm.all_reduce(x)
+    comm.barrier()
+    assert len(comm.backend._routes) == 2
+    del x
+    comm.rendezvous.barrier()
+    monkeypatch.setattr(peer_backend, "SymmetricMemory", lambda *arguments: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        comm.allocate(4, np.float32)
+    assert not comm.backend._windows.memories and not comm.backend._routes
+
+
+@on_each_rank("ranks.run")
+def test_what_ranks_must_agree_on(gpu: Any, /) -> None:
+    """Where buffers lie decides the kernel of large calls, so it is compared; small ones go anywhere."""
+    comm = gpu.comm
+    symmetric = (1000, Launch("one_shot", threads=64)), (None, Launch("direct"))  # packets go as elsewhere
+    comm.backend.use(Launches(symmetric, ((1000, Launch("one_shot")), (None, Launch("two_shot")))))
+    ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
+    other = comm.allocate(1 << 18, np.float32)
+    ways, names = {}, ("ordinary", "symmetric", "shifted", "another")
+    for count in (100, 1 << 17):
+        for name, x in zip(names, (ordinary, symmetric, symmetric[4:], other), strict=True):
+            buffer = as_buffer(x[:count], "x", writable=True)
+            reduction = resolve(ReduceOp.SUM, buffer.dtype, comm.size)
+            call = Call(Operation("all_reduce", comm.rank, send=buffer, recv=buffer, reduction=reduction))
+            comm.backend.prepare(call)
+            ways[name, count] = call.fingerprint()["kernel"]
+    assert len({ways[name, 100] for name in names}) == 1
+    assert len({ways[name, 1 << 17] for name in names}) == 4
+    prepared = Prepared(comm)
+    for _ in range(2):
+        comm.all_reduce(other)
+    assert not prepared.by(lambda: comm.all_reduce(other))
+    comm.backend.use(comm.backend._engine.launches)
+    assert prepared.by(lambda: comm.all_reduce(other)), "as before, and perhaps not on all ranks"
+    comm.barrier()  # or the last operation keeps its array, whose memory the backend gives back
+    assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
+
+
+@on_each_rank("ranks.run")
+def test_what_the_root_alone_has_does_not_decide(gpu: Any, /) -> None:
+    """``auto`` routes by where buffers lie: every rank must find the same."""
+    comm, root = gpu.comm, gpu.comm.rank == 0
+    symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
+    part = symmetric[:100]
+    for each in (
+        comm.gather_init(part, 0, ordinary if root else None),
+        comm.reduce_init(symmetric, out=ordinary if root else None),
+        comm.broadcast_init(ordinary if root else symmetric, out=symmetric if root else None),
+        comm.scatter_init(ordinary if root else None, part),
+    ):
+        assert comm.backend.is_symmetric(each._call.operation), each._call
+    assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._call.operation)
+
+
+@on_each_rank("ranks.run")
+def test_windows_keep_their_names_when_others_are_freed(gpu: Any, /) -> None:
+    """A rank may prepare a persistent operation earlier than another."""
+    comm = gpu.comm
+    freed, x = (comm.allocate(1 << 17, np.float32) for _ in range(2))
+    early = comm.all_reduce_init(x)
+    del freed
+    comm.allocate(1, np.float32)
+    assert len(comm.backend._windows.memories) == 2
+    assert comm.all_reduce_init(x)._call.route.kernel == early._call.route.kernel
+
+
+@pytest.mark.parametrize("name", [*FORMS, "scan", "exscan"])
+def test_repeated_calls_with_counts_and_scans(ranks: ThreadRanks, seed: int, name: str) -> None:
+    ranks.run(lambda gpu: check_cached(gpu.comm, Step(name, root=1, dtype=np.int32), seed, *on_gpu(0)))
+
+
+@pytest.mark.parametrize("name", ["all_to_all_v", "reduce_scatter_v", "scan"])
+@on_each_rank("ranks.run")
+def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
+    """A capture is no cache hit, so that the graph holds the windows.  Nor is the first call on new windows."""
+    comm, me = gpu.comm, gpu.comm.rank
+    prepared, sent = Prepared(comm), [7, 5, 9]
+    counts = {"all_to_all_v": ([3] * SIZE, [3] * SIZE), "reduce_scatter_v": (sent,)}.get(name, ())
+    expected = {"all_to_all_v": np.repeat(np.arange(SIZE), 3), "scan": np.full(21, sum(range(me + 1)))}.get(
+        name, np.full(sent[me], sum(range(SIZE)))
+    )
+    size = {"all_to_all_v": 9}.get(name, 21)
+    for _ in range(2):
+        x, out = comm.allocate(size, np.int32), comm.allocate(21, np.int32)[: expected.size]
+        x.stream = out.stream = 5
+
+        def call(x: Array = x, out: Array = out) -> bool:
+            x.copy_from(np.full(size, me, np.int32))
+            out.fill_bytes(255)
+            found = not prepared.by(lambda: getattr(comm, name)(x, *counts, out=out))
+            assert out.numpy().tolist() == expected.tolist()
+            return found
+
+        assert [call() for _ in range(3)] == [False, False, True]
+        persistent = getattr(comm, f"{name}_init")(x, *counts, out=out)
+        out.fill_bytes(255)
+        persistent.start().wait()
+        assert out.numpy().tolist() == expected.tolist()
+        windows = comm.backend._windows
+        assert not any(memory.in_graphs() for memory in windows.memories.values())
+        with captures() as graph:
+            assert not call()
+        assert [memory.in_graphs() for memory in windows.memories.values()] == [True] * 2
+        comm.barrier()  # or the last operation keeps its arrays
+        del x, out, call, persistent
+        gc.collect()
+        comm.barrier()
+        assert not windows.unused_everywhere()
+        graph.destroy()
+        assert len(windows.unused_everywhere()) == 2
+
+
+@pytest.mark.parametrize("stream", [Stream(5), Stream(streams.PER_THREAD), None], ids=["own", "per-thread", "legacy"])
+def test_repeated_calls_of_a_thread_whose_current_device_is_another(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch, stream: Stream | None
+) -> None:
+    """The device is current where a default stream is used, and for copies; kernels on other streams need no query."""
+    devices, queries, copies = Devices(), list[int](), list[Any]()
+    devices.stack[0] = 1  # the communicator's is 0
+    bind, copy = HostKernel.bind, peer_copies.cu.cuMemcpyDtoDAsync
+
+    def current(device: int = 0) -> bool:
+        return devices.stack[-1] == device
+
+    def bound(*arguments: Any, **options: Any) -> Any:
+        run = bind(*arguments, **options)
+
+        def launch(stream: Any) -> None:
+            assert streams.handle(stream) > streams.PER_THREAD or current(), "a default stream of another device"
+            run(stream)
+
+        return launch
+
+    def copied(*arguments: Any) -> Any:
+        assert current(), "a copy without a device"
+        copies.append(arguments)
+        return copy(*arguments)
+
+    monkeypatch.setattr(driver, "is_current", lambda device: queries.append(device) or current())
+    monkeypatch.setattr(driver, "on_device", devices.on)
+    monkeypatch.setattr(HostKernel, "bind", bound)
+    monkeypatch.setattr(peer_copies.cu, "cuMemcpyDtoDAsync", copied)
+    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x, out = Array.zeros(400, np.float32, 0, stream=stream), comm.allocate(400, np.float32)
+        out.stream = stream
+        for call in (lambda: comm.all_reduce(x), lambda: comm.all_gather(x, out)):
+            for _ in range(2):
+                call()
+            prepared = Prepared(comm)
+            queries.clear(), copies.clear()
+            assert not prepared.by(call)
+            assert bool(queries) == (stream is None or stream.handle == streams.PER_THREAD)
+        assert copies
+
+    ThreadRanks(1).run(body)
+
+
+def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a capture ends, eager copies and copies of other captures do not use its stream."""
+    device, created = Device(), itertools.count(100)
+    device.install(driver.cu)
+    device.alive.update(range(100, 110))
+    monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
+    monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
+    monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
+
+    def body(gpu: Any) -> None:
+        def gather(handle: int, turn: int) -> None:
+            x, out = Array.from_numpy(np.full(400, turn, np.float32), 0), comm.allocate(400, np.float32)
+            x.stream = out.stream = several[handle]
+            comm.all_gather(x, out)
+            assert (out.numpy() == turn).all()
+
+        comm, several = gpu.comm, {handle: OwnedStream(device, handle) for handle in (5, 6, 7)}
+        with device.capturing(5), device.capturing(6):
+            for turn, handle in enumerate((7, 5, 7, 6, 5, 7, 6)):
+                gather(handle, turn)
+            assert device.captures == {5: 1, 6: 2, 100: 1, 101: 2} and next(created) == 103
+        gather(7, 9)
+        with device.capturing(6):
+            gather(6, 10)
+            gather(7, 11)
+            assert device.captures == {6: 3, 100: 3}
+
+    ThreadRanks(1).run(body)
+
+
+def test_launches_are_bound_where_a_capture_allows_it(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a batch too, which are bound when it ends: kernels are loaded then."""
+    local, bind = threading.local(), PeerEngine.bind_exchange
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        former, local.relaxed = getattr(local, "relaxed", False), True
+        yield
+        local.relaxed = former
+
+    def bound(*arguments: Any, **options: Any) -> Any:
+        assert getattr(local, "relaxed", False)
+        return bind(*arguments, **options)
+
+    monkeypatch.setattr(peer_backend, "relaxed_capture", relaxed)
+    monkeypatch.setattr(PeerEngine, "bind_exchange", bound)
+
+    def body(gpu: Any) -> None:
+        comm, x, y = gpu.comm, Array.zeros(9, np.float32, 0), Array.zeros(9, np.float32, 0)
+        with comm.batch():
+            comm.send(x, (comm.rank + 1) % SIZE)
+            comm.recv(y, (comm.rank - 1) % SIZE)
+        comm.all_to_all(x, y)
+
+    ranks.run(body)

@@ -1,0 +1,129 @@
+"""What ranks of torch.distributed do on GPUs in the tests: operations, streams, graphs, a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.interop.torch_model_programs import device_of_rank
+from tests.interop.torch_programs import collectives
+
+
+def gpu_collectives() -> dict[str, Any]:
+    """``collectives`` on the GPU of the rank."""
+    torch.set_default_device(device_of_rank("cuda"))
+    found = collectives()
+    torch.set_default_device("cpu")
+    return found
+
+
+def gpu_messages() -> dict[str, Any]:
+    """Messages of rank 0 to itself, then messages in which all ranks send first."""
+    device, rank, size = device_of_rank("cuda"), dist.get_rank(), dist.get_world_size()
+    left, right, found = (rank - 1) % size, (rank + 1) % size, dict[str, Any]()
+    if rank == 0:
+        x, y = torch.ones(3, device=device), torch.zeros(3, device=device)
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, y, 0), dist.P2POp(dist.isend, x, 0)]):
+            work.wait(timedelta(seconds=5))
+        assert y.tolist() == [1.0, 1.0, 1.0]
+    for count in (3, 1 << 20):
+        x, y = torch.full((count,), rank + 0.5, device=device), torch.empty(count, device=device)
+        sent, received = dist.isend(x, right), dist.irecv(y, left)
+        received.wait()
+        sent.wait()
+        found[f"isend {count}"] = [y.min().item(), y.max().item()]
+        for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x + 1, right), dist.P2POp(dist.irecv, y, left)]):
+            work.wait()
+        found[f"batch {count}"] = [y.min().item(), y.max().item()]
+    return found
+
+
+def gpu_streams() -> dict[str, Any]:
+    """Results follow a slow kernel before the operation, and readers on another stream follow the operation."""
+    device, rank, size = device_of_rank("cuda"), dist.get_rank(), dist.get_world_size()
+    expected, found = size * (size + 1) / 2, dict[str, Any]()
+    x, side = torch.empty(1 << 20, device=device), torch.cuda.Stream()
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+    torch.cuda.synchronize()
+    for name in ("on the current stream", "aside"):
+        torch.cuda._sleep(400_000_000)  # clock cycles, 0.2 s
+        x.fill_(rank + 1)
+        began = time.monotonic()
+        work = dist.all_reduce(x, async_op=name == "aside")
+        queued = time.monotonic() - began
+        if work is None:
+            side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            if work is not None:
+                work.wait()
+            total = x.clone()
+        side.synchronize()
+        found[name] = [total.min().item() == total.max().item() == expected, queued < 0.1]
+        torch.cuda.synchronize()
+        dist.barrier()
+    first = dist.all_reduce(x.fill_(rank + 1), async_op=True)
+    torch.cuda._sleep(1_600_000_000)  # 0.8 s, which the second one follows and the first does not
+    second = dist.all_reduce(torch.zeros_like(x), async_op=True)
+    with torch.cuda.stream(side):
+        first.wait()
+        total = x.clone()
+    side.synchronize()
+    found["an earlier one"] = [not second.is_completed(), total.max().item() == expected]
+    second.wait()
+    del x, total
+    future = dist.all_reduce(torch.full((1 << 20,), rank + 1.0, device=device), async_op=True).get_future()
+    torch.full((1 << 20,), -1.0, device=device)  # might reuse the memory of the operand
+    found["future"] = [future.wait()[0].max().item() == expected, True]
+    return found
+
+
+def gpu_graph() -> list[list[float]]:
+    """Operations captured in a CUDA graph, on the current stream and aside, replayed with other inputs."""
+    device, rank, size = device_of_rank("cuda"), dist.get_rank(), dist.get_world_size()
+    x, y, whole = (torch.zeros(count, device=device) for count in (1024, 1 << 18, size * 1024))
+
+    def step() -> None:
+        dist.all_reduce(x)
+        work = dist.all_reduce(y, async_op=True)
+        x.mul_(2)
+        work.wait()
+        dist.all_gather_into_tensor(whole, x)
+
+    step()
+    torch.cuda.synchronize()
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        step()
+    for turn in range(3):
+        x.fill_(rank + turn)
+        y.fill_(rank * turn)
+        graph.replay()
+        found.append([whole.min().item(), whole.max().item(), y.min().item(), y.max().item()])
+    torch.cuda.synchronize()
+    return found
+
+
+def gpu_killed() -> Any:
+    """Rank 1 dies; rank 0 waits for a stream, which drains, and the next call raises."""
+    device = device_of_rank("cuda")
+    x = torch.ones(1 << 20, device=device)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+        dist.all_reduce(x)
+    except dist.DistBackendError as error:
+        return str(error), time.monotonic() - began
+    return None

@@ -1,0 +1,217 @@
+"""The cases of the benchmark of collectives: sizes, bandwidths, right results, and that wrong ones are seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.collectives.cases import (
+    IN_PLACE,
+    OPERATIONS,
+    PERIOD,
+    STRIDE,
+    Case,
+    Data,
+    bandwidths,
+    busbw_factor,
+    parse_sizes,
+    uneven,
+)
+from benchmarks.collectives.implementations import Ours
+from benchmarks.collectives.measure import HostTimer, Job, Run, measure
+from benchmarks.collectives.memory import HostMemory, Space
+from kos.comm import Communicator
+from kos.errors import InvalidArgument
+from kos.testing import spawn
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"),
+    [
+        ("all_reduce", 2 * 7 / 8), ("reduce_scatter", 7 / 8), ("all_gather", 7 / 8), ("all_to_all", 7 / 8),
+        ("gather", 7 / 8), ("scatter", 7 / 8), ("broadcast", 1.0), ("reduce", 1.0), ("send_recv", 1.0),
+        ("all_gather_v", 15 / 16), ("all_to_all_v", 15 / 16), ("scan", 1.0), ("exscan", 1.0),
+    ],
+)  # fmt: skip
+def test_bus_bandwidth_is_that_of_nccl_tests(op: str, factor: float) -> None:
+    assert busbw_factor(op, 8) == factor
+    assert bandwidths(factor, 10**9, 1e6) == (1.0, factor)  # 1 GB in a second
+
+
+def test_sizes() -> None:
+    assert parse_sizes("1K:64K:x4") == [1024, 4096, 16384, 65536]
+    assert parse_sizes("512,1M,1G") == [512, 2**20, 2**30]
+    for wrong in ("", "1K:2K", "0", "1T", "4:8:2", "4K:1K:x2", "4:8:x1", "-1", "1.5K"):
+        with pytest.raises(ValueError, match="expected"):
+            parse_sizes(wrong)
+
+
+def test_counts_are_those_of_nccl_tests() -> None:
+    case = Case.of("all_gather", 100, "float32", "sum", 8, False)
+    assert (case.count, case.nbytes, case.sends(7), case.receives(7), case.redop) == (24, 96, 3, 24, "none")
+    case = Case.of("reduce_scatter", 100, "bfloat16", "sum", 8, False)
+    assert (case.count, case.nbytes, case.sends(0), case.receives(0), case.redop) == (48, 96, 48, 6, "sum")
+    with pytest.raises(InvalidArgument, match="for each of 8 ranks, got 16 bytes"):
+        Case.of("all_to_all", 16, "float32", "sum", 8, False)
+
+
+def test_uneven_parts() -> None:
+    assert uneven(24, 4) == [3, 9, 3, 9] and uneven(15, 3) == [3, 7, 5] and uneven(5, 1) == [5]
+    assert uneven(6, 2) == [2, 4], "half of three is one"
+    for ranks in (1, 2, 3, 5, 8):
+        case = Case.of("all_to_all_v", 8 * 7 * ranks, "float64", "sum", ranks, False)
+        for rank in range(ranks):
+            assert [sum(counts) for counts in case.counts(rank)] == [case.count] * 2
+            assert sorted(case.counts(rank)[0]) == sorted(case.parts)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens_go_once_to_each_rank_of_their_experts(ranks: int) -> None:
+    case = Case.of("routing", 8192 * 7168 * 2, "bfloat16", "sum", ranks, False)
+    assert case.nbytes == 8192 * 7168 * 2 and case.function == "all_to_all_v"
+    held = 64 // ranks
+    missed = np.prod([(64 - held - i) / (64 - i) for i in range(8)])  # none of the eight is among a rank's experts
+    tokens = np.array(case.pieces) / 7168
+    assert tokens == pytest.approx(8192 * (1 - missed), rel=0.02) and len(np.unique(tokens)) > 1
+    assert case.busbw_factor == pytest.approx((ranks - 1) * (1 - missed), rel=0.02)
+    assert [case.sends(0), case.receives(0)] == [tokens[0].sum() * 7168, tokens[:, 0].sum() * 7168]
+    with pytest.raises(InvalidArgument, match="routing: expected at least a token of 7168 bfloat16, got 1024 bytes"):
+        Case.of("routing", 1024, "bfloat16", "sum", ranks, False)
+
+
+def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any] | None]:
+    """What each rank must get, in float64: the definition of the operation, written down once more."""
+    n, x = len(inputs), [np.asarray(i, np.float64) for i in inputs]
+    functions: dict[str, Any] = {"sum": np.sum, "avg": np.mean, "prod": np.prod, "min": np.min, "max": np.max}
+    reduced: Any = functions[redop](x, axis=0) if "reduce" in op else None
+    if op == "all_reduce":
+        return [reduced] * n
+    if op in ("scan", "exscan"):
+        prefixes = [collective("all_reduce", redop, inputs[: r + 1])[0] for r in range(n)]
+        return prefixes if op == "scan" else [None, *prefixes[:-1]]
+    if op == "reduce":
+        return [reduced] + [None] * (n - 1)
+    if op == "broadcast":
+        return [x[0]] * n
+    if op == "send_recv":
+        return [x[-1], *x[:-1]]
+    eighths = [1, 3, 1, 3] if op.endswith("_v") else [2] * 4
+    op = op.removesuffix("_v")
+
+    def split(whole: np.ndarray[Any, Any], by: int = 0) -> list[np.ndarray[Any, Any]]:
+        sizes = np.roll(eighths, by) * whole.size // 8
+        return np.split(whole, np.cumsum(sizes)[:-1])
+
+    if op == "reduce_scatter":
+        return split(reduced)
+    if op == "scatter":
+        return split(x[0])
+    if op == "all_to_all":  # a rank's own piece is the smallest, the next thrice that
+        pieces = [split(i, rank) for rank, i in enumerate(x)]
+        return [np.concatenate([row[rank] for row in pieces]) for rank in range(n)]
+    return [np.concatenate(x)] * n if op == "all_gather" else [np.concatenate(x)] + [None] * (n - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("op", "in_place"), PLACES)
+def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
+    """The right outputs pass the check in every iteration; each wrong element is counted."""
+    ranks, seed = 4, int(np.random.SeedSequence().entropy or 0) % 2**32
+    print("seed", seed)
+    for redop in ("sum", "avg", "max", "min", "prod") if "reduce" in op else ("sum",):
+        if redop == "avg" and dtype == "int8":
+            continue
+        nbytes = (PERIOD + 5000) * np.dtype(Case.of(op, 64, dtype, redop, 4, False).dtype.numpy).itemsize
+        case = Case.of(op, nbytes, dtype, redop, ranks, in_place)
+        memory = HostMemory()
+        spaces = [Space(case, Data(case, r, seed), memory, memory.empty, 2) for r in range(ranks)]
+        for iteration in (0, PERIOD // STRIDE + 1):
+            for space in spaces:
+                space.fill(1, iteration)
+            results = collective(op, redop, [space.slots[1].send for space in spaces])
+            for space, result in zip(spaces, results, strict=True):
+                space.check(1, iteration)
+                untouched = space.wrong()
+                if result is None:
+                    continue
+                recv = space.slots[1].recv
+                assert in_place or (recv.view(np.uint8) == 255).all(), "an output was not poisoned"
+                if not in_place or op not in ("broadcast", "scan") or space is not spaces[0]:  # it is there already
+                    assert untouched > recv.size // (4 * ranks), "an operation that did nothing passed"
+                recv[:] = result
+                space.check(1, iteration)
+                assert space.wrong() == 0
+                space.check(1, iteration + 1)
+                assert space.wrong() > recv.size // 4, "the result of another iteration passed"
+                recv.view(np.uint8)[:: recv.itemsize][[0, recv.size // 2, -1]] ^= 1
+                space.check(1, iteration)
+                assert space.wrong() == 3
+
+
+def test_values_that_have_no_exact_result_are_refused() -> None:
+    with pytest.raises(InvalidArgument, match="sum: no values of float8_e5m2 have an exact result on 8 ranks"):
+        Case.of("all_reduce", 64, "float8_e5m2", "sum", 8, True)
+    with pytest.raises(InvalidArgument, match="avg: is exact"):
+        Case.of("all_reduce", 96, "float32", "avg", 3, True)
+    with pytest.raises(InvalidArgument, match="avg: expected an operation that has an average, got exscan"):
+        Case.of("exscan", 96, "float32", "avg", 2, True)
+
+
+class Faulty(Ours):
+    """Ours, with the last element of rank 0's result off by one bit in every fifth call."""
+
+    calls = 0
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Any:
+        right = super().bind(case, send, recv)
+        assert right is not None
+
+        def call() -> None:
+            right()
+            self.calls += 1
+            if self.comm.rank == 0 and self.calls % 5 == 0:
+                recv.view(np.uint32)[-1] ^= 1
+
+        return call
+
+
+class Lazy(Ours):
+    """Ours, which does nothing in the last call of a batch of four."""
+
+    calls = 0
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Any:
+        right = super().bind(case, send, recv)
+        assert right is not None
+
+        def call() -> None:
+            self.calls += 1
+            if self.calls % 4:
+                right()
+
+        return call
+
+
+@pytest.mark.parametrize("mode", ["eager", "single_shot"])
+def test_wrong_results_are_counted(mode: str) -> None:
+    case = Case.of("all_reduce", 4000, "float32", "sum", 2, False)
+
+    def run(comm: Communicator) -> list[tuple[int, int]]:
+        job, memory = Job(comm), HostMemory()
+        runs = []
+        for implementation in (Ours(comm, "mock"), Faulty(comm, "mock"), Lazy(comm, "mock")):
+            space = Space(case, Data(case, comm.rank, 0), memory, memory.empty, 4)
+            calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
+            runs.append(Run(implementation, space, calls))
+        return [(s.iterations, s.wrong) for s in measure(job, HostTimer(job), runs, mode, 16, 4)]
+
+    right, faulty, lazy = spawn(run, 2)[1]  # a batch of 4 calls to warm up, 5 timed ones; all ranks know all
+    assert right == (20, 0)
+    assert faulty == (20, 4)
+    assert lazy == (20, 6 * 2 * 1000)

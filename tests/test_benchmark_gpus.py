@@ -1,0 +1,138 @@
+"""The benchmark of collectives on GPUs that are stand-ins: slots, checks, timers, limits."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import create_autospec
+
+import numpy as np
+import pytest
+
+from benchmarks.collectives.cases import (
+    Case,
+    Data,
+)
+from benchmarks.collectives.implementations import Ours
+from benchmarks.collectives.limits import DeviceLimits
+from benchmarks.collectives.measure import DeviceTimer, Job, Run, measure
+from benchmarks.collectives.memory import DeviceMemory, Space
+from benchmarks.collectives.peers_gpu import RawNCCL
+from kos.comm import Communicator
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver, kernels
+from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.errors import BackendUnavailable
+from kos.testing import spawn
+from tests.comm.fake_nccl import Group, at, communicator, no_gpu
+from tests.test_benchmark_cases import PLACES
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class StandIn:
+    """A kernel of ``device.cu`` on the memory that stands for a GPU's."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(
+        self, stream: Any, grid: int, block: int, array: int, table: int, count: int, size: int, start: int,
+        period: int, *counter: int,
+    ) -> None:  # fmt: skip
+        words = np.dtype(f"u{size}")
+        expected = np.resize(at(table, period, words), start + count)[start:]
+        if self.name == "repeat":
+            at(array, count, words)[:] = expected
+        else:
+            at(*counter, 1, np.dtype("u8"))[0] += np.count_nonzero(at(array, count, words) != expected)
+
+
+@pytest.mark.parametrize(("op", "in_place"), [*PLACES, ("routing", False)])
+def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, checks, timers, our calls and those of raw NCCL, where the GPU and NCCL are stand-ins on the host."""
+    ranks = 2
+    case = Case.of(op, 9 * 7168 * 2 if op == "routing" else 1000 * ranks, "bfloat16", "sum", ranks, in_place)
+    group = Group(ranks)
+
+    def run(control: Communicator) -> list[tuple[str, int, int, bool]]:
+        stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
+        job, memory, timer = Job(control), DeviceMemory(0, stream), DeviceTimer(Job(control), stream)
+        monkeypatch.setattr(timer, "capture", lambda calls: lambda: [call() for call in calls])
+        comm = communicator(ThreadRendezvous(threads, control.rank, 20.0), group)
+        implementations = [Ours(comm, "kos-nccl"), Ours(comm, "kos-nccl", persistent=True)]
+        implementations.append(RawNCCL(control, 0, stream))
+        runs = []
+        space = Space(case, Data(case, control.rank, 0), memory, memory.empty, 3)
+        for implementation in implementations:
+            calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
+            if calls[0] is not None:
+                runs.append(Run(implementation, space, calls))
+        found = []
+        for mode in DeviceTimer.MODES:
+            for each, s in zip(runs, measure(job, timer, runs, mode, 3, 3), strict=True):
+                found.append((f"{each.name} {mode}", s.iterations, s.wrong, s.time_us > 0 and s.cpu_us > 0))
+        space.fill(0, 0)  # and now a wrong one: nothing was done
+        space.check(0, 0)
+        found.append(("nothing", 0, space.wrong(), True))
+        implementations[0].close()
+        return found
+
+    with no_gpu(monkeypatch):
+        threads = ThreadGroup(ranks)
+        monkeypatch.setattr("kos.cuda.load_kernel", lambda path, name, device: StandIn(name))
+        monkeypatch.setattr(driver.cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
+        rows, other = spawn(run, ranks)
+    *rows, untouched = rows
+    kinds = {"all_reduce": 3, "scan": 1, "exscan": 1}.get(op, 2)
+    assert [row[1:] for row in rows] == [(15, 0, True)] * 3 * kinds
+    there = op == "exscan" or (in_place and op in ("broadcast", "scan"))
+    assert (untouched[2] > 0) != there and other[-1][2] >= 0
+
+
+def test_limits_of_gpus_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched, copied and gathered; every interval takes 0.5 ms."""
+    stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
+    bytes_copied: list[int] = []
+
+    def run(control: Communicator) -> dict[str, float]:
+        return DeviceLimits(Job(control), 0, stream).figures()
+
+    def load(path: Path, name: str, device: int) -> Any:
+        kernel = create_autospec(kernels.Kernel, instance=True)
+
+        def bind(grid: int, block: int, *arguments: int) -> Any:
+            assert isinstance(grid, int) and isinstance(block, int)
+            return lambda stream: None
+
+        kernel.bind.side_effect = bind
+        return kernel
+
+    with no_gpu(monkeypatch):
+        cu = driver.cu
+        slab = SimpleNamespace(pointer=4096, pointers=(4096, 8192))
+        monkeypatch.setattr("kos.memory.symmetric.SymmetricMemory", lambda *arguments: nullcontext(slab))
+        monkeypatch.setattr("kos.cuda.load_kernel", load)
+        graph = SimpleNamespace(replay=lambda stream: None)
+        monkeypatch.setattr("kos.cuda.capture", lambda stream, keep: nullcontext(graph))
+        monkeypatch.setattr(cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
+        monkeypatch.setattr(cu, "cuEventSynchronize", lambda event: (0,), raising=False)
+        monkeypatch.setattr(cu, "cuMemcpyAsync", lambda to, of, n, stream: bytes_copied.append(n) or (0,))
+        figures = spawn(run, 2)
+    assert figures[0] == figures[1]
+    assert figures[0]["launch_us"] == 5 and figures[0]["flag_round_trip_us"] == 0.5
+    assert figures[0]["pair_gbps"] == pytest.approx(bytes_copied[0] / 125e-6 / 1e9)
+    assert len(bytes_copied) == 24  # of rank 0 alone
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_device_code_compiles(tmp_path: Path, arch: str) -> None:
+    try:
+        kernels.nvrtc_version()
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    source = ROOT / "benchmarks" / "collectives" / "device.cu"
+    cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
+    assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))

@@ -1,0 +1,164 @@
+"""Which device a run takes, and whether the run fits: GPUs that are missing, old or shared, and memory as planned."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from kos.cuda import unavailable
+from kos.errors import BackendUnavailable, ConfigError, install
+from kos.memory import array as array_module
+from kos.testing import spawn
+from kos.train.checkpoint.shards import Shards
+from kos.train.config.options import TrainConfig
+from kos.train.engine import choose, memory_plan
+from kos.train.engine import cuda as engine_module
+from kos.train.engine.choose import choose_device
+from kos.train.engine.cuda import CudaEngine
+from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.parallel.mesh import Layout
+from tests.train.emulated_runs import SMALL, emulated, text, train
+from tests.train.host_kernels.engine import DeviceComm
+
+__all__ = ["emulated", "text"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ("tp", "--deterministic: expected --tp 1 on GPUs, where sums over features are not split, got 2"),
+        ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 16384"),
+    ],
+)
+def test_deterministic_that_cannot_be_cut_is_refused(emulated, text, tmp_path, axis, expected):
+    with pytest.raises(ConfigError, match=expected):
+        train(text, tmp_path, ranks=2, deterministic=True, **{axis: 2})
+
+
+def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
+    with pytest.raises(ConfigError, match="--master-weights: expected float32 with --dtype float32, got none"):
+        train(text, tmp_path, master_weights="none")
+    with pytest.raises(ConfigError, match="--grad-dtype: expected float32 with --dtype float32, got bfloat16"):
+        train(text, tmp_path, grad_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="--grad-dtype: expected float32 with --deterministic, got bfloat16"):
+        train(text, tmp_path, dtype="bfloat16", grad_dtype="bfloat16", deterministic=True)
+    with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .* or a smaller model"):
+        train(text, tmp_path, model={**SMALL["model"], "intermediate_size": 8_000_000})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"zero": 1}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"deterministic": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_allocated_is_within_the_plan(emulated, text, tmp_path, ranks, options, monkeypatch):
+    """And not much less than it: all but the reserve and cuBLASLt's workspace, which the emulated device has not."""
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
+    monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
+    monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
+    held, plans, real = threading.local(), [], array_module.pool_of(0).allocate
+    one_at_a_time = threading.Lock()
+
+    def allocate(nbytes, *arguments, **options):
+        memory = real(nbytes, *arguments, **options)
+        held.bytes = getattr(held, "bytes", 0) + nbytes
+        weakref.finalize(memory.raw, freed, held.__dict__, nbytes)
+        return memory
+
+    def freed(mine, nbytes):
+        mine["bytes"] -= nbytes
+
+    def measures(self, tokens_per_second):
+        with one_at_a_time:  # a collection beside another does nothing
+            gc.collect()  # the emulated operations hold their arrays in cycles
+        plans.append((held.bytes, self.plan.total))
+        return {}
+
+    monkeypatch.setattr(array_module, "pool_of", lambda device: SimpleNamespace(allocate=allocate))
+    monkeypatch.setattr(CudaEngine, "measures", measures)
+    train(
+        text,
+        tmp_path,
+        ranks=ranks,
+        steps=2,
+        save_every=0,
+        dtype="bfloat16",
+        batch_size=64,
+        micro_batch_size=16,
+        **options,
+    )
+    assert len(plans) == 2 * ranks and all(0.7 * total < got <= total for got, total in plans), plans
+
+
+def test_a_gpu_that_is_not_there(text, tmp_path):
+    if unavailable() is None:
+        pytest.skip("needs a machine without a GPU")
+    for ranks in (1, 2):
+        with pytest.raises(ConfigError, match="--device cuda: expected a GPU for every rank, got none for rank 0: "):
+            spawn(lambda comm: choose_device("cuda", comm), ranks)
+    for changes, name in (
+        ({"dtype": "bfloat16"}, "--dtype: expected float32 on"),
+        ({"master_weights": "none"}, "--master-weights: expected float32 on"),
+        ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 on"),
+        ({"graph": False}, "--no-graph: expected a GPU, got"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} the CPU"):
+            train(text, tmp_path, device="cpu", **changes)
+
+
+def test_which_gpus_do(monkeypatch, caplog):
+    """An old one is refused by its name; one that ranks share is taken only on request."""
+    gpu = SimpleNamespace(compute_capability=(7, 5), name="Old", uuid="1")
+    monkeypatch.setattr(choose, "require", lambda: None)
+    monkeypatch.setattr(choose, "unavailable", lambda: None)
+    monkeypatch.setattr(choose, "device_info", lambda device: gpu)
+    monkeypatch.setattr(choose, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(cublaslt, "_library", lambda: None)
+    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"for rank 0: expected compute capability 8.0, got 7.5 \(Old\)"):
+        spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2)
+    gpu.compute_capability = (9, 0)
+    assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cuda"]
+    assert spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2) == ["cuda"] * 2
+    assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 2) == ["cpu"] * 2
+    assert "not on this machine's GPUs: ranks share a GPU" in caplog.text
+    monkeypatch.setattr(choose, "nvrtc_version", Mock(side_effect=BackendUnavailable("NVRTC is not installed: pip")))
+    assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
+    assert "not on this machine's GPUs: NVRTC is not installed: pip" in caplog.text
+    why = f"the CUDA packages are not installed: {install('cuda')}"
+    monkeypatch.setattr(choose, "unavailable", lambda: why)
+    monkeypatch.setattr(choose, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
+    for driver_is_there, visible in ((False, None), (True, None), (True, "0"), (True, "")):
+        caplog.clear()
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(choose, "DRIVER", SimpleNamespace(exists=lambda there=driver_is_there: there))
+        assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
+        warned = [f"training on the CPU, not on this machine's GPUs: {why}"]
+        assert caplog.messages == warned * (driver_is_there and visible != "")
+
+
+def test_the_hosts_memory_for_checkpoints_is_planned(emulated, text, tmp_path, monkeypatch):
+    """Where steps go on meanwhile, each rank holds its part of weights and moments, and a tensor."""
+    model = TrainConfig.from_preset("tiny", **SMALL).model_config_for(256)
+    shards = Shards(model, Layout(dp=2), ((0,),))
+    at_once, needed = (2 * max(shards.host_bytes(rank, whole) for rank in range(2)) for whole in (False, True))
+    assert at_once < 12 * model.num_parameters() < needed
+    monkeypatch.setattr(engine_module, "free_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=r"free on the host of rank [01], got .*\(tensors to be saved"):
+        train(text, tmp_path / "less", ranks=2, save_async=True)
+    monkeypatch.setattr(engine_module, "free_memory", lambda: needed)
+    assert len(train(text, tmp_path / "enough", ranks=2, save_async=True)) == 4
+    monkeypatch.setattr(engine_module, "free_memory", lambda: at_once)
+    assert len(train(text, tmp_path / "at once", ranks=2)) == 4

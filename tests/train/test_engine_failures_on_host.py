@@ -1,0 +1,137 @@
+"""The emulated engine of GPUs where something fails, or is asked to stop: numbers, collectives, a GPU."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from kos.errors import CudaError, KosError, RankLost, TrainingError
+from kos.train import run as loop
+from kos.train.checkpoint import checkpoint
+from kos.train.engine import memory_plan
+from kos.train.engine.cuda import CudaEngine
+from kos.train.engine.feed import Feed
+from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.parallel.data import DataParallel
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.train.emulated_runs import column, emulated, text, train
+from tests.train.host_kernels.engine import DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
+
+__all__ = ["emulated", "text"]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
+    """By a signal to one rank between two steps: all end after the same step, saved, and can go on."""
+    start_step = CudaEngine.start_step
+
+    def asked(self, step, stop):
+        start_step(self, step, stop or (step == 1 and self.comm.rank == ranks - 1))
+
+    monkeypatch.setattr(CudaEngine, "start_step", asked)
+    settings = {"eval_every": 0, "save_every": 0, "steps": 9}
+    rows = train(text, tmp_path / "run", ranks=ranks, **settings)
+    assert column(rows, "step") == [1, 2, 3]  # the third was under way when the second's answer came
+    monkeypatch.undo()
+    host_engine(monkeypatch)
+    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
+    whole = train(text, tmp_path / "whole", ranks=ranks, **settings)
+    assert column(train(text, tmp_path / "run", ranks=ranks, resume="auto", **settings)) == column(whole)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))]
+)
+def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
+    """What the backward of one rank breaks all name, with ZeRO-1 too, where a rank has a part of each gradient."""
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
+    now, take, ready, how = threading.local(), Feed.take, DataParallel.gradient_ready, {"ranks": ranks, "zero": zero}
+
+    def taken(self, step):
+        now.step = step
+        take(self, step)
+
+    def poisoned(self, name):
+        if name == "model.layers.1.mlp.up_proj.weight" and self.axis.rank == ranks - 1:
+            on_device(lambda: on_host(self.gradients[name]).fill(np.nan) if now.step == 2 else None)
+        ready(self, name)
+
+    monkeypatch.setattr(Feed, "take", taken)
+    monkeypatch.setattr(DataParallel, "gradient_ready", poisoned)
+    with pytest.raises(TrainingError, match=r"step 3: .* gradient norm, got nan \(first in .*layers.1.mlp.up_proj"):
+        train(text, tmp_path / "stops", **how)
+    assert checkpoint.find(tmp_path / "stops").step == 2
+    rows = train(text, tmp_path / "skips", skip_outliers=1e6, **how)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[2]["grad_norm"] is None
+    assert np.isfinite(rows[3]["loss"]) and [row.get("skipped") for row in rows] == [None, None, True, None]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monkeypatch, pp):
+    """A graph goes on without what it waited for; its numbers are neither logged nor saved.  Of a message as well."""
+    late, synchronize = RankLost("all_gather #9: rank 1 is gone"), DeviceComm.synchronize
+
+    def failing(self, until=None):
+        synchronize(self, until)
+        if until is not None and self.looks == 3 and (pp == 1 or self.name != "world"):
+            raise late
+        self.looks += until is not None
+
+    monkeypatch.setattr(DeviceComm, "looks", 0, raising=False)
+    monkeypatch.setattr(DeviceComm, "synchronize", failing)
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        train(text, tmp_path, ranks=2, pp=pp)
+    assert column(read_metrics(tmp_path / "metrics.jsonl"), "step") == [1, 2, 3]
+    assert checkpoint.find(tmp_path).step == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "graph"), [(2, True), (1, False), *(pytest.param(n, n == 1, marks=pytest.mark.slow) for n in (1, 2))]
+)
+def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkeypatch):
+    """Learned of where the host waits, or queues: an error that names step, GPU and checkpoint; nothing after it."""
+    settings = {"steps": 8, "save_every": 3, "ranks": ranks, "graph": graph}
+    whole = train(text, tmp_path / "whole", **settings)
+    error, rank, said = "cuX failed: CUDA_ERROR_ECC (why)", threading.local(), {}
+    start_step, run = CudaEngine.start_step, Trainer.run
+
+    def start(self, step, stop):
+        rank.broken = getattr(rank, "broken", False) or (step + 1 == fault and self.comm.rank == ranks - 1)
+        start_step(self, step, stop)
+
+    def broken(*arguments, **options):
+        if getattr(rank, "broken", False):
+            raise CudaError(error)
+        return works(*arguments, **options)
+
+    def seen(self):
+        try:
+            run(self)
+        except KosError as failure:
+            said[self.comm.rank] = failure
+            raise
+
+    where, name = (Event, "done") if graph else (QueuedOps, "launch")
+    works = getattr(where, name)
+    with monkeypatch.context() as patch:
+        for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", seen)):
+            patch.setattr(owner, method, fake)
+        go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
+        start = "start the 2 ranks as before, with: " * (ranks > 1)
+        good = rf"the last checkpoint, of step 6, is good; to go on: {start}\S+ -m kos\.train {go_on}"
+        for fault, left in ((7, good), (1, "there is no checkpoint yet")):
+            out = tmp_path / str(fault)
+            with pytest.raises(CudaError):
+                train(text, out, **settings)
+            mine = re.escape(f"after step {fault - 1} on cuda:0 (host): {error}; ") + left
+            assert type(said[ranks - 1]) is CudaError and re.fullmatch(mine, str(said[ranks - 1]))
+            theirs = rf"after step \d: .*rank 1 is gone: CudaError: {mine}"
+            assert ranks == 1 or (type(said[0]) is RankLost and re.fullmatch(theirs, str(said[0])))
+            rows = read_metrics(out / "metrics.jsonl")  # rank 0 finishes what rank 1 had a part in
+            assert fault - 1 <= len(rows) <= fault - 1 + 2 * (ranks - 1) and column(rows) == column(whole)[: len(rows)]
+    assert checkpoint.find(tmp_path / "7").step == 6 and not (tmp_path / "1" / "checkpoints").exists()
+    assert column(train(text, tmp_path / "7", **settings, resume="auto")) == column(whole)
