@@ -98,7 +98,7 @@ def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pyte
 
     run_and_dump(tmp_path, 3, body)
     text = read(tmp_path, capsys, 1)
-    assert "all_reduce #0 of float64[8] by SUM: rank 0 arrived after the timeout of others; ranks 0, 1, 2 call" in text
+    assert "all_reduce #0 of float64[8] by SUM: rank 0 arrived after the timeout of others; ranks 0-2 called it" in text
 
 
 def test_a_rank_that_calls_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +138,12 @@ def write(
     config = {"world": {"name": "world", "desc": "mpi", "ranks": str(list(range(size)))}}
     dump = {"version": "2.10", "rank": rank, "world_size": size, "pg_config": config, "entries": entries}
     (folder / f"rank_{rank}.json").write_text(json.dumps(dump | {"time_dumped_ns": time} | more))
+
+
+def damaged(**fields: Any) -> bytes:
+    """A dump with one entry, in which some fields have wrong types."""
+    entries = [crafted("all_reduce", 0, **fields)]
+    return json.dumps({"version": "2.1", "rank": 0, "world_size": 1, "pg_config": {}, "entries": entries}).encode()
 
 
 REDUCES, BROADCASTS = (partial(crafted, name) for name in ("all_reduce", "broadcast"))
@@ -199,6 +205,38 @@ def test_the_error_of_a_program_between_operations(
     text = read(tmp_path, capsys, 1)
     assert re.search("\n  rank 1: .* completed, .* before the dump; aborted: ValueError: no more data\n", text)
     assert text.count("; aborted") == 1, "the other rank has only seen it"
+
+
+def in_two_groups(folder: Path, entries: dict[int, list[dict[str, Any]]]) -> None:
+    """Four ranks, of which the odd ones have a group of their own, ``odd``."""
+    groups = {"world": [0, 1, 2, 3], "odd": [1, 3]}
+    config = {name: {"name": name, "desc": "mpi", "ranks": str(ranks)} for name, ranks in groups.items()}
+    for rank, calls in entries.items():
+        write(folder, rank, 4, calls, pg_config=config)
+
+
+ODD = {"process_group": ["odd", "mpi"]}
+
+
+def test_the_cause_before_what_follows_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank of a group calls something else, or nothing; the ranks of no group are in the next call of all."""
+    made, fails = REDUCES(0), REDUCES(1, "failed")
+    in_group = {name: [made, crafted(name, 0, "failed", **ODD)] for name in ("barrier", "scan")}
+    in_two_groups(tmp_path, {0: [made, fails], 2: [made, fails], 1: in_group["scan"], 3: in_group["barrier"]})
+    findings = read(tmp_path, capsys, 1).splitlines()[1:]
+    assert findings[0].startswith("odd: rank 1 called scan #0 ") and "but rank 3 called barrier #0 " in findings[0]
+    assert findings[1].startswith("world: all_reduce #1 of float32[4]: ranks 1, 3 did not arrive: waiting elsewhere;")
+    in_two_groups(tmp_path, {3: [made]})
+    findings = read(tmp_path, capsys, 1).splitlines()[1:]
+    assert findings[0].startswith("world: all_reduce #1 of float32[4]: rank 3 did not arrive, rank 1 waits elsewhere;")
+    assert findings[1].startswith("odd: scan #0 of float32[4]: rank 3 did not arrive; rank 1 called it")
+
+
+def test_many_ranks_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(64):
+        write(tmp_path, rank, 64, [REDUCES(0), *[REDUCES(1, "failed")] * (rank not in (5, 7, 8))])
+    said = "ranks 5, 7, 8 did not arrive; ranks 0-4, 6, 9-63 called it at train.py:11\n"
+    assert said in read(tmp_path, capsys, 1)
 
 
 def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,6 +303,11 @@ def test_messages_that_do_not_meet(
         (b"{}", "one without 'version'"),
         (b'{"version": "1.0"}', "ValueError: version '1.0'"),
         (b'{"version": "2.1", "rank": 0, "world_size": 1, "pg_config": 3}', "AttributeError"),
+        (b'{"version": "2.1", "rank": 2, "world_size": 2, "pg_config": {}, "entries": []}', "ValueError: rank 2 of 2"),
+        (damaged(collective_seq_id="x"), "ValueError: invalid literal for int() with base 10: 'x'"),
+        (damaged(input_dtypes=[[]]), "TypeError: unhashable type: 'list'"),
+        (damaged(is_p2p=True), "ValueError: not enough values to unpack"),
+        (damaged(time_discovered_completed_ns="x"), "ValueError: invalid literal"),
         (None, "no such file or folder"),
     ],
 )

@@ -19,7 +19,7 @@ import kos
 from kos.comm.failures import from_record, to_record
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Segment, direct
-from kos.comm.host.shared.segment import BLOCK_BYTES, STARTED
+from kos.comm.host.shared.segment import BLOCK_BYTES, STARTED, process
 from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
@@ -166,6 +166,16 @@ def test_who_comes_late_hears_that_the_others_gave_up() -> None:
             comm.barrier()
 
     run(body, 2)
+
+
+def test_a_process_may_have_any_bytes_as_its_name() -> None:
+    name = Path("/proc/self/comm")
+    before, expected = name.read_bytes(), process(os.getpid())
+    try:
+        name.write_bytes(b"caf\xc3) \xff")  # cut within a letter, as at 15 bytes
+        assert process(os.getpid())[1] == expected[1] > 0
+    finally:
+        name.write_bytes(before.strip())
 
 
 @pytest.mark.parametrize("letter", ["a", '"', "ж", "𝄞"])

@@ -57,7 +57,7 @@ def to_trace(dumps: list[Dump]) -> dict[str, Any]:
         events.append({"ph": "M", "name": "process_name", "pid": dump.rank, "args": {"name": f"rank {dump.rank}"}})
         lanes: list[int] = []  # when the last operation of each lane ended
         for call in dump.calls:
-            ended = max(call.created, call.entry.get("time_discovered_completed_ns") or dump.time)
+            ended = max(call.created, call.completed or dump.time)
             lane = next((i for i, free in enumerate(lanes) if free <= call.created), len(lanes))
             lanes[lane : lane + 1] = [ended]
             arguments = {key: call.entry[key] for key in _TRACED if call.entry.get(key) is not None}

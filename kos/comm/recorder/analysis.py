@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kos.errors import DataError
 # An operation on a stream of a GPU stays "scheduled" until the host has waited for it.
 _UNDONE = ("started", "failed")
 _LONG_SCHEDULED = 1e9  # nanoseconds after which a "scheduled" operation is assumed to wait
+_DIFFER, _ELSEWHERE = ": they differ in ", " did not arrive: waiting elsewhere"
 _COMPARED = ("operation", "dtype", "elements", "op", "root")
 
 
@@ -26,18 +28,20 @@ class Call:
         self.entry = entry
         self.group, _ = entry["process_group"]
         self.operation: str = entry["profiling_name"].partition(":")[2]  # all_reduce, or send 0->1
-        self.is_message: bool = entry["is_p2p"]
-        self.number: int = entry["p2p_seq_id" if self.is_message else "collective_seq_id"]
+        self.is_message = bool(entry["is_p2p"])
+        self.number = int(entry["p2p_seq_id" if self.is_message else "collective_seq_id"])
         self.state: str = entry["state"]
         self.created = int(entry["time_created_ns"])
+        self.completed = int(entry.get("time_discovered_completed_ns") or 0)
         timed_out = str(entry.get("error")).startswith("CollectiveTimeout")
-        self.timed_out = int(entry["time_discovered_completed_ns"]) if timed_out else math.inf
+        self.timed_out = self.completed if timed_out else math.inf
         self.where = "".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1])
         shapes, dtypes = (entry[f"input_{what}"] or entry[f"output_{what}"] for what in ("sizes", "dtypes"))
         self.dtype, self.shape = dtypes[0] if dtypes else None, shapes[0] if shapes else None
         # The element count that is equal on all ranks.
         common = entry["output_sizes"] if self.operation in ("scatter", "reduce_scatter") else shapes
         self.elements = math.prod(common[0]) if common and not self.operation.endswith("_v") else None
+        hash((self.signature, self.end(0) if self.is_message else ()))  # raises for values of other types
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -69,6 +73,10 @@ class Dump:
     calls: list[Call]
     time: int  # nanoseconds
     reason: str = ""  # why it was written; empty if unknown
+
+    def waits_beside(self, group: str) -> bool:
+        """Whether the rank waits in a message or in another group."""
+        return any(self.waits(call) for call in self.calls if call.is_message or call.group != group)
 
     def waits(self, call: Call) -> bool:
         """Whether other ranks may wait for that call of this rank."""
@@ -123,11 +131,13 @@ def _load(file: Path) -> Dump:
         groups = {name: [int(r) for r in json.loads(g["ranks"])] for name, g in data["pg_config"].items()}
         calls = [Call(entry) for entry in data["entries"]]
         rank, size, job = int(data["rank"]), int(data["world_size"]), str(data.get("job", ""))
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} of {size}")
         time, reason = int(data.get("time_dumped_ns", 0)), " ".join(str(data.get("reason", "")).split())
         return Dump(rank, size, job, groups, calls, time, reason)
     except FileNotFoundError as error:
         raise DataError(f"{file}: expected a dump or a folder of dumps, got no such file or folder") from error
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         got = f"one without {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise DataError(f"{file}: expected a flight record of version 2, got {got}") from error
 
@@ -157,6 +167,7 @@ def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
         alike += number
         findings += [finding] if finding else []
         findings += _messages(name, ranks, dumps)
+    findings.sort(key=lambda text: (_DIFFER not in text, _ELSEWHERE in text))  # causes before what follows from them
     if findings and (missing := absent(dumps)):
         findings.append(f"no dump of {missing}: lost, killed, or stuck")
     return alike, findings
@@ -172,12 +183,11 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
     calls = {rank: {call.number: call for call in dump.calls if call.group == name and not call.is_message}
              for rank, dump in mine.items()}  # fmt: skip
     without_dump = [rank for rank in ranks if rank not in calls]
-    made = [numbers for numbers in calls.values() if numbers]
     # Rings may have overwritten earlier collectives.
-    first, last = max(map(min, made), default=0), max(map(max, made), default=-1)
+    first = max((min(numbers) for numbers in calls.values() if numbers), default=0)
     anybody_waits = any(mine[rank].waits(call) for rank, numbers in calls.items() for call in numbers.values())
     alike, incomplete = 0, None
-    for number in range(first, last + 1):
+    for number in sorted({number for numbers in calls.values() for number in numbers if number >= first}):
         here = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
         if len({call.signature for call in here.values()}) > 1:
             return alike, _differ(name, here)
@@ -185,15 +195,19 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
             continue
         # Dumps may be from different times: a record that ends earlier is no fault while no rank waits.
         began = min((call.created for call in here.values()), default=0)
-        late = [rank for rank in calls if rank not in here] if here and anybody_waits else []
+        late = [rank for rank in calls if rank not in here] if anybody_waits else []
         older = [rank for rank in late if 0 < mine[rank].time < began]  # they may have called it since
         if not any(mine[rank].waits(call) for rank, call in here.items()):
             late, older = [rank for rank in late if rank not in older], []
         undone = [rank for rank, call in here.items() if call.state in _UNDONE]
         timed_out = min((call.timed_out for call in here.values()), default=math.inf)
         too_late = [rank for rank, call in here.items() if call.created > timed_out]
+        idle = [rank for rank in late if not mine[rank].waits_beside(name)]
+        waiting = [rank for rank in late if rank not in idle]
+        others = f", {_ranks(waiting)} {'wait' if waiting[1:] else 'waits'} elsewhere" if waiting else ""
         problem = (
-            f"{_ranks(late)} did not arrive" if late
+            f"{_ranks(late)}{_ELSEWHERE}" if late and not idle
+            else f"{_ranks(idle)} did not arrive{others}" if late
             else f"{_ranks(too_late)} arrived after the timeout of others" if too_late
             else f"{_ranks(without_dump)} wrote no dump" if undone and without_dump
             else f"all ranks arrived, {_ranks(undone)} did not complete it" if undone
@@ -221,7 +235,7 @@ def _differ(name: str, here: dict[int, Call]) -> str:
     pairs = zip(_COMPARED, zip(*kinds, strict=True), strict=True)
     differences = [what for what, values in pairs if len(set(values)) > 1]
     differences = differences[:1] if "operation" in differences else differences  # other differences follow from it
-    return f"{name}: {' but '.join(parts)}: they differ in {', '.join(differences)}"
+    return f"{name}: {' but '.join(parts)}{_DIFFER}{', '.join(differences)}"
 
 
 def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
@@ -257,4 +271,7 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"
+    """``rank 3``; ``ranks 0, 1, 4-7``."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+    words = [text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
