@@ -31,8 +31,8 @@ TAGS = 1 << 27
 class Shared:
     """An MPI communicator that groups of its ranks share, and what tells their messages apart.
 
-    The groups of one host make no communicator of their own.  In Open MPI 5.0.11 every way to make one lets a rank
-    crash that learns meanwhile that another has died: it revokes the new communicator, which has no collectives yet.
+    The groups of one host make no communicator of their own.  If a rank learns of another's death while it makes one,
+    by whatever function, it crashes in Open MPI 5.0.11: that revokes the new communicator, which has no collectives yet.
     """
 
     def __init__(self, comm: Any) -> None:
