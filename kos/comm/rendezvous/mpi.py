@@ -31,8 +31,8 @@ TAGS = 1 << 27
 class Shared:
     """An MPI communicator that groups of its ranks share, and what tells their messages apart.
 
-    The groups of one host make no communicator of their own.  In Open MPI 5.0.11 every way to make one lets a rank
-    crash that learns meanwhile that another has died: it revokes the new communicator, which has no collectives yet.
+    The groups of one host make no communicator of their own.  A rank that learns of another's death while it makes one,
+    by whatever function, may crash: Open MPI 5.0.11 revokes the new communicator, which has no collectives yet.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -142,7 +142,8 @@ class MPIGroup(Rendezvous):
     def _child(self, ranks: list[int], tag: int) -> MPIGroup:
         rank, mine = ranks.index(self.rank), [self.ranks[each] for each in ranks]
         child = MPIGroup(self.shared, mine, rank, self.timeout, self.ledger.of(ranks, rank), tag)
-        child._notice_comm = self._notice_comm
+        child._notice_comm, near = self._notice_comm, self._neighbours
+        child._near = {new: near[old] for new, old in enumerate(ranks)}
         return child
 
     def _alone(self, part: Any, ranks: list[int]) -> MPIGroup:
@@ -278,6 +279,7 @@ class MPIRendezvous(MPIGroup):
             if self._is_job:
                 mpi_job.starting = shared, request
             raise
+        shared.Set_errhandler(MPI.ERRORS_RETURN)
         self.shared.comm = shared
 
 
