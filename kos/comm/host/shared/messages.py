@@ -78,19 +78,27 @@ class SharedMessages:
         for message in plan:
             message.post()
         for message in plan:
-            box, words = message.box, message.box.words
-            while not message.complete:
-                at, value = (message.answer, 0) if message.answer else (box.into, box.taken)
-                if message.answer and message is not plan[0] and not crowded:
+            if message.complete:
+                continue
+            box = message.box
+            words, at = box.words, message.answer
+            if at:
+                if message is not plan[0] and not crowded:
                     spins = READ_SPINS  # this rank has received: the other one reads now
-                while words[at] == value and spins:
+                while not words[at] and spins:
+                    spins -= 1
+                    if crowded:
+                        sched_yield()
+                message.answered()
+            at = box.into
+            while not message.complete:
+                taken = box.taken
+                while words[at] == taken and spins:
                     spins -= 1
                     if crowded:
                         sched_yield()
                 box.take(message)
-                if message.answer:
-                    message.answered()
-                if not spins or message.request is not None or message.error is not None:
+                if not spins or message.answer or message.request is not None or message.error is not None:
                     return [each for each in plan if not each.complete]
         return []
 
@@ -118,7 +126,7 @@ class SharedMessages:
         """Release all views of the segment, which hold its memory."""
         del self.direct
         for box in self._boxes.values():
-            box.words = box.bytes = self._control = memoryview(b"")
+            box.words = box.bytes = box.control = self._control = memoryview(b"")
 
     def progress(self) -> None:
         """Take what has arrived, send what had no header, and find the ranks that have ended."""
@@ -147,6 +155,7 @@ class _Box:
     def __init__(self, mail: SharedMessages, rank: int) -> None:
         segment, self.mail, self.rank = mail.calls.segment, mail, rank
         layout = segment.layout
+        self.control, self.failure = segment.words, layout.failure
         out, into = layout.mailbox(segment.rank, rank), layout.mailbox(rank, segment.rank)
         self.bytes = segment.bytes[layout.mail : layout.total]
         self.words = self.bytes.cast("Q")
@@ -176,15 +185,17 @@ class _Box:
         if unread == HEADERS:
             return False
         header, at = out + _HEADERS + 8 * (sent % HEADERS), self._at if unread else 0
-        eager_bytes = self._eager_bytes + nbytes + OVERHEAD_BYTES
-        if nbytes <= self._eager and at + nbytes <= self._room and eager_bytes - words[out + _RECEIVED] <= CREDIT_BYTES:
+        if (
+            nbytes <= self._eager and at + nbytes <= self._room
+            and (eager_bytes := self._eager_bytes + nbytes + OVERHEAD_BYTES) - words[out + _RECEIVED] <= CREDIT_BYTES
+        ):  # fmt: skip
             start = self._out_room + at
             self.bytes[start : start + nbytes] = message.view
             words[header + _WHERE] = at
             self._eager_bytes, message.complete, at = eager_bytes, True, at + (nbytes + 63 & -64)
         else:
             self.active.append(message)
-            if self.free and (address := message.readable()):
+            if self.free and (address := message.address or message.readable()):
                 what |= _RTS
                 words[header + _WHERE] = address
                 words[header + _ANSWER] = message.answer = self.free.pop()
@@ -198,22 +209,24 @@ class _Box:
 
     def take(self, until: _Message | None = None) -> None:
         """Take the messages that have arrived, or those up to the receive ``until``, which may be copied less often."""
-        words, into = self.words, self.into
-        while words[into] != self.taken and (until is None or not until.complete):
-            header = into + _HEADERS + 8 * (self.taken % HEADERS)
-            what, nbytes, where = words[header], words[header + _BYTES], words[header + _WHERE]
-            data: Any = self.bytes[(at := self._in_room + where) : at + nbytes] if what < _RTS else where
-            for index, message in enumerate(self.posted):
+        words, into, taken = self.words, self.into, self.taken
+        while words[into] != taken and (until is None or not until.complete):
+            header = into + _HEADERS + 8 * (taken % HEADERS)
+            what, nbytes, data = words[header], words[header + _BYTES], words[header + _WHERE]
+            answer = words[header + _ANSWER]
+            if what < _RTS:
+                data = self.bytes[(at := self._in_room + data) : at + nbytes]
+            for message in self.posted:
                 if message.tag == what & _TAG:
-                    if self.deliver(message, what, nbytes, data, words[header + _ANSWER]):
-                        del self.posted[index]
+                    if self.deliver(message, what, nbytes, data, answer):
+                        self.posted.remove(message)
                     break
             else:
-                self.arrived.append((what, nbytes, bytes(data) if what < _RTS else where, words[header + _ANSWER]))
+                self.arrived.append((what, nbytes, bytes(data) if what < _RTS else data, answer))
             if what < _RTS and nbytes >= MARKED_BYTES:  # the sender uses these lines again, as in ``plans.py``
                 np.frombuffer(data, np.uint8)[::ALIGN] = 0
-            self.taken += 1
-            words[into + _TAKEN] = self.taken
+            self.taken = taken = taken + 1
+            words[into + _TAKEN] = taken
 
     def deliver(self, message: _Message, what: int, nbytes: int, data: Any, answer: int) -> bool:
         """Receive a message: its bytes, or those at an address; False if the sender has cancelled it."""
@@ -224,20 +237,11 @@ class _Box:
                 message.view[:] = data
                 message.complete = True
                 return True
-        if what >= _OTHER:
-            self.active.append(message)
-            message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
-        elif what & ~_RTS != message.what or nbytes != message.nbytes:
-            got = nbytes, dtype_of_code(what >> _DTYPE & 255)
-            expected = message.nbytes, message.array.dtype
-            message.error = wrong_message(self.mail.calls.ledger, self.mail.rank, expected, self.rank, got)
-            if what >= _RTS:
-                words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
-        elif words[answer]:
-            return False
-        else:
+        elif what ^ _RTS == message.what and nbytes == message.nbytes:
+            if words[answer]:
+                return False
             try:
-                message.read(data)
+                (message.read or message.reader())(data, nbytes)
             except OSError as error:  # the rank has failed and freed its memory, or has ended: the checks find it
                 message.error, message.until = error, time.monotonic() + ENDING_SECONDS
                 self.active.append(message)
@@ -245,7 +249,18 @@ class _Box:
             if words[answer]:
                 return False
             words[answer] = _READ
-            message.complete = self.mail.failed(message.tag) is None  # else it may have changed the data
+            # A rank that has failed may have changed the data.
+            message.complete = not self.control[self.failure] or self.mail.failed(message.tag) is None
+            return True
+        elif what >= _OTHER:
+            self.active.append(message)
+            message.request = self.mail.other.irecv(message.array, self.rank, message.tag)
+            return True
+        got = nbytes, dtype_of_code(what >> _DTYPE & 255)
+        expected = message.nbytes, message.array.dtype
+        message.error = wrong_message(self.mail.calls.ledger, self.mail.rank, expected, self.rank, got)
+        if what >= _RTS:
+            words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
         return True
 
 
@@ -253,16 +268,16 @@ class _Message:
     """One end of a message, which may be posted again once it is complete."""
 
     __slots__ = (
-        "_address", "_read", "answer", "array", "box", "complete", "error", "nbytes", "receives", "request", "tag",
-        "until", "view", "what",
+        "address", "answer", "array", "box", "complete", "error", "nbytes", "read", "receives", "request", "tag", "until",
+        "view", "what",
     )  # fmt: skip
 
     def __init__(self, box: _Box, array: Array, tag: int, receives: bool) -> None:
         self.box, self.array, self.tag, self.receives = box, array, tag, receives
         self.what, self.nbytes = tag | DTYPE_CODES[array.dtype] << _DTYPE, array.nbytes
         self.view = array.view(np.uint8).data
-        self._address: int | None = None
-        self._read: Any = None
+        self.address: int | None = None  # None: not known yet; 0: other ranks cannot read the array
+        self.read: Any = None  # copies to the array from an address of the other rank
         self.complete, self.answer = False, 0  # the word of the receiver's answer, while an RTS waits for it
         self.request: Request | None = None  # of the transport between hosts
         self.error: Exception | None = None
@@ -272,7 +287,7 @@ class _Message:
         """Begin to send or receive."""
         box, self.complete, self.error, self.request, self.answer = self.box, False, None, None, 0
         if not self.receives:
-            if (failure := box.mail.failed(self.tag)) is not None:
+            if box.control[box.failure] and (failure := box.mail.failed(self.tag)) is not None:
                 raise failure
             if box.waiting or not box.put(self):
                 box.waiting.append(self)
@@ -286,24 +301,24 @@ class _Message:
 
     def readable(self) -> int:
         """The address of the array; 0 if other ranks cannot read it."""
-        if self._address is None:
+        if self.address is None:
             direct, address = self.box.mail.direct, address_of(self.array)
-            self._address = address if direct.usable and direct.reads(self.box.mail.rank, address) else 0
-        return self._address
+            self.address = address if direct.usable and direct.reads(self.box.mail.rank, address) else 0
+        return self.address
 
-    def read(self, address: int) -> None:
-        """Copy the data from that address of the other rank."""
-        if self._read is None:
-            self._read = self.box.mail.direct.reader(self.box.rank, address_of(self.array))
-        self._read(address, self.nbytes)
+    def reader(self) -> Any:
+        """``read``, which is made once."""
+        self.read = self.box.mail.direct.reader(self.box.rank, address_of(self.array))
+        return self.read
 
     def answered(self) -> bool:
         """Whether the receiver has answered this RTS."""
         box = self.box
-        if not self.answer or not (answer := box.words[self.answer]):
+        at, words = self.answer, box.words
+        if not at or not (answer := words[at]):
             return False
-        box.words[self.answer] = 0
-        box.free.append(self.answer)
+        words[at] = 0
+        box.free.append(at)
         box.active.remove(self)
         self.answer, self.complete = 0, answer == _READ
         if not self.complete:
