@@ -23,7 +23,7 @@ import numpy as np
 from kos.comm.failures import again
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
-from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, address_of
+from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, LONG_SPINS, SPINS, Direct, address_of
 from kos.comm.host.shared.plans import ALIGN, MARKED_BYTES
 from kos.comm.host.shared.segment import ANSWERS, HEADERS, MAIL_HEAD
 from kos.comm.operation import COLLECTIVE_TAGS, Call
@@ -80,7 +80,7 @@ class SharedMessages:
             words, at = box.words, message.answer
             if at:
                 if message is not plan[0] and not crowded:
-                    spins = READ_SPINS  # this rank has received: the other one reads now
+                    spins = LONG_SPINS  # this rank has received: the other one reads now
                 while not words[at] and spins:
                     spins -= 1
                     if crowded:
@@ -108,7 +108,7 @@ class SharedMessages:
         ]  # fmt: skip
         long = len(plan) == 2 and all(message.nbytes > message.box.eager for message in plan)
         blocks = not self._crowded and not o.options.overlap
-        call.plan = plan, _exchange(*plan, self._spins) if long and blocks and plan[1].readable() else None
+        call.plan = plan, _exchange(*plan) if long and blocks and plan[1].readable() else None
         return call.plan
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
@@ -355,7 +355,7 @@ class _Message:
         return False
 
 
-def _exchange(recv: _Message, send: _Message, spins: int) -> Callable[[], bool]:
+def _exchange(recv: _Message, send: _Message) -> Callable[[], bool]:
     """A function that posts both messages of a send_recv, both long, and returns whether they are complete.
 
     It is ``post``, ``put``, ``take``, ``deliver`` and ``answered`` written out, for two ranks that come at about the
@@ -380,7 +380,7 @@ def _exchange(recv: _Message, send: _Message, spins: int) -> Callable[[], bool]:
         words[header], words[header + _BYTES] = rts, length
         words[header + _WHERE], words[header + _ANSWER] = address, answer
         to.sent = words[out] = sent + 1
-        left, received = spins, False
+        left, received = LONG_SPINS, False
         while words[into] == taken and left:
             left -= 1
         header = arrivals + 8 * (taken % HEADERS)
@@ -394,7 +394,6 @@ def _exchange(recv: _Message, send: _Message, spins: int) -> Callable[[], bool]:
         if received:
             words[reply] = _READ
             source.taken = words[into + _TAKEN] = taken + 1
-            left = READ_SPINS
             while not words[answer] and left:
                 left -= 1
             if words[answer] == _READ and not source.control[source.failure]:
