@@ -339,3 +339,131 @@ def test_an_abort_within_a_send() -> None:
                 comm.recv(x, 0)
 
     run(body, 2, close=False)
+
+
+@pytest.mark.parametrize("spins", [0, 4000])
+@pytest.mark.parametrize("count", [EAGER + 1, LONG + 7])
+def test_exchange_of_long_messages(count: int, spins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of odd sizes, on arrays that are read-only or not aligned; ``spins`` 0: each rank finds the other one late."""
+    monkeypatch.setattr(messages, "LONG_SPINS", spins)
+
+    def body(comm: kos.Communicator) -> None:
+        peer, memory = 1 - comm.rank, np.zeros((2, count + 3), np.uint8)
+        x, out = memory[0, 1 : count + 1], memory[1, 3:]
+        readonly = x.view()
+        readonly.flags.writeable = False
+        persistent = comm.send_recv_init(x, out, peer, peer)
+        for step in range(12):
+            x[:] = np.arange(step + comm.rank, step + comm.rank + count, dtype=np.int64)
+            if step % 3 == 0:
+                persistent.start().wait()
+            else:
+                comm.send_recv(readonly if step % 3 == 1 else x, out, peer, peer)
+            assert (out == np.arange(step + peer, step + peer + count).astype(np.uint8)).all()
+        assert not memory[1, :3].any() and not memory[0, 0] and not memory[0, count + 1 :].any()
+        assert_nothing_is_left(comm)
+
+    TCPRanks(2).run(body)
+
+
+@pytest.mark.parametrize("spins", [0, 4000])
+def test_exchange_beside_other_messages(spins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that arrive before it, a receive posted before it, and more messages than answers or headers."""
+    monkeypatch.setattr(messages, "LONG_SPINS", spins)
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
+        out = np.empty_like(x)
+        exchange = comm.send_recv_init(x, out, peer, peer)
+
+        def check() -> None:
+            out[:] = 0
+            assert (exchange.start().wait() == peer + 1).all()
+
+        check()
+        for number, count in ((1, 1), (HEADERS - 1, 1), (HEADERS, 1), (HEADERS + 1, 1), (1, x.size), (ANSWERS, x.size)):
+            works = [comm.send(x[:count], peer, 1 + i % 2, async_op=True) for i in range(number)]
+            check()
+            received = np.zeros(count, np.uint8)
+            assert all(comm.recv(received, peer, 1 + i % 2)[-1] == peer + 1 for i in range(number))
+            for work in works:
+                work.wait()
+            check()
+        early = comm.recv(np.empty_like(x), peer, 3, async_op=True)
+        check()
+        comm.send(x, peer, 3)
+        assert (early.wait() == peer + 1).all()
+        check()
+        assert_nothing_is_left(comm)
+
+    TCPRanks(2).run(body)
+
+
+def test_exchange_of_messages_that_differ() -> None:
+    """Both ranks raise, and the next exchange on the same arrays is right."""
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
+        out = np.empty_like(x)
+        exchange = comm.send_recv_init(x, out, peer, peer)
+        shorter = comm.send_recv_init(x[1:], np.empty(LONG - 1, np.uint8), peer, peer)
+        expected = f"rank {comm.rank} expected {LONG - comm.rank} elements of uint8 from rank {peer}"
+        for _ in range(3):
+            assert (exchange.start().wait() == peer).all()
+            with pytest.raises(CollectiveMismatch, match=f"send_recv #.*: {expected}"):
+                (shorter if comm.rank == 1 else exchange).start().wait()
+            comm.barrier()
+        assert (exchange.start().wait() == peer).all()
+        assert_nothing_is_left(comm)
+
+    run(body, 2)
+
+
+def test_exchange_with_a_rank_that_ends_before_it_has_read() -> None:
+    ended = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
+        out = np.empty_like(x)
+        exchange = comm.send_recv_init(x, out, peer, peer)
+        exchange.start().wait()
+        if comm.rank == 1:
+            comm.send(x, 0, async_op=True)
+            calls: Any = comm.backend._calls  # type: ignore[attr-defined]
+            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+            ended.set()
+            return
+        assert ended.wait(TIMEOUT)
+        with pytest.raises(RankLost, match="send_recv #. .*: rank 1 is gone: its process"):
+            exchange.start().wait()
+        assert (out == 1).all()
+
+    run(body, 2, close=False)
+
+
+def test_exchange_whose_read_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "ENDING_SECONDS", 0.2)
+    fails, reader = threading.Event(), direct.Direct.reader
+
+    def failing(self: Any, rank: int, to: int) -> Any:
+        read = reader(self, rank, to)
+
+        def or_fail(address: int, nbytes: int) -> None:
+            if fails.is_set() and self.rank == 0:
+                raise OSError(errno.ESRCH, f"process_vm_readv of rank {rank}")
+            read(address, nbytes)
+
+        return or_fail
+
+    monkeypatch.setattr(direct.Direct, "reader", failing)
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
+        exchange = comm.send_recv_init(x, np.empty_like(x), peer, peer)
+        exchange.start().wait()
+        comm.rendezvous.barrier()
+        fails.set()
+        with pytest.raises(CollectiveError, match=rf"Errno {errno.ESRCH}\] process_vm_readv of rank 1"):
+            exchange.start().wait()
+
+    run(body, 2, close=False)

@@ -107,8 +107,8 @@ class SharedMessages:
             for end, peer, tag, receives in ends if end is not None and peer is not None
         ]  # fmt: skip
         long = len(plan) == 2 and all(message.nbytes > message.box.eager for message in plan)
-        blocks = not self._crowded and not o.options.overlap
-        call.plan = plan, _exchange(*plan) if long and blocks and plan[1].readable() else None
+        address = plan[1].readable() if long and not self._crowded and not o.options.overlap else 0
+        call.plan = plan, _exchange(plan[0], plan[1], address) if address else None
         return call.plan
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
@@ -221,17 +221,16 @@ class _Box:
         words, into, taken = self.words, self.into, self.taken
         while words[into] != taken and (until is None or not until.complete):
             header = into + _HEADERS + 8 * (taken % HEADERS)
-            what, nbytes, data = words[header], words[header + _BYTES], words[header + _WHERE]
+            what, nbytes, where = words[header], words[header + _BYTES], words[header + _WHERE]
+            data: Any = self.bytes[(at := self._in_room + where) : at + nbytes] if what < _RTS else where
             answer = words[header + _ANSWER]
-            if what < _RTS:
-                data = self.bytes[(at := self._in_room + data) : at + nbytes]
             for message in self.posted:
                 if message.tag == what & _TAG:
                     if self.deliver(message, what, nbytes, data, answer):
                         self.posted.remove(message)
                     break
             else:
-                self.arrived.append((what, nbytes, bytes(data) if what < _RTS else data, answer))
+                self.arrived.append((what, nbytes, bytes(data) if what < _RTS else where, answer))
             if what < _RTS and nbytes >= MARKED_BYTES:  # the sender uses these lines again, as in ``plans.py``
                 np.frombuffer(data, np.uint8)[::ALIGN] = 0
             self.taken = taken = taken + 1
@@ -277,8 +276,8 @@ class _Message:
     """One end of a message, which may be posted again once it is complete."""
 
     __slots__ = (
-        "address", "answer", "array", "box", "complete", "error", "nbytes", "read", "receives", "request", "tag", "until",
-        "view", "what",
+        "address", "answer", "array", "box", "complete", "error", "nbytes", "read", "receives", "request", "tag",
+        "until", "view", "what",
     )  # fmt: skip
 
     def __init__(self, box: _Box, array: Array, tag: int, receives: bool) -> None:
@@ -355,7 +354,7 @@ class _Message:
         return False
 
 
-def _exchange(recv: _Message, send: _Message) -> Callable[[], bool]:
+def _exchange(recv: _Message, send: _Message, address: int) -> Callable[[], bool]:
     """A function that posts both messages of a send_recv, both long, and returns whether they are complete.
 
     It is ``post``, ``put``, ``take``, ``deliver`` and ``answered`` written out, for two ranks that come at about the
@@ -365,7 +364,7 @@ def _exchange(recv: _Message, send: _Message) -> Callable[[], bool]:
     mail, source, to = recv.box.mail, recv.box, send.box
     into, out, arrivals, headers = source.into, to.out, source.into + _HEADERS, to.out + _HEADERS
     expected, nbytes, read = recv.what | _RTS, recv.nbytes, recv.reader()
-    rts, length, address = send.what | _RTS, send.nbytes, send.address
+    rts, length = send.what | _RTS, send.nbytes
 
     def exchange() -> bool:
         words, sent, taken = source.words, to.sent, source.taken
@@ -376,7 +375,7 @@ def _exchange(recv: _Message, send: _Message) -> Callable[[], bool]:
             recv.post()
             send.post()
             return False
-        header, answer = headers + 8 * (sent % HEADERS), to.free[-1]
+        header, answer = headers + 8 * (sent % HEADERS), to.free.pop()
         words[header], words[header + _BYTES] = rts, length
         words[header + _WHERE], words[header + _ANSWER] = address, answer
         to.sent = words[out] = sent + 1
@@ -398,10 +397,11 @@ def _exchange(recv: _Message, send: _Message) -> Callable[[], bool]:
                 left -= 1
             if words[answer] == _READ and not source.control[source.failure]:
                 words[answer] = 0
+                to.free.append(answer)
                 return True
         for message in (recv, send):
             message.complete, message.error, message.request = False, None, None
-        send.answer = to.free.pop()
+        send.answer = answer
         to.active.append(send)
         if received:
             recv.complete = mail.failed(recv.tag) is None
