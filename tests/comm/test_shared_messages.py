@@ -384,19 +384,46 @@ def test_exchange_beside_other_messages(spins: int, monkeypatch: pytest.MonkeyPa
         for number, count in ((1, 1), (HEADERS - 1, 1), (HEADERS, 1), (HEADERS + 1, 1), (1, x.size), (ANSWERS, x.size)):
             works = [comm.send(x[:count], peer, 1 + i % 2, async_op=True) for i in range(number)]
             check()
+            comm.send_recv(x[:1], np.empty(1, np.uint8), peer, peer, 4)  # takes all messages
+            check()
             received = np.zeros(count, np.uint8)
             assert all(comm.recv(received, peer, 1 + i % 2)[-1] == peer + 1 for i in range(number))
             for work in works:
                 work.wait()
             check()
-        early = comm.recv(np.empty_like(x), peer, 3, async_op=True)
+        first = comm.recv(np.empty_like(x), peer, async_op=True)  # gets the first message
+        works = [comm.send(np.full_like(x, 7), peer, async_op=True)]
         check()
-        comm.send(x, peer, 3)
-        assert (early.wait() == peer + 1).all()
+        assert (first.wait() == 7).all()
+        works[0].wait()
         check()
         assert_nothing_is_left(comm)
 
     TCPRanks(2).run(body)
+
+
+def test_exchange_after_a_message_that_waits_for_a_header() -> None:
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
+        exchange, out = comm.send_recv_init(x, np.empty_like(x), peer, peer), np.empty_like(x)
+        exchange.start().wait()
+        works = [comm.send(x[:1], peer, 1, async_op=True) for _ in range(HEADERS)]
+        works.append(comm.send(np.full_like(x, 7), peer, async_op=True))
+        comm.rendezvous.barrier()
+        boxes(comm)[0].take()  # frees the headers of the other rank
+        comm.rendezvous.barrier()
+        first = comm.recv(out, peer, async_op=True) if comm.rank == 0 else None
+        if comm.rank == 1:
+            assert (comm.recv(out, peer) == 7).all()
+        assert (exchange.start().wait() == peer + 1).all()
+        if first is not None:
+            assert (first.wait() == 7).all()
+        assert all(comm.recv(out[:1], peer, 1)[0] == peer + 1 for _ in range(HEADERS))
+        for work in works:
+            work.wait()
+        assert_nothing_is_left(comm)
+
+    run(body, 2)
 
 
 def test_exchange_of_messages_that_differ() -> None:
@@ -413,6 +440,10 @@ def test_exchange_of_messages_that_differ() -> None:
             with pytest.raises(CollectiveMismatch, match=f"send_recv #.*: {expected}"):
                 (shorter if comm.rank == 1 else exchange).start().wait()
             comm.barrier()
+        assert (exchange.start().wait() == peer).all()
+        receives_less = comm.send_recv_init(x, np.empty(LONG - 1, np.uint8), peer, peer)
+        with pytest.raises(CollectiveMismatch, match=f"send_recv #.*: rank 1 expected {LONG - 1} elements of "):
+            (receives_less if comm.rank == 1 else exchange).start().wait()
         assert (exchange.start().wait() == peer).all()
         assert_nothing_is_left(comm)
 
