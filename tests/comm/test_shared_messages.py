@@ -341,11 +341,15 @@ def test_an_abort_within_a_send() -> None:
     run(body, 2, close=False)
 
 
-@pytest.mark.parametrize("spins", [0, 4000])
+@pytest.fixture(params=["in time", "late"])
+def arrival(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether ranks of an exchange find each other in time.  Threads wait longer for each other than processes."""
+    monkeypatch.setattr(messages, "LONG_SPINS", 1_000_000 if request.param == "in time" else 0)
+
+
 @pytest.mark.parametrize("count", [EAGER + 1, LONG + 7])
-def test_exchange_of_long_messages(count: int, spins: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of odd sizes, on arrays that are read-only or not aligned; ``spins`` 0: each rank finds the other one late."""
-    monkeypatch.setattr(messages, "LONG_SPINS", spins)
+def test_exchange_of_long_messages(count: int, arrival: None) -> None:
+    """Of odd sizes, on arrays that are read-only or not aligned."""
 
     def body(comm: kos.Communicator) -> None:
         peer, memory = 1 - comm.rank, np.zeros((2, count + 3), np.uint8)
@@ -366,10 +370,8 @@ def test_exchange_of_long_messages(count: int, spins: int, monkeypatch: pytest.M
     TCPRanks(2).run(body)
 
 
-@pytest.mark.parametrize("spins", [0, 4000])
-def test_exchange_beside_other_messages(spins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exchange_beside_other_messages(arrival: None) -> None:
     """Messages that arrive before it, a receive posted before it, and more messages than answers or headers."""
-    monkeypatch.setattr(messages, "LONG_SPINS", spins)
 
     def body(comm: kos.Communicator) -> None:
         peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
@@ -382,12 +384,13 @@ def test_exchange_beside_other_messages(spins: int, monkeypatch: pytest.MonkeyPa
 
         check()
         for number, count in ((1, 1), (HEADERS - 1, 1), (HEADERS, 1), (HEADERS + 1, 1), (1, x.size), (ANSWERS, x.size)):
-            works = [comm.send(x[:count], peer, 1 + i % 2, async_op=True) for i in range(number)]
+            sends, receives = (number if number < ANSWERS or rank == 0 else 0 for rank in (comm.rank, peer))
+            works = [comm.send(x[:count], peer, 1 + i % 2, async_op=True) for i in range(sends)]
             check()
             comm.send_recv(x[:1], np.empty(1, np.uint8), peer, peer, 4)  # takes all messages
             check()
             received = np.zeros(count, np.uint8)
-            assert all(comm.recv(received, peer, 1 + i % 2)[-1] == peer + 1 for i in range(number))
+            assert all(comm.recv(received, peer, 1 + i % 2)[-1] == peer + 1 for i in range(receives))
             for work in works:
                 work.wait()
             check()
@@ -402,7 +405,7 @@ def test_exchange_beside_other_messages(spins: int, monkeypatch: pytest.MonkeyPa
     TCPRanks(2).run(body)
 
 
-def test_exchange_after_a_message_that_waits_for_a_header() -> None:
+def test_exchange_after_a_message_that_waits_for_a_header(arrival: None) -> None:
     def body(comm: kos.Communicator) -> None:
         peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
         exchange, out = comm.send_recv_init(x, np.empty_like(x), peer, peer), np.empty_like(x)
@@ -412,12 +415,11 @@ def test_exchange_after_a_message_that_waits_for_a_header() -> None:
         comm.rendezvous.barrier()
         boxes(comm)[0].take()  # frees the headers of the other rank
         comm.rendezvous.barrier()
-        first = comm.recv(out, peer, async_op=True) if comm.rank == 0 else None
         if comm.rank == 1:
             assert (comm.recv(out, peer) == 7).all()
-        assert (exchange.start().wait() == peer + 1).all()
-        if first is not None:
-            assert (first.wait() == 7).all()
+        assert (exchange.start().wait() == (peer + 1 if comm.rank else 7)).all()
+        if comm.rank == 0:
+            assert (comm.recv(out, peer) == peer + 1).all()
         assert all(comm.recv(out[:1], peer, 1)[0] == peer + 1 for _ in range(HEADERS))
         for work in works:
             work.wait()
@@ -426,7 +428,7 @@ def test_exchange_after_a_message_that_waits_for_a_header() -> None:
     run(body, 2)
 
 
-def test_exchange_of_messages_that_differ() -> None:
+def test_exchange_of_messages_that_differ(arrival: None) -> None:
     """Both ranks raise, and the next exchange on the same arrays is right."""
 
     def body(comm: kos.Communicator) -> None:
@@ -450,7 +452,7 @@ def test_exchange_of_messages_that_differ() -> None:
     run(body, 2)
 
 
-def test_exchange_with_a_rank_that_ends_before_it_has_read() -> None:
+def test_exchange_with_a_rank_that_ends_before_it_has_read(arrival: None) -> None:
     ended = threading.Event()
 
     def body(comm: kos.Communicator) -> None:
