@@ -165,7 +165,7 @@ MUTATIONS = [
     Mutation(HOST + "shared/calls.py", "self.mark_closed(CLOSED_ORDERLY)", "pass", "tests/comm/test_calls.py -k gone"),
     Mutation(HOST + "tcp.py", "super().find_failure() or self._mesh.find_failure()", "super().find_failure()",
              "tests/comm/test_on_failure.py -k is_reported"),
-    Mutation("kos/comm/watchdog.py", "error is not None and backend.broken is None", "False",
+    Mutation("kos/comm/watchdog.py", "failure is not None and backend.broken is None", "False",
              "tests/comm/test_on_failure.py -k cause"),
     Mutation(HOST + "shared/calls.py", "if self._processes.ended() else None", "if False else None",
              "tests/comm/test_on_failure.py -k mpi"),

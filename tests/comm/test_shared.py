@@ -173,7 +173,7 @@ def test_a_rank_far_ahead_of_the_others() -> None:
 
 
 def test_who_can_open_no_file_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Any) -> str:
+    def full(path: Any, **options: Any) -> str:
         raise OSError(errno.EMFILE, "Too many open files")
 
     def body(comm: kos.Communicator) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
-from kos.comm.host.shared.segment import ANSWERS, HEADERS
-from kos.errors import CollectiveTimeout, RankLost
+from kos.comm.host.shared import direct, messages
+from kos.comm.host.shared.segment import ANSWERS, HEADERS, STARTED
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import on_each_rank, time_out_beside_others
 from tests.comm.shared_ranks import end_process, run
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
@@ -175,3 +178,163 @@ def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: 
             assert set(work.wait() if early else comm.recv(out, 0)) == {2}
 
     run(body, 3, close=False)
+
+
+@pytest.fixture(params=["in time", "late"])
+def arrival(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether ranks of an exchange find each other in time.  Threads wait longer for each other than processes."""
+    monkeypatch.setattr(messages, "LONG_SPINS", 1_000_000 if request.param == "in time" else 0)
+
+
+@pytest.mark.parametrize("count", [EAGER + 1, LONG + 7])
+def test_exchange_of_long_messages(count: int, arrival: None) -> None:
+    """Of odd sizes, on arrays that are read-only or not aligned."""
+
+    def body(comm: kos.Communicator) -> None:
+        peer, memory = 1 - comm.rank, np.zeros((2, count + 3), np.uint8)
+        x, out = memory[0, 1 : count + 1], memory[1, 3:]
+        readonly = x.view()
+        readonly.flags.writeable = False
+        persistent = comm.send_recv_init(x, out, peer, peer)
+        for step in range(12):
+            x[:] = np.arange(step + comm.rank, step + comm.rank + count, dtype=np.int64)
+            if step % 3 == 0:
+                persistent.start().wait()
+            else:
+                comm.send_recv(readonly if step % 3 == 1 else x, out, peer, peer)
+            assert (out == np.arange(step + peer, step + peer + count).astype(np.uint8)).all()
+        assert not memory[1, :3].any() and not memory[0, 0] and not memory[0, count + 1 :].any()
+        assert_nothing_is_left(comm)
+
+    TCPRanks(2).run(body)
+
+
+def test_exchange_beside_other_messages(arrival: None) -> None:
+    """Messages that arrive before it, a receive posted before it, and more messages than answers or headers."""
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
+        out = np.empty_like(x)
+        exchange = comm.send_recv_init(x, out, peer, peer)
+
+        def check() -> None:
+            out[:] = 0
+            assert (exchange.start().wait() == peer + 1).all()
+
+        check()
+        for number, count in ((1, 1), (HEADERS - 1, 1), (HEADERS, 1), (HEADERS + 1, 1), (1, x.size), (ANSWERS, x.size)):
+            sends, receives = (number if number < ANSWERS or rank == 0 else 0 for rank in (comm.rank, peer))
+            works = [comm.send(x[:count], peer, 1 + i % 2, async_op=True) for i in range(sends)]
+            check()
+            comm.send_recv(x[:1], np.empty(1, np.uint8), peer, peer, 4)  # takes all messages
+            check()
+            received = np.zeros(count, np.uint8)
+            assert all(comm.recv(received, peer, 1 + i % 2)[-1] == peer + 1 for i in range(receives))
+            for work in works:
+                work.wait()
+            check()
+        first = comm.recv(np.empty_like(x), peer, async_op=True)  # gets the first message
+        works = [comm.send(np.full_like(x, 7), peer, async_op=True)]
+        check()
+        assert (first.wait() == 7).all()
+        works[0].wait()
+        check()
+        assert_nothing_is_left(comm)
+
+    TCPRanks(2).run(body)
+
+
+def test_exchange_after_a_message_that_waits_for_a_header(arrival: None) -> None:
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
+        exchange, out = comm.send_recv_init(x, np.empty_like(x), peer, peer), np.empty_like(x)
+        exchange.start().wait()
+        count = HEADERS if comm.rank == 0 else 0
+        works = [comm.send(x[:1], peer, 1, async_op=True) for _ in range(count)]
+        works += [comm.send(np.full_like(x, 7), peer, async_op=True) for _ in range(count and 1)]
+        comm.rendezvous.barrier()
+        ends(comm)[0].take()  # frees the headers of the other rank
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            assert (comm.recv(out, peer) == 7).all()
+        assert (exchange.start().wait() == peer + 1).all()
+        assert all(comm.recv(out[:1], peer, 1)[0] == 1 for _ in range(HEADERS if comm.rank == 1 else 0))
+        for work in works:
+            work.wait()
+        assert_nothing_is_left(comm)
+
+    run(body, 2)
+
+
+def test_exchange_of_messages_that_differ(arrival: None) -> None:
+    """Both ranks raise, and the next exchange on the same arrays is right."""
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
+        out = np.empty_like(x)
+        exchange = comm.send_recv_init(x, out, peer, peer)
+        shorter = comm.send_recv_init(x[1:], np.empty(LONG - 1, np.uint8), peer, peer)
+        expected = f"rank {comm.rank} expected {LONG - comm.rank} elements of uint8 from rank {peer}"
+        for _ in range(3):
+            assert (exchange.start().wait() == peer).all()
+            with pytest.raises(CollectiveMismatch, match=f"send_recv #.*: {expected}"):
+                (shorter if comm.rank == 1 else exchange).start().wait()
+            comm.barrier()
+        assert (exchange.start().wait() == peer).all()
+        receives_less = comm.send_recv_init(x, np.empty(LONG - 1, np.uint8), peer, peer)
+        with pytest.raises(CollectiveMismatch, match=f"send_recv #.*: rank 1 expected {LONG - 1} elements of "):
+            (receives_less if comm.rank == 1 else exchange).start().wait()
+        assert (exchange.start().wait() == peer).all()
+        assert_nothing_is_left(comm)
+
+    run(body, 2)
+
+
+def test_exchange_with_a_rank_that_ends_before_it_has_read(arrival: None) -> None:
+    ended = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
+        out = np.empty_like(x)
+        exchange = comm.send_recv_init(x, out, peer, peer)
+        exchange.start().wait()
+        if comm.rank == 1:
+            comm.send(x, 0, async_op=True)
+            calls: Any = comm.backend._calls  # type: ignore[attr-defined]
+            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+            ended.set()
+            return
+        assert ended.wait(TIMEOUT)
+        with pytest.raises(RankLost, match="send_recv #. .*: rank 1 is gone: its process"):
+            exchange.start().wait()
+        assert (out == 1).all()
+
+    run(body, 2, close=False)
+
+
+def test_exchange_whose_read_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "ENDING_SECONDS", 0.2)
+    fails, reader = threading.Event(), direct.Direct.reader
+
+    def failing(self: Any, rank: int, to: int) -> Any:
+        read = reader(self, rank, to)
+
+        def or_fail(address: int, nbytes: int) -> None:
+            if fails.is_set() and self.rank == 0:
+                raise OSError(errno.ESRCH, f"process_vm_readv of rank {rank}")
+            read(address, nbytes)
+
+        return or_fail
+
+    monkeypatch.setattr(direct.Direct, "reader", failing)
+
+    def body(comm: kos.Communicator) -> None:
+        peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
+        exchange = comm.send_recv_init(x, np.empty_like(x), peer, peer)
+        exchange.start().wait()
+        comm.rendezvous.barrier()
+        fails.set()
+        with pytest.raises(CollectiveError, match=rf"Errno {errno.ESRCH}\] process_vm_readv of rank 1"):
+            exchange.start().wait()
+
+    run(body, 2, close=False)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.host.shared.calls import Calls, Wait
-from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, Unreadable
+from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, LONG_SPINS, SPINS, Direct, Unreadable
 from kos.comm.host.shared.plans import Plan, Plans, Sum
 from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING, TURNS
 from kos.comm.operation import Call
@@ -68,7 +68,9 @@ class SharedCollectives:
         place, published = sequence % RING, self._calls.announce(call)
         if type(plan) is Sum:
             return self._reduce(call, *plan)
-        count, per_stage, _, put, get, flags, reads_all, readers, own = plan
+        count, per_stage, _, put, get, flags, reads_all, readers, own, long = plan
+        if long and not crowded:
+            spins = LONG_SPINS
         if (
             count > per_stage or self._issued != self._served
             or (stage > self._free and not self._reached(self._gots, stage + 1 - DEPTH))
@@ -104,8 +106,6 @@ class SharedCollectives:
                 own(stage % TURNS, 0, count)
             if reads_all:  # a rank puts a stage after it got the one before
                 self._free = stage + 1
-            if readers and not crowded:
-                spins = READ_SPINS
             for at in readers:
                 while words[at] <= stage:
                     if not spins:
@@ -124,7 +124,7 @@ class SharedCollectives:
 
     def _run(self, o: Call, plan: Plan, begun: bool = False) -> Steps:
         """The steps of ``plan``; ``begun``: its only stage is put."""
-        count, per_stage, sources, put, get, awaited, _, readers, own = plan
+        count, per_stage, sources, put, get, awaited, _, readers, own, _ = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
         ticket, self._issued = self._issued, self._issued + 1

@@ -23,7 +23,7 @@ import numpy as np
 from kos.comm.failures import again
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
-from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, READ_SPINS, SPINS, Direct, address_of
+from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, LONG_SPINS, SPINS, Direct, address_of
 from kos.comm.host.shared.plans import ALIGN, MARKED_BYTES
 from kos.comm.host.shared.segment import ANSWERS, HEADERS, MAIL_HEAD
 from kos.comm.operation import COLLECTIVE_TAGS, Call
@@ -69,33 +69,50 @@ class SharedMessages:
 
     def start(self, call: Call) -> list[_Message]:
         """Begin a send, recv or send_recv, and wait briefly; returns its messages that are not complete."""
-        if call.plan is None:
-            o, (dst, src, tag, recv_tag) = call.operation, call.operation.message
-            ends = (o.recv, src, recv_tag, True), (o.send, dst, tag, False)
-            call.plan = [
-                _Message(self._boxes[peer], end.flat, tag, receives)
-                for end, peer, tag, receives in ends if end is not None and peer is not None
-            ]  # fmt: skip
-        plan, crowded = call.plan, self._crowded
-        spins = 0 if self.batch or call.operation.options.overlap else self._spins
+        plan, exchange = call.plan or self._prepare(call)
+        if exchange is None or self.batch:
+            for message in plan:
+                message.post()
+        elif exchange():
+            return []
+        crowded, spins = self._crowded, 0 if self.batch or call.operation.options.overlap else self._spins
         for message in plan:
-            message.post()
-        for message in plan:
-            box, words = message.box, message.box.words
+            if message.complete:
+                continue
+            box = message.box
+            words, at = box.words, message.answer
+            if at:
+                if message is not plan[0] and not crowded:
+                    spins = LONG_SPINS  # this rank has received: the other one reads now
+                while not words[at] and spins:
+                    spins -= 1
+                    if crowded:
+                        sched_yield()
+                message.answered()
+            at = box.into
             while not message.complete:
-                at, value = (message.answer, 0) if message.answer else (box.into, box.taken)
-                if message.answer and message is not plan[0] and not crowded:
-                    spins = READ_SPINS  # this rank has received: the other one reads now
-                while words[at] == value and spins:
+                taken = box.taken
+                while words[at] == taken and spins:
                     spins -= 1
                     if crowded:
                         sched_yield()
                 box.take(message)
-                if message.answer:
-                    message.answered()
-                if not spins or message.request is not None or message.error is not None:
+                if not spins or message.answer or message.request is not None or message.error is not None:
                     return [each for each in plan if not each.complete]
         return []
+
+    def _prepare(self, call: Call) -> tuple[list[_Message], Callable[[], bool] | None]:
+        """The messages of a call, for all its launches, and their ``_exchange`` if it has one."""
+        o, (dst, src, tag, recv_tag) = call.operation, call.operation.message
+        ends = (o.recv, src, recv_tag, True), (o.send, dst, tag, False)
+        plan = [
+            _Message(self._boxes[peer], end.flat, tag, receives)
+            for end, peer, tag, receives in ends if end is not None and peer is not None
+        ]  # fmt: skip
+        long = len(plan) == 2 and all(message.nbytes > message.box.eager for message in plan)
+        address = plan[1].readable() if long and not self._crowded and not o.options.overlap else 0
+        call.plan = plan, _exchange(plan[0], plan[1], address) if address else None
+        return call.plan
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         others = []
@@ -121,7 +138,7 @@ class SharedMessages:
         """Release all views of the segment, which hold its memory."""
         del self.direct
         for box in self._boxes.values():
-            box.words = box.bytes = self._control = memoryview(b"")
+            box.words = box.bytes = box.control = self._control = memoryview(b"")
 
     def progress(self) -> None:
         """Take what has arrived, send what had no header, and find the ranks that have ended."""
@@ -150,14 +167,15 @@ class _Box:
     def __init__(self, mail: SharedMessages, rank: int) -> None:
         segment, self.mail, self.rank = mail.calls.segment, mail, rank
         layout = segment.layout
+        self.control, self.failure = segment.words, layout.failure
         out, into = layout.mailbox(segment.rank, rank), layout.mailbox(rank, segment.rank)
         self.bytes = segment.bytes[layout.mail : layout.total]
         self.words = self.bytes.cast("Q")
-        self._out, self.into = out // 8, into // 8
+        self.out, self.into = out // 8, into // 8
         self._out_room, self._in_room, self._room = out + MAIL_HEAD, into + MAIL_HEAD, layout.room
-        self._eager = min(self._room // 8, mail.direct.most)
-        self._sent = self._at = self._eager_bytes = 0  # messages, the first free byte of the room, bytes ever sent
-        self.free = [self._out + _ANSWERS + index for index in range(ANSWERS)]  # words for answers
+        self.eager = min(self._room // 8, mail.direct.most)
+        self.sent = self._at = self._eager_bytes = 0  # messages, the first free byte of the room, bytes ever sent
+        self.free = [self.out + _ANSWERS + index for index in range(ANSWERS)]  # words for answers
         self.taken = 0  # messages
         self.waiting: deque[_Message] = deque()  # sends without a header
         self.posted: list[_Message] = []  # receives without a message
@@ -174,20 +192,22 @@ class _Box:
 
     def put(self, message: _Message) -> bool:
         """Write a message, or its RTS, to the mailbox; False if all headers are in use."""
-        words, out, sent, nbytes, what = self.words, self._out, self._sent, message.nbytes, message.what
+        words, out, sent, nbytes, what = self.words, self.out, self.sent, message.nbytes, message.what
         unread = sent - words[out + _TAKEN]
         if unread == HEADERS:
             return False
         header, at = out + _HEADERS + 8 * (sent % HEADERS), self._at if unread else 0
-        eager_bytes = self._eager_bytes + nbytes + OVERHEAD_BYTES
-        if nbytes <= self._eager and at + nbytes <= self._room and eager_bytes - words[out + _RECEIVED] <= CREDIT_BYTES:
+        if (
+            nbytes <= self.eager and at + nbytes <= self._room
+            and (eager_bytes := self._eager_bytes + nbytes + OVERHEAD_BYTES) - words[out + _RECEIVED] <= CREDIT_BYTES
+        ):  # fmt: skip
             start = self._out_room + at
             self.bytes[start : start + nbytes] = message.view
             words[header + _WHERE] = at
             self._eager_bytes, message.complete, at = eager_bytes, True, at + (nbytes + 63 & -64)
         else:
             self.active.append(message)
-            if self.free and (address := message.readable()):
+            if self.free and (address := message.address or message.readable()):
                 what |= _RTS
                 words[header + _WHERE] = address
                 words[header + _ANSWER] = message.answer = self.free.pop()
@@ -196,28 +216,29 @@ class _Box:
                 words[header + _WHERE] = tag = self.mail.other.tag_of(message.array, message.tag)
                 message.request = self.mail.other.isend(message.array, self.rank, tag)
         words[header + _WHAT], words[header + _BYTES] = what, nbytes
-        self._at, self._sent = at, sent + 1
+        self._at, self.sent = at, sent + 1
         words[out + _SENT] = sent + 1
         return True
 
     def take(self, until: _Message | None = None) -> None:
         """Take the messages that have arrived, or those up to the receive ``until``, which may be copied less often."""
-        words, into = self.words, self.into
-        while words[into] != self.taken and (until is None or not until.complete):
-            header = into + _HEADERS + 8 * (self.taken % HEADERS)
+        words, into, taken = self.words, self.into, self.taken
+        while words[into] != taken and (until is None or not until.complete):
+            header = into + _HEADERS + 8 * (taken % HEADERS)
             what, nbytes, where = words[header], words[header + _BYTES], words[header + _WHERE]
             data: Any = self.bytes[(at := self._in_room + where) : at + nbytes] if what < _RTS else where
-            for index, message in enumerate(self.posted):
+            answer = words[header + _ANSWER]
+            for message in self.posted:
                 if message.tag == what & _TAG:
-                    if self.deliver(message, what, nbytes, data, words[header + _ANSWER]):
-                        del self.posted[index]
+                    if self.deliver(message, what, nbytes, data, answer):
+                        self.posted.remove(message)
                     break
             else:
-                self.arrived.append((what, nbytes, bytes(data) if what < _RTS else where, words[header + _ANSWER]))
+                self.arrived.append((what, nbytes, bytes(data) if what < _RTS else where, answer))
             if what < _RTS and nbytes >= MARKED_BYTES:  # the sender uses these lines again, as in ``plans.py``
                 np.frombuffer(data, np.uint8)[::ALIGN] = 0
-            self.taken += 1
-            words[into + _TAKEN] = self.taken
+            self.taken = taken = taken + 1
+            words[into + _TAKEN] = taken
 
     def deliver(self, message: _Message, what: int, nbytes: int, data: Any, answer: int) -> bool:
         """Receive a message: its bytes, or those at an address; False if the sender has cancelled it."""
@@ -228,20 +249,11 @@ class _Box:
                 message.view[:] = data
                 message.complete = True
                 return True
-        if what >= _OTHER:
-            self.active.append(message)
-            message.request = self.mail.other.irecv(message.array, self.rank, data)
-        elif what & ~_RTS != message.what or nbytes != message.nbytes:
-            got = nbytes, dtype_of_code(what >> _DTYPE & 255)
-            expected = message.nbytes, message.array.dtype
-            message.error = wrong_message(self.mail.calls.ledger, self.mail.rank, expected, self.rank, got)
-            if what >= _RTS:
-                words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
-        elif words[answer]:
-            return False
-        else:
+        elif what ^ _RTS == message.what and nbytes == message.nbytes:
+            if words[answer]:
+                return False
             try:
-                message.read(data)
+                (message.read or message.reader())(data, nbytes)
             except OSError as error:  # the rank has failed and freed its memory, or has ended: the checks find it
                 message.error, message.until = error, time.monotonic() + ENDING_SECONDS
                 self.active.append(message)
@@ -249,7 +261,18 @@ class _Box:
             if words[answer]:
                 return False
             words[answer] = _READ
-            message.complete = self.mail.failed(message.tag) is None  # else it may have changed the data
+            # A rank that has failed may have changed the data.
+            message.complete = not self.control[self.failure] or self.mail.failed(message.tag) is None
+            return True
+        elif what >= _OTHER:
+            self.active.append(message)
+            message.request = self.mail.other.irecv(message.array, self.rank, data)
+            return True
+        got = nbytes, dtype_of_code(what >> _DTYPE & 255)
+        expected = message.nbytes, message.array.dtype
+        message.error = wrong_message(self.mail.calls.ledger, self.mail.rank, expected, self.rank, got)
+        if what >= _RTS:
+            words[answer] = _REFUSED | message.nbytes << 8 | message.what >> _DTYPE
         return True
 
 
@@ -257,7 +280,7 @@ class _Message:
     """One end of a message, which may be posted again once it is complete."""
 
     __slots__ = (
-        "_address", "_read", "answer", "array", "box", "complete", "error", "nbytes", "receives", "request", "tag",
+        "address", "answer", "array", "box", "complete", "error", "nbytes", "read", "receives", "request", "tag",
         "until", "view", "what",
     )  # fmt: skip
 
@@ -265,8 +288,8 @@ class _Message:
         self.box, self.array, self.tag, self.receives = box, array, tag, receives
         self.what, self.nbytes = tag | DTYPE_CODES[array.dtype] << _DTYPE, array.nbytes
         self.view = array.view(np.uint8).data
-        self._address: int | None = None
-        self._read: Any = None
+        self.address: int | None = None  # None: not known yet; 0: other ranks cannot read the array
+        self.read: Any = None  # copies to the array from an address of the other rank
         self.complete, self.answer = False, 0  # the word of the receiver's answer, while an RTS waits for it
         self.request: Request | None = None  # of the transport between hosts
         self.error: Exception | None = None
@@ -276,7 +299,7 @@ class _Message:
         """Begin to send or receive."""
         box, self.complete, self.error, self.request, self.answer = self.box, False, None, None, 0
         if not self.receives:
-            if (failure := box.mail.failed(self.tag)) is not None:
+            if box.control[box.failure] and (failure := box.mail.failed(self.tag)) is not None:
                 raise failure
             if box.waiting or not box.put(self):
                 box.waiting.append(self)
@@ -290,24 +313,24 @@ class _Message:
 
     def readable(self) -> int:
         """The address of the array; 0 if other ranks cannot read it."""
-        if self._address is None:
+        if self.address is None:
             direct, address = self.box.mail.direct, address_of(self.array)
-            self._address = address if direct.usable and direct.reads(self.box.mail.rank, address) else 0
-        return self._address
+            self.address = address if direct.usable and direct.reads(self.box.mail.rank, address) else 0
+        return self.address
 
-    def read(self, address: int) -> None:
-        """Copy the data from that address of the other rank."""
-        if self._read is None:
-            self._read = self.box.mail.direct.reader(self.box.rank, address_of(self.array))
-        self._read(address, self.nbytes)
+    def reader(self) -> Any:
+        """``read``, which is made once."""
+        self.read = self.box.mail.direct.reader(self.box.rank, address_of(self.array))
+        return self.read
 
     def answered(self) -> bool:
         """Whether the receiver has answered this RTS."""
         box = self.box
-        if not self.answer or not (answer := box.words[self.answer]):
+        at, words = self.answer, box.words
+        if not at or not (answer := words[at]):
             return False
-        box.words[self.answer] = 0
-        box.free.append(self.answer)
+        words[at] = 0
+        box.free.append(at)
         box.active.remove(self)
         self.answer, self.complete = 0, answer == _READ
         if not self.complete:
@@ -333,3 +356,61 @@ class _Message:
         if box.suspected is not None and box.end is not None:
             raise again(box.end)
         return False
+
+
+def _exchange(recv: _Message, send: _Message, address: int) -> Callable[[], bool]:
+    """A function that posts both messages of a send_recv, both long, and returns whether they are complete.
+
+    It is ``post``, ``put``, ``take``, ``deliver`` and ``answered`` written out, for two ranks that come at about the
+    same time and have no other messages.  After a copy the core's caches hold none of this code, so that each function
+    takes up to a microsecond.  In all other cases it leaves the messages posted.
+    """
+    mail, source, to = recv.box.mail, recv.box, send.box
+    into, out, arrivals, headers = source.into, to.out, source.into + _HEADERS, to.out + _HEADERS
+    expected, nbytes, read = recv.what | _RTS, recv.nbytes, recv.reader()
+    rts, length = send.what | _RTS, send.nbytes
+
+    def exchange() -> bool:
+        words, sent, taken = source.words, to.sent, source.taken
+        if (
+            source.posted or source.arrived or to.waiting or not to.free or sent - words[out + _TAKEN] == HEADERS
+            or source.control[source.failure]
+        ):  # fmt: skip
+            recv.post()
+            send.post()
+            return False
+        header, answer = headers + 8 * (sent % HEADERS), to.free.pop()
+        words[header], words[header + _BYTES] = rts, length
+        words[header + _WHERE], words[header + _ANSWER] = address, answer
+        to.sent = words[out] = sent + 1
+        left, received = LONG_SPINS, False
+        while words[into] == taken and left:
+            left -= 1
+        header = arrivals + 8 * (taken % HEADERS)
+        reply = words[header + _ANSWER]
+        if left and words[header] == expected and words[header + _BYTES] == nbytes and not words[reply]:
+            try:
+                read(words[header + _WHERE], nbytes)
+                received = not words[reply]
+            except OSError:  # ``deliver`` finds it again
+                received = False
+        if received:
+            words[reply] = _READ
+            source.taken = words[into + _TAKEN] = taken + 1
+            while not words[answer] and left:
+                left -= 1
+            if words[answer] == _READ and not source.control[source.failure]:
+                words[answer] = 0
+                to.free.append(answer)
+                return True
+        for message in (recv, send):
+            message.complete, message.error, message.request = False, None, None
+        send.answer = answer
+        to.active.append(send)
+        if received:
+            recv.complete = mail.failed(recv.tag) is None
+        else:
+            source.posted.append(recv)
+        return False
+
+    return exchange
