@@ -279,6 +279,30 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
+def test_threads_split_their_communicators_at_a_time(tmp_path: Path) -> None:
+    """Communicators are independent: no two groups of one host get the same tags of MPI."""
+    text = """
+import threading
+with kos.init("mpi", timeout=20) as comm:
+    at_once = threading.Barrier(2, timeout=20)
+    def splits(own, number):
+        for _ in range(20):
+            at_once.wait()
+            with own.split(0) as part:
+                assert set(part.all_gather_bytes(bytes([number]))) == {bytes([number])}
+        ended.append(number)
+    ended = []
+    threads = [threading.Thread(target=splits, args=(comm.duplicate(), number)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(sorted(ended), flush=True)
+"""
+    assert job(tmp_path, 2, text) == ["[0, 1]"] * 2
+
+
+@needs_mpirun
 def test_a_loss_that_one_rank_alone_hears_of(tmp_path: Path) -> None:
     """Open MPI tells nobody of an exit code that is not 0; it may tell some."""
     text = """
