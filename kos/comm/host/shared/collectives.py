@@ -69,7 +69,7 @@ class SharedCollectives:
         if type(plan) is Sum:
             return self._reduce(call, *plan)
         count, per_stage, _, put, get, flags, reads_all, readers, own, long = plan
-        if long and not crowded:
+        if long and not crowded and not call.operation.options.overlap:
             spins = LONG_SPINS
         if (
             count > per_stage or self._issued != self._served
