@@ -359,11 +359,12 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) ->
     rank = rendezvous.rank
     part = rendezvous.split(0, -rank)
     comm = communicator(part, 20.0)
-    comm.all_reduce(Array.zeros(4, np.float32, 0))
+    x, y = Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
+    comm.send_recv(x, y, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)  # all compile what recv runs
     part.barrier()
     comm.timeout, part.timeout = 0.3, 20.0
     if rank == 1:
-        comm.recv(Array.zeros(4, np.float32, 0), 0)  # returns when its kernel has given up
+        comm.recv(x, 0)  # returns when its kernel has given up
         with pytest.raises(CollectiveTimeout) as raised:
             comm.synchronize()
         assert "rank 2 of world did not arrive within 0.3 s (channel 0" in str(raised.value)
