@@ -183,7 +183,7 @@ def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: 
 @pytest.fixture(params=["in time", "late"])
 def arrival(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether ranks of an exchange find each other in time.  Threads wait longer for each other than processes."""
-    monkeypatch.setattr(messages, "LONG_SPINS", 1_000_000 if request.param == "in time" else 0)
+    monkeypatch.setattr(messages, "ONE_COPY_SPINS", 1_000_000 if request.param == "in time" else 0)
 
 
 @pytest.mark.parametrize("count", [EAGER + 1, LONG + 7])
