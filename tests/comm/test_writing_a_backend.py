@@ -162,7 +162,7 @@ HANGS = """
 from kos.testing import conformance
 from kos.testing.conformance.__main__ import main
 
-agree, conformance.LIMIT = Files.agree, 2.0
+agree, conformance.CHECK_SECONDS = Files.agree, 2.0
 
 def without_timeout(backend, call):
     poll = agree(backend, call)
