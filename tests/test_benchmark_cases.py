@@ -72,7 +72,7 @@ def test_uneven_parts() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tokens_go_once_to_each_rank_of_their_experts(ranks: int) -> None:
+def test_a_token_is_sent_once_to_each_rank_of_its_experts(ranks: int) -> None:
     case = Case.of("routing", 8192 * 7168 * 2, "bfloat16", "sum", ranks, False)
     assert case.nbytes == 8192 * 7168 * 2 and case.function == "all_to_all_v"
     held = 64 // ranks

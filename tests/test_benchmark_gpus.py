@@ -51,7 +51,7 @@ class StandIn:
 
 
 @pytest.mark.parametrize(("op", "in_place"), [*PLACES, ("routing", False)])
-def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_on_emulated_gpus(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots, checks, timers, our calls and those of raw NCCL, where the GPU and NCCL are stand-ins on the host."""
     ranks = 2
     case = Case.of(op, 9 * 7168 * 2 if op == "routing" else 1000 * ranks, "bfloat16", "sum", ranks, in_place)
@@ -92,7 +92,7 @@ def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.
     assert (untouched[2] > 0) != there and other[-1][2] >= 0
 
 
-def test_limits_of_gpus_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_limits_on_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is launched, copied and gathered; every interval takes 0.5 ms."""
     stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
     bytes_copied: list[int] = []

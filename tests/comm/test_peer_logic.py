@@ -87,7 +87,7 @@ def suite() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("module", "name", "arguments"), [*suite()])
-def test_of_the_suite(ranks: Any, seed: int, module: Any, name: str, arguments: tuple[Any, ...]) -> None:
+def test_suite_on_emulated_kernels(ranks: Any, seed: int, module: Any, name: str, arguments: tuple[Any, ...]) -> None:
     getattr(module, f"test_{name}")(ranks, seed, *arguments)
 
 

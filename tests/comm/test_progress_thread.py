@@ -91,7 +91,7 @@ def pair() -> list[kos.Communicator]:
     ))  # fmt: skip
 
 
-def test_sleeps_while_the_program_waits() -> None:
+def test_the_progress_thread_sleeps_while_the_program_waits() -> None:
     """The program polls itself: the thread would take a core from the rank that it waits for."""
     comm, other = pair()
     progress: Any = comm.backend.engine.thread

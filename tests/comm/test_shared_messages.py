@@ -99,7 +99,7 @@ def test_more_long_messages_than_answers() -> None:
 
 
 @on_each_rank(run, 2)
-def test_a_receive_takes_no_later_message(comm: kos.Communicator, /) -> None:
+def test_a_receive_does_not_take_a_later_message(comm: kos.Communicator, /) -> None:
     """A message that is taken without a receive is copied twice."""
     x = np.arange(EAGER, dtype=np.uint8)
     if comm.rank == 0:
@@ -118,7 +118,7 @@ def test_timeout_of_a_message_gives_up_no_other() -> None:
 
 @pytest.mark.parametrize("count", [1, LONG])
 @on_each_rank(run, 2)
-def test_two_ranks_that_both_send_first(comm: kos.Communicator, /, count: int) -> None:
+def test_two_ranks_that_both_send_before_they_receive(comm: kos.Communicator, /, count: int) -> None:
     """Of long messages both wait, and the one that gives up says for whom."""
     peer, x = 1 - comm.rank, np.full(count, comm.rank, np.uint8)
     if count == 1:

@@ -237,7 +237,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
-def test_a_group_of_some_ranks_shrinks(tmp_path: Path) -> None:
+def test_a_split_group_shrinks(tmp_path: Path) -> None:
     """By the ranks that have come: it has no communicator of its own that MPI could shrink."""
     text = """
 with kos.init("mpi", timeout=60) as comm:

@@ -25,7 +25,7 @@ __all__ = ["emulated", "text"]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
+def test_a_signal_stops_all_ranks_after_the_same_step(emulated, text, tmp_path, ranks, monkeypatch):
     """By a signal to one rank between two steps: all end after the same step, saved, and can go on."""
     start_step = CudaEngine.start_step
 
@@ -46,7 +46,7 @@ def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))]
 )
-def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
+def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
     """What the backward of one rank breaks all name, with ZeRO-1 too, where a rank has a part of each gradient."""
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
     now, take, ready, how = threading.local(), Feed.take, DataParallel.gradient_ready, {"ranks": ranks, "zero": zero}
@@ -71,7 +71,7 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks,
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monkeypatch, pp):
+def test_a_step_whose_collectives_failed_is_not_counted(emulated, text, tmp_path, monkeypatch, pp):
     """A graph goes on without what it waited for; its numbers are neither logged nor saved.  Of a message as well."""
     late, synchronize = RankLost("all_gather #9: rank 1 is gone"), DeviceComm.synchronize
 
@@ -92,7 +92,7 @@ def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monke
 @pytest.mark.parametrize(
     ("ranks", "graph"), [(2, True), (1, False), *(pytest.param(n, n == 1, marks=pytest.mark.slow) for n in (1, 2))]
 )
-def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkeypatch):
+def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph, monkeypatch):
     """Learned of where the host waits, or queues: an error that names step, GPU and checkpoint; nothing after it."""
     settings = {"steps": 8, "save_every": 3, "ranks": ranks, "graph": graph}
     whole = train(text, tmp_path / "whole", **settings)

@@ -35,7 +35,7 @@ def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
     assert len(made) == 1
 
 
-def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, caplog, monkeypatch):
+def test_one_rank_searches_and_all_ranks_use_its_algorithms(emulated, text, tmp_path, caplog, monkeypatch):
     """Where the cache cannot be written, too; a GPU of another kind is searched for on its own."""
     (tmp_path / "file").write_text("where a folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -73,7 +73,7 @@ def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, 
 @pytest.mark.parametrize(
     "model", [{}, {"model_type": "gpt2", "num_key_value_heads": 4, "tie_word_embeddings": True}], ids=["llama", "gpt2"]
 )
-def test_the_search_sees_numbers_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
+def test_the_search_runs_on_values_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
     """Its first pass does: weights, those beyond what is drawn too, and tokens."""
     seen, real = [], Llama.queue_forward
 
