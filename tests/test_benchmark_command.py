@@ -34,7 +34,7 @@ FEW = ["--iterations", "4", "--mode", "eager", "--no-plot"]
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a shell: whatever started the tests, the command starts its own ranks."""
+    """Remove the launcher's variables, so that the command starts its own ranks."""
     for name in command.STARTED_BY:
         monkeypatch.delenv(name, raising=False)
 
@@ -115,7 +115,7 @@ def test_invalid_options_are_refused_before_ranks_start(
 
 
 def refused(run: Callable[[list[str]], Any], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which it ends."""
+    """The line of error with which ``run`` ends."""
     with pytest.raises(SystemExit) as left:
         run(arguments)
     out, error = capsys.readouterr()
@@ -169,7 +169,7 @@ def test_a_missing_requirement_is_reported_in_one_line(
     with pytest.raises(SystemExit) as exit:
         runpy.run_module(name, run_name="__main__")
     told = capsys.readouterr()
-    if program == "train":  # as the trainer: settings that cannot be had are exit code 2
+    if program == "train":  # as in the trainer, settings that cannot be used give exit code 2
         assert exit.value.code == 2 and told == ("", f"kos: error: {said}\n")
     else:
         assert re.fullmatch(f"kos: error: {said}", str(exit.value.code)) and told == ("", "")
@@ -242,7 +242,7 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_algorithm_is_measured_where_it_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the operations that were asked for."""
+    """Of the requested operations."""
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["collectives"])
     asked = ["--collective", "all", "--algorithm", "two_shot,one_shot,deterministic", "--json", str(file)]

@@ -67,7 +67,7 @@ def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
 
 
 def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
-    """What is launched from now on by a thread that may be left behind: the launch may wait for other ranks."""
+    """Record the launches made on a thread with a timeout, since they may wait for other ranks."""
     found: list[str] = []
     usual = comm.backend.bounded
     comm.backend.bounded = lambda run, timeout, what: (found.append(what), usual(run, timeout, what))[1]

@@ -93,7 +93,7 @@ def without_cancel(backend: Any) -> None:
 
 
 def without_last(backend: Any) -> None:
-    """The last element of a message is not written."""
+    """A defect: the last element of a message is not written."""
     mail = backend.__init__.__globals__["Mail"]
 
     def take(self: Any, receive: Any, take: Any = mail.take) -> None:
@@ -105,7 +105,7 @@ def without_last(backend: Any) -> None:
 
 
 def without_root(backend: Any) -> None:
-    """Rank 0 is the root of every broadcast."""
+    """A defect: rank 0 is the root of every broadcast."""
 
     def carry(self: Any, call: Any, collective: str, carry: Any = backend._carry, **spaces: Any) -> Any:
         if collective == "broadcast":
@@ -116,7 +116,7 @@ def without_root(backend: Any) -> None:
 
 
 def without_order(backend: Any) -> None:
-    """If two messages of the program with one tag and length are there, the second is received first."""
+    """A defect: of two messages with the same tag and length, the second is received first."""
     mail = backend.__init__.__globals__["Mail"]
 
     def take(self: Any, receive: Any, take: Any = mail.take) -> None:
