@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     sys.argv = [commands.typed, *rest]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
-    except KeyboardInterrupt:  # ends the process by the signal, without a traceback
+    except KeyboardInterrupt:  # end the process by the signal, without a traceback
         with printing():
             pass  # flushes what was printed
         signal.signal(signal.SIGINT, signal.SIG_DFL)

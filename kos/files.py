@@ -47,10 +47,10 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Print the output of a command within the block; it is flushed at the end.
+    """Print the output of a command within the block, and flush it at the end.
 
-    A character that the output cannot show is replaced.  A reader that closes the pipe early, such as ``head``, is no
-    error.  If the output cannot be written, the command ends with one line on stderr and exit status 2.
+    A character that the output cannot encode is replaced.  A reader that closes the pipe early, such as ``head``, is no
+    error.  If the output cannot be written, the process ends with one line on stderr and exit status 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")

@@ -46,10 +46,10 @@ def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[st
 def running_program(
     reached: Callable[[str], bool], *command: str | Path, **options: Any
 ) -> Iterator[subprocess.Popen[str]]:
-    """A program that has printed a line for which ``reached`` holds; killed at the end or after ``SECONDS``.
+    """Start a program and yield it once it prints a line for which ``reached`` is true; kill it at the end.
 
-    A job that mpirun never started is started again. A program that ends before that line is an AssertionError with all
-    that it printed; its standard error is in its output.
+    The program is also killed after ``SECONDS``. A job that mpirun never started is started again. If the program ends
+    before that line, AssertionError is raised with its output, standard error included.
     """
     for _ in range(3):
         printed = []
@@ -76,6 +76,6 @@ def running_program(
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Ends it and what it started, as a shell does, at once."""
+    """Kill the process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The cases of the benchmark of collectives: sizes, bandwidths, right results, and that wrong ones are seen."""
+"""Cases of the benchmark of collectives: sizes, bandwidths, expected results, and the detection of wrong ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_uneven_parts() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_tokens_go_once_to_each_rank_of_their_experts(ranks: int) -> None:
+def test_a_token_is_sent_once_to_each_rank_of_its_experts(ranks: int) -> None:
     case = Case.of("routing", 8192 * 7168 * 2, "bfloat16", "sum", ranks, False)
     assert case.nbytes == 8192 * 7168 * 2 and case.function == "all_to_all_v"
     held = 64 // ranks
@@ -86,7 +86,7 @@ def test_tokens_go_once_to_each_rank_of_their_experts(ranks: int) -> None:
 
 
 def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any] | None]:
-    """What each rank must get, in float64: the definition of the operation, written down once more."""
+    """The expected result of each rank in float64, from the definition of the operation."""
     n, x = len(inputs), [np.asarray(i, np.float64) for i in inputs]
     functions: dict[str, Any] = {"sum": np.sum, "avg": np.mean, "prod": np.prod, "min": np.min, "max": np.max}
     reduced: Any = functions[redop](x, axis=0) if "reduce" in op else None
@@ -112,7 +112,7 @@ def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[
         return split(reduced)
     if op == "scatter":
         return split(x[0])
-    if op == "all_to_all":  # a rank's own piece is the smallest, the next thrice that
+    if op == "all_to_all":  # a rank's own piece is the smallest, and the next one is three times as long
         pieces = [split(i, rank) for rank, i in enumerate(x)]
         return [np.concatenate([row[rank] for row in pieces]) for rank in range(n)]
     return [np.concatenate(x)] * n if op == "all_gather" else [np.concatenate(x)] + [None] * (n - 1)
@@ -164,7 +164,7 @@ def test_values_that_have_no_exact_result_are_refused() -> None:
 
 
 class Faulty(Ours):
-    """Ours, with the last element of rank 0's result off by one bit in every fifth call."""
+    """Like ``Ours``, but in every fifth call one bit of the last element of rank 0's result is wrong."""
 
     calls = 0
 
@@ -182,7 +182,7 @@ class Faulty(Ours):
 
 
 class Lazy(Ours):
-    """Ours, which does nothing in the last call of a batch of four."""
+    """Like ``Ours``, but the last call of a batch of four does nothing."""
 
     calls = 0
 
@@ -211,7 +211,7 @@ def test_wrong_results_are_counted(mode: str) -> None:
             runs.append(Run(implementation, space, calls))
         return [(s.iterations, s.wrong) for s in measure(job, HostTimer(job), runs, mode, 16, 4)]
 
-    right, faulty, lazy = spawn(run, 2)[1]  # a batch of 4 calls to warm up, 5 timed ones; all ranks know all
+    right, faulty, lazy = spawn(run, 2)[1]  # a batch of 4 calls to warm up and 5 timed ones; every rank gets all counts
     assert right == (20, 0)
     assert faulty == (20, 4)
     assert lazy == (20, 6 * 2 * 1000)

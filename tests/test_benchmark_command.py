@@ -34,7 +34,7 @@ FEW = ["--iterations", "4", "--mode", "eager", "--no-plot"]
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a shell: whatever started the tests, the command starts its own ranks."""
+    """Remove the launcher's variables, so that the command starts its own ranks."""
     for name in command.STARTED_BY:
         monkeypatch.delenv(name, raising=False)
 
@@ -78,7 +78,7 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_collectives_need_none_of_the_trainers_packages() -> None:
+def test_the_benchmark_needs_no_packages_of_the_trainer() -> None:
     code = """import sys
 for name in ("pydantic", "rich", "safetensors", "threadpoolctl", "torch", "matplotlib"):
     sys.modules[name] = None
@@ -88,7 +88,7 @@ sys.exit(main(["--sizes", "64", "--iterations", "4", "--mode", "eager", "--no-pl
     assert done.returncode == 0, done.stderr
 
 
-def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_elements_give_a_nonzero_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "Ours", Lazy)
     assert command.main(["--sizes", "64", *FEW]) == 1
 
@@ -102,7 +102,7 @@ def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
         (["--json", "/nowhere/x"], "kos: error: /nowhere/x: expected a file to write, got no such folder"),
     ],
 )
-def test_what_cannot_be_done_is_refused_first(
+def test_invalid_options_are_refused_before_ranks_start(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "unavailable", lambda: "no CUDA driver")
@@ -115,7 +115,7 @@ def test_what_cannot_be_done_is_refused_first(
 
 
 def refused(run: Callable[[list[str]], Any], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which it ends."""
+    """The line of error with which ``run`` ends."""
     with pytest.raises(SystemExit) as left:
         run(arguments)
     out, error = capsys.readouterr()
@@ -154,7 +154,7 @@ def test_no_gpu_under_mpirun() -> None:
         ("kernels", "torch", "benchmarks.kernels: expected PyTorch .*, got none"),
     ],
 )
-def test_what_a_benchmark_lacks_is_one_line(
+def test_a_missing_requirement_is_reported_in_one_line(
     program: str, lacks: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = f"benchmarks.{program}"
@@ -169,14 +169,14 @@ def test_what_a_benchmark_lacks_is_one_line(
     with pytest.raises(SystemExit) as exit:
         runpy.run_module(name, run_name="__main__")
     told = capsys.readouterr()
-    if program == "train":  # as the trainer: settings that cannot be had are exit code 2
+    if program == "train":  # as in the trainer, settings that cannot be used give exit code 2
         assert exit.value.code == 2 and told == ("", f"kos: error: {said}\n")
     else:
         assert re.fullmatch(f"kos: error: {said}", str(exit.value.code)) and told == ("", "")
 
 
 @pytest.mark.parametrize("program", ["kernels", "recorder"])
-def test_arguments_are_looked_at_first(
+def test_arguments_are_checked_before_requirements(
     program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also without PyTorch."""
@@ -200,7 +200,7 @@ def test_arguments_are_looked_at_first(
         (None, ["mock"], "no CUDA driver", "its ranks are threads of one process (start without mpirun)"),
     ],
 )
-def test_a_backend_that_cannot_be_measured_here_says_why(
+def test_a_backend_that_cannot_be_measured_is_reported_with_the_reason(
     device: int | None, backends: list[str], no_gpu: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "unavailable", lambda: no_gpu)
@@ -211,7 +211,7 @@ def test_a_backend_that_cannot_be_measured_here_says_why(
     assert benchmark.skipped == dict.fromkeys(backends, reason)
 
 
-def test_only_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_results_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.collectives import plot
 
@@ -241,8 +241,8 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.startswith("kos: error: ") and said in error
 
 
-def test_an_algorithm_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the operations that were asked for."""
+def test_an_algorithm_is_measured_where_it_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the requested operations."""
     file = tmp_path / "rows.json"
     monkeypatch.setattr(sys, "argv", ["collectives"])
     asked = ["--collective", "all", "--algorithm", "two_shot,one_shot,deterministic", "--json", str(file)]
@@ -286,7 +286,7 @@ def test_uneven_sizes_beside_open_mpi(tmp_path: Path) -> None:
     assert not any(row["wrong"] for row in rows)
 
 
-def test_the_command_is_what_was_typed_without_the_paths_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_command_has_no_machine_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*report.NOTED, "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     typed = ["--json=/home/me/a.json", "/tmp/b/", "../c d", "~/e", "runs/f", "--sizes=1K:4K:x4", "--lr", "1e-3"]
@@ -297,7 +297,7 @@ def test_the_command_is_what_was_typed_without_the_paths_of_the_machine(monkeypa
     assert report.command("x.y", typed) == f"NCCL_ALGO=ring mpirun -n 3 python -m x.y {said}"
 
 
-def test_what_calls_cost_in_two_trees(
+def test_call_costs_of_two_trees_are_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "costs.json"

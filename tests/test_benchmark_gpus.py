@@ -1,4 +1,4 @@
-"""The benchmark of collectives on GPUs that are stand-ins: slots, checks, timers, limits."""
+"""The benchmark of collectives on emulated GPUs: slots, checks, timers, device limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class StandIn:
-    """A kernel of ``device.cu`` on the memory that stands for a GPU's."""
+    """A kernel of ``device.cu``, emulated on host memory."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -51,8 +51,8 @@ class StandIn:
 
 
 @pytest.mark.parametrize(("op", "in_place"), [*PLACES, ("routing", False)])
-def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots, checks, timers, our calls and those of raw NCCL, where the GPU and NCCL are stand-ins on the host."""
+def test_rows_on_emulated_gpus(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, checks, timers, calls of kos and of raw NCCL; the GPU and NCCL are emulated on the host."""
     ranks = 2
     case = Case.of(op, 9 * 7168 * 2 if op == "routing" else 1000 * ranks, "bfloat16", "sum", ranks, in_place)
     group = Group(ranks)
@@ -74,7 +74,7 @@ def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.
         for mode in DeviceTimer.MODES:
             for each, s in zip(runs, measure(job, timer, runs, mode, 3, 3), strict=True):
                 found.append((f"{each.name} {mode}", s.iterations, s.wrong, s.time_us > 0 and s.cpu_us > 0))
-        space.fill(0, 0)  # and now a wrong one: nothing was done
+        space.fill(0, 0)  # a wrong result: the call did nothing
         space.check(0, 0)
         found.append(("nothing", 0, space.wrong(), True))
         implementations[0].close()
@@ -92,8 +92,8 @@ def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.
     assert (untouched[2] > 0) != there and other[-1][2] >= 0
 
 
-def test_limits_of_gpus_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is launched, copied and gathered; every interval takes 0.5 ms."""
+def test_device_limits_on_emulated_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches, copies and the figures of all ranks, if every interval takes 0.5 ms."""
     stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
     bytes_copied: list[int] = []
 

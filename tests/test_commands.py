@@ -89,7 +89,7 @@ def test_flags_of_mpirun_for_root_and_for_few_cores(
     assert "--map-by" not in commands.mpirun(2, here=False)
 
 
-def test_an_mpirun_that_answers_in_another_encoding(environment: Path) -> None:
+def test_an_mpirun_whose_version_is_not_utf8(environment: Path) -> None:
     _program(environment / "mpirun", "mpirun (Open MPI) 5.0.11, paramétré")
     assert commands.mpi_of(str(environment / "mpirun")) == "Open MPI"
 

@@ -45,7 +45,7 @@ def test_alone() -> None:
     assert "CUDA" in verdicts and any(line.startswith("mpi ") for line in report["backends"])
 
 
-def test_no_stderr() -> None:
+def test_stderr_that_is_closed() -> None:
     code, said = run("--json", launcher=("sh", "-c", 'exec "$@" 2>&-', "sh"))
     assert code == 0 and json.loads(said)["will_communicate"]
 

@@ -95,7 +95,7 @@ def test_an_output_that_cannot_be_written_is_one_line(words: str) -> None:
 
 
 @pytest.mark.parametrize("words", SAYING)
-def test_a_reader_that_stops_and_an_output_of_ascii_end_no_command(words: str) -> None:
+def test_a_closed_pipe_or_an_ascii_output_ends_no_command_with_an_error(words: str) -> None:
     command = ["env", "PYTHONIOENCODING=ascii", sys.executable, "-m", "kos", *words.split()]
     done = subprocess.run(command, capture_output=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.isascii()
@@ -130,7 +130,7 @@ main(["schedules"])
 
 
 @pytest.mark.parametrize("words", ["schedules", "sample --help", "plot --help"])
-def test_commands_need_no_docstrings(words: str) -> None:
+def test_commands_work_without_docstrings(words: str) -> None:
     done = run(sys.executable, "-OO", "-m", "kos", *words.split())
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -134,7 +134,7 @@ class CallCache:
             comm._group.note(call, 3)
             work = comm.backend.start(call)
         except BaseException as error:
-            comm._cut_short(error, call)
+            comm._fail_if_interrupted(error, call)
             raise
         if work is not None:
             try:

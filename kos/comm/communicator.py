@@ -310,7 +310,7 @@ class Communicator(Operations):
                 self._group.note(numbered, depth)
                 work = self.backend.start(numbered)
             except BaseException as error:
-                self._cut_short(error, numbered)
+                self._fail_if_interrupted(error, numbered)
                 raise
             if work is not None:
                 work.wait()
@@ -585,7 +585,7 @@ class Communicator(Operations):
             self._group.note(call, depth)  # frames up to the caller of the operation
             work = self.backend.start(call)
         except BaseException as error:
-            self._cut_short(error, call)
+            self._fail_if_interrupted(error, call)
             raise
         options, recv = o.options, o.recv
         if work is not None and options.overlap:
@@ -604,16 +604,17 @@ class Communicator(Operations):
                 self._group.note(call, 3)
             return self.backend.start_all(calls, overlap) if calls else []
         except BaseException as error:
-            self._cut_short(error, *calls)
+            self._fail_if_interrupted(error, *calls)
             raise
 
-    def _cut_short(self, error: BaseException, *calls: Call) -> None:
-        """Break the communicator on all ranks if Ctrl-C came after a call took its number: it may not have started.
+    def _fail_if_interrupted(self, error: BaseException, *calls: Call) -> None:
+        """Break the communicator on all ranks if Ctrl-C or SystemExit interrupted the launch of ``calls``.
 
-        Of several calls, the first fails.  On a GPU the other ranks find this out by their timeout.
+        A call that has a number may not have started.  The error is that of the first call.  On GPUs nothing is done:
+        the other ranks raise at their timeout.
         """
-        ends = isinstance(error, KeyboardInterrupt | SystemExit) and self.device is None
-        if not ends or self.backend.broken is not None:
+        interrupted = isinstance(error, KeyboardInterrupt | SystemExit) and self.device is None
+        if not interrupted or self.backend.broken is not None:
             return
         call = next((call for call in calls if call.collective), calls[0])
         launched = sum(each.collective for each in calls) or len(calls)

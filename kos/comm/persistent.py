@@ -58,7 +58,7 @@ class Persistent(Generic[T]):
             comm._group.note(call, 2)
             work = comm.backend.start(call)
         except BaseException as error:
-            comm._cut_short(error, call)
+            comm._fail_if_interrupted(error, call)
             raise
         if work is None:
             if self._queued is not None:

@@ -118,7 +118,7 @@ def _watch() -> None:
 
 
 def _log(backend: Any, error: Exception) -> None:
-    """Log an error of a check, once: each tick may have the same."""
+    """Log an error of a check the first time: each tick may raise the same one."""
     logged, text = _logged.setdefault(backend, set()), f"{type(error).__name__}: {error}"
     if text not in logged:
         logged.add(text)

@@ -167,7 +167,7 @@ class ProgressThread:
     def close(self) -> None:
         """End the thread; operations in flight then advance only while the program waits."""
         if os.getpid() != self._process:
-            return  # a forked process has no such thread, and the event may be locked there for ever
+            return  # a forked process has no such thread, and the event's lock may stay held there
         self._engine.thread, self._closed = None, True
         self._event.set()
         if self._thread.ident is not None:

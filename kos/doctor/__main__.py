@@ -52,7 +52,7 @@ class Doctor:
         self.alarm = threading.Timer(seconds + GRACE, self.abort)
         self.alarm.daemon = True
         self.alarm.start()
-        if sys.stderr is not None:  # else it was closed before
+        if sys.stderr is not None:  # None if it was closed
             faulthandler.dump_traceback_later(seconds + 2 * GRACE, exit=True)
 
     def rest(self) -> None:

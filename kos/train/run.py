@@ -25,7 +25,7 @@ from kos.errors import (
     OutOfMemory,
     TrainingError,
 )
-from kos.train.checkpoint import begin, checkpoint, huggingface
+from kos.train.checkpoint import checkpoint, compatibility, huggingface
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
@@ -103,8 +103,8 @@ class Trainer:
     def _load_data(self) -> Dataset:
         """Prepared by one rank of each machine; the others find what it kept."""
         first = self.comm.local_rank == 0
-        began_with_weights = self._resumes and self.config.init_from is not None  # which may be gone
-        weights = self.source if began_with_weights else None
+        initialized = self._resumes and self.config.init_from is not None
+        weights = self.source if initialized else None  # the checkpoint: the folder of ``init_from`` may be gone
 
         @self.stop.at_once()
         def load() -> Dataset:
@@ -136,7 +136,7 @@ class Trainer:
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
         self._check_free(step, saved_step)
         theirs = huggingface.read_config(path)
-        begin.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
+        compatibility.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
         return str(path), step, saved_step, True
 
     def _check_free(self, start: int, saved_step: int) -> None:
@@ -166,10 +166,10 @@ class Trainer:
 
     def _check_source(self) -> None:
         source = Path(str(self.source))
-        begin.check_tokenizer(source, self.data.tokenizer)
+        compatibility.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
-            begin.warn_of_changes(self._found, self.config, self.description)
-        begin.check_model(source, huggingface.read_config(source), self.model_config)
+            compatibility.warn_of_changes(self._found, self.config, self.description)
+        compatibility.check_model(source, huggingface.read_config(source), self.model_config)
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:

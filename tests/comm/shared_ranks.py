@@ -28,7 +28,7 @@ class SharedOnly(HostBackend):
 
 
 def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) -> list[Any]:
-    """What ``fn(comm)`` returned on each rank."""
+    """The result of ``fn(comm)`` on each rank."""
 
     def body(rendezvous: ThreadRendezvous) -> Any:
         comm = Communicator(SharedOnly(rendezvous), rendezvous, {}, TIMEOUT)
@@ -41,6 +41,6 @@ def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) ->
 
 
 def end_process(comm: kos.Communicator) -> None:
-    """As if this rank's process had ended, and another one had its number by now."""
+    """Make other ranks see that this rank's process has ended, and that its process ID was reused."""
     calls: Any = comm.backend._calls  # type: ignore[attr-defined]
     calls._words[calls._line + STARTED] += 1

@@ -23,7 +23,7 @@ from tests.comm.test_streams import Device, Stream
 
 
 class Tensor:
-    """A torch tensor on a GPU, as far as kos looks at one."""
+    """A torch tensor on a GPU, with the attributes that kos uses."""
 
     __module__ = "torch"
     is_cuda = True
@@ -48,7 +48,7 @@ class Tensor:
 
 
 class Plain(Tensor):
-    """One of which kos asks torch, and not DLPack, where it lies."""
+    """A tensor whose address kos reads by ``data_ptr``, not by DLPack."""
 
     layout, dtype, requires_grad, contiguous = "strided", "torch.float32", False, True
 
@@ -64,7 +64,7 @@ class Plain(Tensor):
 
 
 class Torch:
-    """torch's current stream: of its pool, the legacy default stream, or somebody else's."""
+    """torch's current stream: from its pool, the legacy default stream, or an external stream."""
 
     Tensor, strided = None, "strided"
 
@@ -100,18 +100,18 @@ def test_torchs_current_stream_is_followed(torch: Torch) -> None:
     x = tensor()
     buffer = as_buffer(x, "x", True)
     assert (buffer.stream, buffer.queue, buffer.array) == (streams.LEGACY, None, x)
-    torch.handle, torch.stream_id = 5000, 35  # of its pool, which keeps it
+    torch.handle, torch.stream_id = 5000, 35  # from its pool, which keeps it alive
     for _ in range(2):
         buffer = as_buffer(x, "x", True)
         assert buffer.stream == 5000 and not isinstance(buffer.queue, int)
-    torch.handle = torch.stream_id = 6000  # somebody else's
+    torch.handle = torch.stream_id = 6000  # an external stream
     buffer = as_buffer(x, "x", True)
     assert (buffer.stream, buffer.queue) == (6000, 6000)
     assert as_buffer(x, "x", True, 7).stream == 7, "stream= wins"
     assert set(x.asked) == {-1}, "nothing has to wait: it is the stream on which torch works"
 
 
-def test_a_tensor_in_gives_a_tensor_back(torch: Torch) -> None:
+def test_results_for_a_tensor_are_tensors(torch: Torch) -> None:
     comm, torch.handle, torch.stream_id = alone(), 5000, 35
     x = tensor()
     for call in (comm.reduce_scatter, comm.all_gather, comm.all_to_all, comm.gather):
@@ -126,7 +126,7 @@ def test_a_tensor_in_gives_a_tensor_back(torch: Torch) -> None:
 
 
 def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
-    """Which refuses what is not plain: complex numbers that may be conjugated, strides, gradients."""
+    """DLPack refuses tensors with lazy conjugation, strides or gradients."""
     torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35
     x = Plain(Array.zeros((2, 3), np.float32, 0))
     buffer = as_buffer(x, "x", True)
@@ -140,7 +140,7 @@ def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
         assert other.asked == [-1], name
 
 
-def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+def test_cupys_current_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
     device = Device()
     device.install(driver.cu)
 
@@ -166,8 +166,8 @@ def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: To
     comm.close()
 
 
-def test_a_jax_array_in_gives_a_jax_array_back(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
-    """Its memory is held until the GPU is done with it, for JAX knows nothing of the stream."""
+def test_results_for_a_jax_array_are_jax_arrays(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+    """Its memory is held until the GPU has finished, because JAX does not know the stream."""
     over = [0]
     monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (over[0],))
 
@@ -194,7 +194,7 @@ def test_a_jax_array_in_gives_a_jax_array_back(monkeypatch: pytest.MonkeyPatch, 
     comm.close()
 
 
-def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_for_a_host_tensor_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     class HostTensor:
         __module__ = "torch"
         is_cuda = False
@@ -223,8 +223,8 @@ def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch)
     spawn(body, 2)
 
 
-def test_managed_memory_is_a_gpus(torch: Torch) -> None:
-    """By one rule, through every door."""
+def test_managed_memory_is_gpu_memory(torch: Torch) -> None:
+    """In ``from_dlpack`` and in calls."""
 
     class Managed(Tensor):
         def __dlpack_device__(self) -> tuple[int, int]:

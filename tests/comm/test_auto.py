@@ -75,7 +75,7 @@ KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}
 
 
 class Log(list[str]):
-    """By which part each operation of a rank was started."""
+    """The backend that started each operation of a rank."""
 
     def __init__(self, comm: kos.Communicator) -> None:
         backend = comm.backend
@@ -113,7 +113,7 @@ def zeros(count: int, dtype: Any = np.float16, stream: Any = None) -> Array:
 
 
 @on_each_rank(run)
-def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /) -> None:
+def test_routes_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /) -> None:
     f2, f4 = np.float16, np.float32
     for count, dtype in ((1, f2), (2048, f2), (2049, f2), (256, f4), (257, f4)):
         x = Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)
@@ -138,13 +138,13 @@ def test_by_operation_size_and_dtype(comm: kos.Communicator, log: Log, /) -> Non
 
 
 def way(comm: kos.Communicator, name: str, count: int, **options: Any) -> str:
-    """The part that carries an operation in place."""
+    """The backend that carries an operation in place."""
     x = comm_buffer(zeros(count))
     return comm.backend.choose_backend(Operation(name, comm.rank, Options(**options), x, x))[0].name
 
 
 @on_each_rank(run)
-def test_rank_order_and_named_algorithms(comm: kos.Communicator, log: Log, /) -> None:
+def test_routes_of_deterministic_calls_and_named_algorithms(comm: kos.Communicator, log: Log, /) -> None:
     ways = [way(comm, "all_reduce", 1 << 20, **of) for of in ({}, {"deterministic": True}, {"algorithm": "ring"})]
     assert ways == ["nccl", "peer", "peer"]
 
@@ -154,15 +154,15 @@ def comm_buffer(x: Array) -> Any:
 
 
 @on_each_rank(run)
-def test_operations_whose_bytes_differ_between_ranks_go_one_way(comm: kos.Communicator, log: Log, /) -> None:
-    """Rank 0 sends little and gets much: by size the two would part."""
+def test_operations_whose_bytes_differ_between_ranks_have_one_route(comm: kos.Communicator, log: Log, /) -> None:
+    """Rank 0 sends little and receives much: by their own sizes the ranks would choose different routes."""
     mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
     comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
     assert log == ["peer"]
 
 
-def test_symmetric_buffers_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the table makes depend on them is asked for there only."""
+def test_routes_of_symmetric_buffers_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers and captures are queried only for the calls whose route depends on them."""
     state = SimpleNamespace(captured=False, asked=0)
 
     def is_captured(stream: int) -> bool:
@@ -185,7 +185,7 @@ def test_symmetric_buffers_and_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     run(body)
 
 
-def test_registered_by_the_first_part_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_register_uses_the_first_backend_that_accepts_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Peer takes memory of cudaMalloc, nccl that of the driver; where both refuse, the error names both."""
     refusing: list[type[NCCLBackend]] = []
 
@@ -213,7 +213,7 @@ def test_registered_by_the_first_part_that_takes_it(monkeypatch: pytest.MonkeyPa
 
 
 @on_each_rank(run)
-def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /) -> None:
+def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log, /) -> None:
     counts = (4096, 8, 5000, 16)
     xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
     host = np.full(3, comm.rank + 1, np.float32)
@@ -227,8 +227,8 @@ def test_a_batch_goes_part_by_part(comm: kos.Communicator, log: Log, /) -> None:
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /) -> None:
-    """That of their numbers, whatever goes by which part: the ranks look at how far each has come."""
+def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: Log, /) -> None:
+    """In the order of their numbers, whichever backend carries a call: ranks compare how far each has come."""
     calls = comm.backend.host._calls
     assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)
     begun: list[int] = []
@@ -243,7 +243,7 @@ def test_parts_of_a_batch_begin_in_one_order(comm: kos.Communicator, log: Log, /
 
 
 @on_each_rank(run)
-def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(comm: kos.Communicator, log: Log, /) -> None:
+def test_a_persistent_call_has_the_route_of_other_calls_in_a_graph(comm: kos.Communicator, log: Log, /) -> None:
     persistent = comm.reduce_init(zeros(8, stream=5))
     for graph in (nullcontext, captures, nullcontext):
         part = "peer" if graph is captures else "nccl"
@@ -260,8 +260,8 @@ def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(comm: kos.Communic
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_what_is_persistent_tells_nothing_of_the_other_part(comm: kos.Communicator, log: Log, /) -> None:
-    """Of the kernel that carried it in a graph: ranks know their calls by their own addresses."""
+def test_a_start_in_a_graph_does_not_change_the_eager_route(comm: kos.Communicator, log: Log, /) -> None:
+    """Ranks may pass different arrays to the eager call in between."""
     x, y = zeros(8, stream=5), zeros(8, stream=5)
     persistent = comm.reduce_init(x)
     comm.reduce(y)
@@ -274,7 +274,7 @@ def test_what_is_persistent_tells_nothing_of_the_other_part(comm: kos.Communicat
 
 
 @on_each_rank(run)
-def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, log: Log, /) -> None:
+def test_each_backend_is_closed_if_the_close_of_another_fails(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     ended: list[str] = []
 
@@ -290,7 +290,7 @@ def test_each_part_is_closed_whatever_fails_of_another(comm: kos.Communicator, l
 
 
 @pytest.mark.parametrize("parts", ["nccl", "peer"])
-def test_one_backend_alone_carries_everything(parts: str) -> None:
+def test_a_single_backend_carries_all_operations(parts: str) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         assert comm.backend_name == f"{parts}+mock"
         for count in (1, 1 << 20):
@@ -301,7 +301,7 @@ def test_one_backend_alone_carries_everything(parts: str) -> None:
 
 
 @on_each_rank(run)
-def test_splits_keep_both(comm: kos.Communicator, log: Log, /) -> None:
+def test_splits_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     for part in backend.gpus:
         kind = type(part)
@@ -312,7 +312,7 @@ def test_splits_keep_both(comm: kos.Communicator, log: Log, /) -> None:
 
 
 @pytest.mark.parametrize("failing", ["nccl", "peer"])
-def test_a_failure_of_one_part_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_failure_of_one_backend_breaks_the_communicator(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
     monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
     monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
@@ -336,7 +336,7 @@ def test_a_failure_of_one_part_is_the_end_of_all(monkeypatch: pytest.MonkeyPatch
 
 
 @on_each_rank(run)
-def test_the_ranks_that_are_left_keep_both(comm: kos.Communicator, log: Log, /) -> None:
+def test_survivors_of_a_shrink_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
     comm.all_reduce(zeros(1))
     comm.rendezvous.barrier()
     if comm.rank == 0:
@@ -351,7 +351,7 @@ def test_the_ranks_that_are_left_keep_both(comm: kos.Communicator, log: Log, /) 
 
 
 @on_each_rank(run)
-def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, /) -> None:
+def test_a_failure_on_the_host_breaks_calls_on_gpus(comm: kos.Communicator, log: Log, /) -> None:
     if comm.rank:
         return
     backend = comm.backend
@@ -361,7 +361,7 @@ def test_a_failure_on_the_host_stops_the_gpus(comm: kos.Communicator, log: Log, 
 
 
 @on_each_rank(run)
-def test_an_abort_is_told_before_anything_is_waited_for(comm: kos.Communicator, log: Log, /) -> None:
+def test_an_abort_is_reported_before_it_waits(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     for part in (*backend.gpus, backend.host):
         part.abort = lambda reason, name=part.name: log.append(f"{name}: {reason}")
@@ -372,7 +372,7 @@ def test_an_abort_is_told_before_anything_is_waited_for(comm: kos.Communicator, 
 
 
 @on_each_rank(run, host=SharedOnly)
-def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
+def test_an_abort_reaches_ranks_that_wait_for_a_gpu(comm: kos.Communicator, log: Log, /, queued: FakeNCCL) -> None:
     comm.all_reduce(zeros(5000))
     part = comm.backend.gpus[0]
     comm.rendezvous.barrier()
@@ -384,13 +384,13 @@ def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(comm: kos.Communicator, 
 
 
 @on_each_rank(run)
-def test_the_parts_overlap_on_one_stream(comm: kos.Communicator, log: Log, /) -> None:
+def test_the_backends_overlap_on_one_stream(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     assert backend.gpus[0]._side is backend.gpus[1]._side is not None
 
 
 @on_each_rank(run)
-def test_ranks_that_route_differently_make_different_calls(comm: kos.Communicator, log: Log, /) -> None:
+def test_calls_with_different_routes_are_a_mismatch(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
     x = comm_buffer(zeros(8))
     calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
@@ -426,7 +426,7 @@ def test_peer_takes_part_where_it_was_measured(
     assert probes["peer"] == Probe(not broken, why)
 
 
-def test_explain_says_what_goes_how() -> None:
+def test_explain_describes_the_routes() -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         said = comm.explain()
         assert re.search("tuning table +in use +the test", said)

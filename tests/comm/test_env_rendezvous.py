@@ -1,4 +1,4 @@
-"""Rendezvous by environment: launchers, and every way to start a job wrongly."""
+"""Rendezvous by environment variables: launchers, and jobs that are started wrongly."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ with kos.init(timeout=60) as comm:
 """
 
 
-@pytest.mark.parametrize(("size", "more"), [(3, {}), (2, {"LOCAL_RANK": "0"})], ids=["all", "told"])
+@pytest.mark.parametrize(("size", "more"), [(3, {}), (2, {"LOCAL_RANK": "0"})], ids=["default", "LOCAL_RANK"])
 def test_plain_shells(size: int, more: dict[str, str]) -> None:
-    """The rank on the host is the launcher's, if it tells one."""
+    """The local rank is the launcher's, if it sets one."""
     total = size * (size + 1) // 2
     expected = [(0, f"rank {r} of {size}, local {0 if more else r}, on tcp: {total}\n") for r in range(size)]
     assert run_processes(SCRIPT, size, **more) == expected

@@ -1,4 +1,4 @@
-"""Messages over sockets and through shared memory: what is kept for later, other sizes, credits, ranks that abort."""
+"""Messages over sockets and through shared memory: unexpected messages, wrong sizes, credits, ranks that abort."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def run(kind: str) -> Callable[..., Any]:
 
 
 def ends(comm: kos.Communicator) -> list[Any]:
-    """What holds the messages between this rank and each other one."""
+    """The connection or mailbox to each other rank."""
     transport: Any = comm.backend.transport  # type: ignore[attr-defined]
     return list(transport._boxes.values() if hasattr(transport, "_boxes") else transport.peers.values())
 
 
 def kept(comm: kos.Communicator) -> list[bytes]:
-    """The data of messages that came before they were received."""
+    """The data of messages that arrived before their receive."""
     [end] = ends(comm)
     if hasattr(end, "arrived"):
         return [data for what, _, data, _ in end.arrived if what < shared_messages._RTS]
@@ -64,13 +64,13 @@ def assert_nothing_is_left(comm: kos.Communicator) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, EAGER // 2, EAGER // 2 + 1, EAGER, EAGER + 1, LONG])
 @on_each_rank("run")
-def test_messages_that_nobody_asked_for_yet(comm: kos.Communicator, /, count: int) -> None:
+def test_messages_that_arrive_before_their_receive(comm: kos.Communicator, /, count: int) -> None:
     receive_in_another_order(comm, count)
     assert_nothing_is_left(comm)
 
 
 @pytest.mark.parametrize("count", [1, EAGER + 1, LONG])
-def test_memory_of_a_sender_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+def test_messages_if_the_senders_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(direct.Direct, "_read_token", lambda *_: b"")
     TCPRanks(2).run(lambda comm: (receive_in_another_order(comm, count), assert_nothing_is_left(comm)))
 
@@ -81,7 +81,7 @@ def test_memory_of_a_sender_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("posted", ["before", "after"])
 @on_each_rank("run")
 def test_message_of_another_size_or_dtype(comm: kos.Communicator, /, count: int, dtype: Any, posted: str) -> None:
-    """The receiver raises, and the sender of a long message, which was not read, too."""
+    """The receiver raises.  The sender of a long message, which was not read, raises too."""
     message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of {np.dtype(dtype).name}"
     expected = np.full(3, 7, np.uint8)
     if comm.rank == 1 and posted == "before":
@@ -118,7 +118,7 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
             for work in works:
                 work.wait()
         else:
-            comm.recv(np.ones(1), 0, 3)  # whatever can come has come
+            comm.recv(np.ones(1), 0, 3)  # all messages that can arrive have arrived
             lengths = [len(data) for data in kept(comm)]
             assert number > len(lengths) > number // 8
             assert sum(lengths) + len(lengths) * module.OVERHEAD_BYTES <= credit
@@ -130,7 +130,7 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
 
 
 def test_an_announced_message_of_a_rank_that_aborts(run: Any) -> None:
-    """It was never sent: the receive names the rank, as one of a message that was not announced does."""
+    """Its data was never sent.  The receive names the rank, as for a message that was not announced."""
     gone = threading.Event()
 
     def body(comm: kos.Communicator) -> None:
@@ -144,7 +144,7 @@ def test_an_announced_message_of_a_rank_that_aborts(run: Any) -> None:
             gone.set()
         else:
             assert gone.wait(TIMEOUT)
-            for count in (1, LONG):  # the first reads what came
+            for count in (1, LONG):  # the first one reads the announcement
                 with pytest.raises(RankLost, match="recv #. .* rank 1 is gone: it had enough"):
                     part.recv(np.zeros(count, np.uint8), 1, tag=int(count == 1))
         comm.barrier()

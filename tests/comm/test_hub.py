@@ -1,4 +1,4 @@
-"""The hub of a rendezvous by environment: exchanges, calls that differ, ranks that go or stall."""
+"""The hub of a TCP rendezvous: exchanges, calls that differ, ranks that are lost or stall."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_allgather_and_split(size: int) -> None:
     run_ranks(size, body)
 
 
-def test_a_few_hundred_ranks() -> None:
+def test_allgather_on_200_ranks() -> None:
     def body(rendezvous: EnvRendezvous) -> None:
         for _ in range(5):
             assert rendezvous.allgather(bytes([rendezvous.rank])) == [bytes([r]) for r in range(200)]
@@ -65,7 +65,7 @@ def test_a_few_hundred_ranks() -> None:
     run_ranks(200, body)
 
 
-def test_the_last_answers_arrive_though_nobody_closed() -> None:
+def test_the_last_answers_arrive_without_a_close() -> None:
     """The process of rank 0 ends only when the hub has sent the answer to the others."""
     code = "from kos.comm.rendezvous.env import EnvRendezvous\nEnvRendezvous(60).allgather(b'x' * 30_000_000)"
     port = free_port()
@@ -78,7 +78,7 @@ def test_the_last_answers_arrive_though_nobody_closed() -> None:
     assert result == (0, "")
 
 
-def test_a_group_that_its_hub_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_freed_on_the_thread_of_its_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector may free a group on the thread of its hub."""
     errors: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", errors.append)
@@ -117,7 +117,7 @@ KINDS = pytest.mark.parametrize("run", [run_ranks, partial(on_threads, timeout=T
 
 @KINDS
 def test_calls_that_differ_raise_on_all_ranks(run: Any) -> None:
-    """One rank gathers where the others split; nobody gets the bytes of another call, then or later."""
+    """One rank gathers while the others split.  No rank gets the bytes of another call, then or later."""
 
     def body(rendezvous: Rendezvous) -> list[str]:
         rendezvous.barrier()
@@ -137,7 +137,7 @@ def test_calls_that_differ_raise_on_all_ranks(run: Any) -> None:
 @KINDS
 @pytest.mark.parametrize("how", ["late", "interrupted", "closed"])
 def test_the_first_failure_is_raised_again(run: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that comes after another one's timeout does not join its next exchange instead."""
+    """A rank that arrives after the timeout of another does not join that rank's next exchange."""
     given_up = threading.Barrier(2)
 
     def body(rendezvous: Rendezvous) -> list[str]:
@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
     def body(rendezvous: EnvRendezvous) -> None:
         problem = ""
         if rendezvous.rank == 2:
-            rendezvous.allgather(b"")  # with which connect begins
+            rendezvous.allgather(b"")  # the first step of connect
         else:
             with pytest.raises(RendezvousError) as caught:
                 rendezvous.connect()
@@ -190,7 +190,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("how", ["killed", "aborted", "closed"])
 @pytest.mark.parametrize("gone", [0, 2])
-def test_a_rank_that_goes(how: str, gone: int) -> None:
+def test_a_rank_that_is_lost(how: str, gone: int) -> None:
     why = {
         "killed": "its connection was closed",
         "aborted": "it aborted the group",
@@ -201,7 +201,7 @@ def test_a_rank_that_goes(how: str, gone: int) -> None:
         rendezvous.barrier()
         if rendezvous.rank == gone:
             if how == "killed":
-                rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for the dead
+                rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)  # as the kernel does when a process dies
             elif how == "aborted":
                 rendezvous.abort(1)
             else:
@@ -215,7 +215,7 @@ def test_a_rank_that_goes(how: str, gone: int) -> None:
 
 
 def test_rank_0_aborts_at_once() -> None:
-    """Whatever the others do: they learn of it when they come."""
+    """The abort does not wait for the other ranks, which learn of it in their next call."""
     aborted = threading.Event()
 
     def body(rendezvous: EnvRendezvous) -> float:
@@ -234,13 +234,13 @@ def test_rank_0_aborts_at_once() -> None:
 
 @pytest.mark.parametrize(("late", "within"), [(0, False), (1, False), (1, True)])
 def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its message, or within."""
+    """Before it sends its message, or within it."""
     met, named = threading.Barrier(3), threading.Barrier(3)
     come_first(monkeypatch, 2)
 
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.timeout = 0.3
-        if late == 0 and rendezvous._hub is not None:  # else it follows what rank 0 waits with
+        if late == 0 and rendezvous._hub is not None:  # else the hub uses the timeout of rank 0
             rendezvous._hub.timeout = 0.3
         began = time.monotonic()  # before any rank waits: the hub counts from the first
         met.wait(20)
@@ -255,7 +255,7 @@ def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytes
     run_ranks(3, body)
 
 
-def test_a_rank_that_does_not_read_keeps_no_other_waiting() -> None:
+def test_a_rank_that_does_not_read_delays_no_other_rank() -> None:
     came = threading.Event()
 
     def body(rendezvous: EnvRendezvous) -> None:
@@ -270,7 +270,7 @@ def test_a_rank_that_does_not_read_keeps_no_other_waiting() -> None:
     run_ranks(3, body)
 
 
-def test_a_process_that_rank_0_forked_holds_no_end_of_its_connection() -> None:
+def test_a_forked_process_does_not_keep_rank_0s_connection_open() -> None:
     mine, hubs = pair()
     (ready, began), (asleep, wake) = os.pipe(), os.pipe()
     if not (child := os.fork()):
@@ -280,7 +280,7 @@ def test_a_process_that_rank_0_forked_holds_no_end_of_its_connection() -> None:
         os._exit(0)
     assert os.read(ready, 1)
     mine.close()
-    assert hubs.drain()  # its end, though the child lives
+    assert hubs.drain()  # the connection has ended, although the child lives
     for descriptor in (ready, began, asleep, wake):
         os.close(descriptor)
     assert os.waitpid(child, 0)[1] == 0
@@ -296,7 +296,7 @@ def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
         rendezvous.allgather(b"")
 
 
-def test_more_than_a_message_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_of_too_many_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.comm.rendezvous.hub.MAX_MESSAGE", 1000)
 
     def body(rendezvous: EnvRendezvous) -> None:

@@ -38,7 +38,7 @@ def mpirun(ranks: int, path: str, *options: str, fresh: bool = False) -> subproc
 
 
 def output(tmp_path: Path, text: str, ranks: int = 0, fresh: bool = False) -> str:
-    """What a program prints that ends well and complains of nothing; with no ranks it is started without mpirun."""
+    """The output of a program that succeeds and writes nothing to stderr; without mpirun if ``ranks`` is 0."""
     path = program(tmp_path, text)
     done = mpirun(ranks, path, fresh=fresh) if ranks else start(sys.executable, path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -249,7 +249,7 @@ def test_after_mpi_finalize(tmp_path: Path, before: str) -> None:
 
 @needs_mpirun
 def test_a_rendezvous_by_mpi_that_is_out_of_step(tmp_path: Path) -> None:
-    """Calls that differ, and a rank that comes after the other has given up: it has what that one sent, once."""
+    """Calls that differ, and a rank that arrives after the timeout of the other: it gets that rank's message once."""
     text = """
 from kos.comm.rendezvous.mpi import MPIRendezvous
 world = MPIRendezvous(timeout=60)

@@ -131,7 +131,7 @@ def test_an_error_of_one_rank(several: Any, error: BaseException, raised: type[B
 
 
 class Interrupted:
-    """A counter whose next number is lost, for Ctrl-C comes before anybody has it."""
+    """A counter that raises KeyboardInterrupt after it has counted: the number is lost."""
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.numbers, self.over = numbers, False
@@ -161,7 +161,7 @@ def batch(comm: kos.Communicator, x: Any) -> None:
 
 
 def interrupt_a_launch(comm: kos.Communicator, name: str) -> None:
-    """All ranks learn at once of a call that Ctrl-C has kept from starting."""
+    """All ranks raise at once if Ctrl-C interrupts the start of a call on rank 1."""
     call, x = CALLS[name], np.ones(4)
     persistent = comm.all_reduce_init(np.ones(4))
     for _ in range(3):

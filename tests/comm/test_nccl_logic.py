@@ -67,7 +67,7 @@ def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
 
 
 def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
-    """What is launched from now on by a thread that may be left behind: the launch may wait for other ranks."""
+    """Record the launches made on a thread with a timeout, since they may wait for other ranks."""
     found: list[str] = []
     usual = comm.backend.bounded
     comm.backend.bounded = lambda run, timeout, what: (found.append(what), usual(run, timeout, what))[1]
@@ -87,7 +87,7 @@ def test_only_the_first_batch_of_its_kind_may_wait(gpu: Any, /, fake: FakeNCCL) 
 
 
 @on_each_rank(FakeRanks(3).run)
-def test_the_first_message_to_each_peer_may_wait(gpu: Any, /, fake: FakeNCCL) -> None:
+def test_the_first_message_to_each_peer_is_launched_with_a_timeout(gpu: Any, /, fake: FakeNCCL) -> None:
     """NCCL connects two ranks when one first sends to the other, whatever that has sent elsewhere."""
     comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(5, np.float32, 0)
     bounded = waits_that_are_bounded(comm)

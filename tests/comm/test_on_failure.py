@@ -111,7 +111,7 @@ def test_a_rank_that_ends_is_reported_on_mpi(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_check_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Not at every tick."""
+    """Not in each tick of the watchdog."""
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     checks, enough = itertools.count(), threading.Event()
 

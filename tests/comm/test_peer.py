@@ -366,7 +366,7 @@ def test_another_device_is_current(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_windows_are_freed_when_all_ranks_let_go(gpu: Any, /) -> None:
+def test_windows_are_freed_once_no_rank_uses_them(gpu: Any, /) -> None:
     comm, backend = gpu.comm.duplicate(), None
     backend = comm.backend
     kept = comm.allocate(10, np.float32)

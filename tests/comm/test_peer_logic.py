@@ -68,7 +68,7 @@ def ranks(no_gpu: None) -> ThreadRanks:
 
 
 def suite() -> Iterator[Any]:
-    """Tests of the conformance suite, and those of GPUs, with the arguments that they get here."""
+    """The tests of the conformance suite and of GPUs, with their arguments."""
 
     def case(module: Any, name: str, *arguments: Any, slow: bool = False) -> Any:
         label = "-".join([name, *(getattr(x, "name", str(x)) for x in arguments)])
@@ -87,7 +87,7 @@ def suite() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("module", "name", "arguments"), [*suite()])
-def test_of_the_suite(ranks: Any, seed: int, module: Any, name: str, arguments: tuple[Any, ...]) -> None:
+def test_suite_on_emulated_kernels(ranks: Any, seed: int, module: Any, name: str, arguments: tuple[Any, ...]) -> None:
     getattr(module, f"test_{name}")(ranks, seed, *arguments)
 
 
@@ -229,7 +229,7 @@ def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous: Ren
     for _ in range(3):
         rendezvous.barrier()
         time.sleep(0.3 * (rank == 0))
-        for nbytes, stall in ((8, 200_000_000), (200, 1)):  # by a packet, and in a batch
+        for nbytes, stall in ((8, 200_000_000), (200, 1)):  # as a packet, and in a batch
             if rank == 0:
                 engine.bind_exchange([(0, 0), (x.pointer, nbytes), (0, 0)], nothing, messages=True)(0)
             elif rank == 1:

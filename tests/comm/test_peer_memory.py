@@ -1,4 +1,4 @@
-"""Memory that the peer backend uses, without a GPU: windows, views, what ranks agree on, cached calls, captures."""
+"""Memory of the peer backend, without a GPU: windows, views, checks across ranks, cached calls, captures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.comm.ranks import on_each_rank
 from tests.comm.test_current_device import Devices
 from tests.comm.test_nccl_logic import test_a_window_outlives_the_graphs_that_captured_it  # noqa: F401
 from tests.comm.test_operations import on_gpu
-from tests.comm.test_peer import test_windows_are_freed_when_all_ranks_let_go  # noqa: F401 -- collected here
+from tests.comm.test_peer import test_windows_are_freed_once_no_rank_uses_them  # noqa: F401 -- collected here
 from tests.comm.test_peer_logic import SIZE, no_gpu, pytestmark, ranks
 from tests.comm.test_repeated import FORMS
 from tests.comm.test_repeated_on_hosts import check_cached
@@ -45,7 +45,7 @@ __all__ = ["no_gpu", "pytestmark", "ranks"]
 
 @pytest.mark.parametrize("persistent", [False, True])
 @on_each_rank("ranks.run")
-def test_calls_on_memory_that_is_not_registered_any_more(gpu: Any, /, persistent: bool) -> None:
+def test_calls_on_memory_that_is_no_longer_registered(gpu: Any, /, persistent: bool) -> None:
     memory = Memory(4 * 400_000 + 8192)
     start = memory.pointer + -memory.pointer % 4096
     comm, x = gpu.comm, Array(start, (400_000,), np.float32, 0, owner=memory)
@@ -63,12 +63,12 @@ def test_calls_on_memory_that_is_not_registered_any_more(gpu: Any, /, persistent
     del window
     gc.collect()
     comm.barrier()
-    comm.allocate(4, np.float32)  # frees what has no arrays on any rank
+    comm.allocate(4, np.float32)  # frees windows without arrays on any rank
     assert prepared.by(reduce)
 
 
 def test_views_put_and_get(ranks: ThreadRanks) -> None:
-    """Each rank reaches the arrays of all, in what it allocated and in parts of that, until the group is closed."""
+    """Each rank can access the symmetric arrays of all ranks, and slices of them, until the group is closed."""
     views: list[list[Array]] = [[] for _ in range(SIZE)]
 
     def body(gpu: Any) -> None:
@@ -92,7 +92,7 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
         for empty in (comm.allocate((0, 2), np.float32), x[:0], x[SIZE:]):
             assert [view.shape for view in comm.views(empty)] == [(0, 2)] * SIZE
         del empty
-        comm.allocate(2, np.float32)  # frees what no rank uses any more
+        comm.allocate(2, np.float32)  # frees windows that no rank uses
         windows = len(comm.backend._windows.memories)
         del x, ends
         comm.barrier()
@@ -108,8 +108,8 @@ def test_views_put_and_get(ranks: ThreadRanks) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_addresses_mean_nothing_once_their_window_is_freed(gpu: Any, /, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not either where the memory that was asked for then is not to be had."""
+def test_cached_routes_are_dropped_with_their_window(gpu: Any, /, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the allocation that freed the window fails."""
     comm = gpu.comm
     x = comm.allocate(4, np.float32)
     comm.all_reduce(x)
@@ -124,10 +124,10 @@ def test_addresses_mean_nothing_once_their_window_is_freed(gpu: Any, /, monkeypa
 
 
 @on_each_rank("ranks.run")
-def test_what_ranks_must_agree_on(gpu: Any, /) -> None:
-    """Where buffers lie decides the kernel of large calls, so it is compared; small ones go anywhere."""
+def test_ranks_compare_where_large_buffers_lie(gpu: Any, /) -> None:
+    """The kernel of a large call depends on where its buffers lie, so ranks compare this."""
     comm = gpu.comm
-    symmetric = (1000, Launch("one_shot", threads=64)), (None, Launch("direct"))  # packets go as elsewhere
+    symmetric = (1000, Launch("one_shot", threads=64)), (None, Launch("direct"))  # packets are as for ordinary memory
     comm.backend.use(Launches(symmetric, ((1000, Launch("one_shot")), (None, Launch("two_shot")))))
     ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
     other = comm.allocate(1 << 18, np.float32)
@@ -147,13 +147,13 @@ def test_what_ranks_must_agree_on(gpu: Any, /) -> None:
     assert not prepared.by(lambda: comm.all_reduce(other))
     comm.backend.use(comm.backend._engine.launches)
     assert prepared.by(lambda: comm.all_reduce(other)), "as before, and perhaps not on all ranks"
-    comm.barrier()  # or the last operation keeps its array, whose memory the backend gives back
+    comm.barrier()  # else the last operation would hold its array, whose memory is freed
     assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
 
 
 @on_each_rank("ranks.run")
-def test_what_the_root_alone_has_does_not_decide(gpu: Any, /) -> None:
-    """``auto`` routes by where buffers lie: every rank must find the same."""
+def test_buffers_that_only_the_root_has_do_not_choose_the_route(gpu: Any, /) -> None:
+    """``auto`` routes by where buffers lie, so every rank must find the same."""
     comm, root = gpu.comm, gpu.comm.rank == 0
     symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
     part = symmetric[:100]
@@ -168,8 +168,8 @@ def test_what_the_root_alone_has_does_not_decide(gpu: Any, /) -> None:
 
 
 @on_each_rank("ranks.run")
-def test_windows_keep_their_names_when_others_are_freed(gpu: Any, /) -> None:
-    """A rank may prepare a persistent operation earlier than another."""
+def test_windows_keep_their_numbers_when_others_are_freed(gpu: Any, /) -> None:
+    """One rank may prepare a persistent operation earlier than another."""
     comm = gpu.comm
     freed, x = (comm.allocate(1 << 17, np.float32) for _ in range(2))
     early = comm.all_reduce_init(x)
@@ -216,7 +216,7 @@ def test_repeated_calls_on_windows(gpu: Any, /, name: str) -> None:
         with captures() as graph:
             assert not call()
         assert [memory.in_graphs() for memory in windows.memories.values()] == [True] * 2
-        comm.barrier()  # or the last operation keeps its arrays
+        comm.barrier()  # else the last operation would hold its arrays
         del x, out, call, persistent
         gc.collect()
         comm.barrier()
@@ -304,8 +304,8 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: 
     ThreadRanks(1).run(body)
 
 
-def test_launches_are_bound_where_a_capture_allows_it(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a batch too, which are bound when it ends: kernels are loaded then."""
+def test_exchanges_are_bound_in_relaxed_capture_mode(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Binding may load kernels, which a capture allows in relaxed mode only.  A batch binds when it ends."""
     local, bind = threading.local(), PeerEngine.bind_exchange
 
     @contextmanager

@@ -83,7 +83,7 @@ def test_threads(size: int) -> None:
 
 
 def pair() -> list[kos.Communicator]:
-    """Those of two ranks, of which the first has a progress thread."""
+    """The communicators of two ranks.  The first has a progress thread."""
     group = ThreadGroup(2)
     return run_threads(*(
         lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, TIMEOUT), progress_thread=rank == 0)
@@ -91,8 +91,8 @@ def pair() -> list[kos.Communicator]:
     ))  # fmt: skip
 
 
-def test_sleeps_while_the_program_waits() -> None:
-    """The program polls itself: the thread would take a core from the rank that it waits for."""
+def test_the_progress_thread_sleeps_while_the_program_waits() -> None:
+    """The program polls by itself; the thread could take the core of the rank that the program waits for."""
     comm, other = pair()
     progress: Any = comm.backend.engine.thread
     thread, x = progress._thread, np.zeros(3)
@@ -171,7 +171,7 @@ except kos.errors.BackendUnavailable as error:
 FORKS = """
 import os, select, signal, sys, threading, kos
 comm = kos.init(progress_thread=True)
-lock = comm.backend.engine.thread._event._cond  # which its thread holds for a moment each time it wakes
+lock = comm.backend.engine.thread._event._cond  # its thread holds the lock briefly each time it wakes
 holder = threading.Thread(target=lock.acquire)
 holder.start(), holder.join()
 child = os.fork()

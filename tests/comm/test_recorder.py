@@ -230,23 +230,25 @@ def test_a_dump_replaces_the_last_one_whole(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def of_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a signal dumps lies in ``tmp_path``; the handler of SIGUSR2 is the default one."""
+    """A signal writes dumps to ``tmp_path``, and SIGUSR2 has the default handler."""
     monkeypatch.chdir(tmp_path)
-    for left_open in list(recorders):  # by tests before: they would write to the same file
+    for left_open in list(recorders):  # by earlier tests: they would write to the same file
         recorders.discard(left_open)
     before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_signal_dumps_and_passes_on(of_signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_writes_a_dump_and_calls_the_previous_handler(
+    of_signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KOS_RECORDER_SIGNAL", "usr2")
     heard: list[int] = []
     usr1 = signal.getsignal(signal.SIGUSR1)
     signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
     with kos.init("mock") as comm:
         comm.barrier()
-        dump_on_signal(signal.SIGUSR2)  # twice is once
+        dump_on_signal(signal.SIGUSR2)  # a second call changes nothing
         os.kill(os.getpid(), signal.SIGUSR2)
         signal.sigtimedwait([], 0)
         dump = json.loads((tmp_path / "rank_0.json").read_text())
@@ -254,7 +256,7 @@ def test_a_signal_dumps_and_passes_on(of_signals: None, tmp_path: Path, monkeypa
     assert signal.getsignal(signal.SIGUSR1) is usr1
 
 
-def test_a_signal_in_the_midst_of_a_dump(of_signals: None, tmp_path: Path) -> None:
+def test_a_signal_during_a_dump(of_signals: None, tmp_path: Path) -> None:
     """Wherever it comes, both dumps are written whole: neither waits for a lock that the other holds."""
     lines = strike = 0
 

@@ -190,7 +190,7 @@ def test_what_dumps_say(tmp_path: Path, capsys: pytest.CaptureFixture[str], case
     assert re.search(said, read(tmp_path, capsys, int("healthy" not in case)), re.DOTALL)
 
 
-def test_the_error_of_a_program_between_operations(
+def test_an_exception_of_the_program_between_operations_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def body(comm: kos.Communicator) -> None:
@@ -208,7 +208,7 @@ def test_the_error_of_a_program_between_operations(
 
 
 def in_two_groups(folder: Path, entries: dict[int, list[dict[str, Any]]]) -> None:
-    """Four ranks, of which the odd ones have a group of their own, ``odd``."""
+    """Dumps of four ranks, of which the odd ones form the group ``odd``."""
     groups = {"world": [0, 1, 2, 3], "odd": [1, 3]}
     config = {name: {"name": name, "desc": "mpi", "ranks": str(ranks)} for name, ranks in groups.items()}
     for rank, calls in entries.items():
@@ -218,8 +218,8 @@ def in_two_groups(folder: Path, entries: dict[int, list[dict[str, Any]]]) -> Non
 ODD = {"process_group": ["odd", "mpi"]}
 
 
-def test_the_cause_before_what_follows_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One rank of a group calls something else, or nothing; the ranks of no group are in the next call of all."""
+def test_causes_are_listed_before_their_consequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One rank of the group ``odd`` makes another call, or none.  The other ranks are in the next call of the world."""
     made, fails = REDUCES(0), REDUCES(1, "failed")
     in_group = {name: [made, crafted(name, 0, "failed", **ODD)] for name in ("barrier", "scan")}
     in_two_groups(tmp_path, {0: [made, fails], 2: [made, fails], 1: in_group["scan"], 3: in_group["barrier"]})
@@ -232,7 +232,7 @@ def test_the_cause_before_what_follows_from_it(tmp_path: Path, capsys: pytest.Ca
     assert findings[1].startswith("odd: scan #0 of float32[4]: rank 3 did not arrive; rank 1 called it")
 
 
-def test_many_ranks_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_consecutive_ranks_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(64):
         write(tmp_path, rank, 64, [REDUCES(0), *[REDUCES(1, "failed")] * (rank not in (5, 7, 8))])
     said = "ranks 5, 7, 8 did not arrive; ranks 0-4, 6, 9-63 called it at train.py:11\n"

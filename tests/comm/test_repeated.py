@@ -186,7 +186,7 @@ def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
 OPTIONS: list[dict[str, Any]] = [{"stream": 5}, {"timeout": 3.0}, {"deterministic": True}, {"async_op": True}]
 
 
-def test_another_call_is_no_hit(alone: kos.Communicator) -> None:
+def test_a_different_call_is_no_cache_hit(alone: kos.Communicator) -> None:
     x, out = ones(), ones()
     for call in (
         lambda: alone.all_reduce(x[:3], out=out[:3]),
@@ -221,7 +221,7 @@ def test_a_group_of_one_makes_the_arrays_that_it_is_asked_for(alone: kos.Communi
 
 @pytest.mark.parametrize("which", ["x", "out", "in place"])
 @pytest.mark.parametrize("how", ["freed", "readonly"])
-def test_an_array_that_may_not_be_used_any_more_is_refused(alone: kos.Communicator, how: str, which: str) -> None:
+def test_an_array_that_may_no_longer_be_used_is_refused(alone: kos.Communicator, how: str, which: str) -> None:
     x, out = ones(), None if which == "in place" else ones()
     kept(alone, x, out=out)
     array: Any = out if which == "out" else x

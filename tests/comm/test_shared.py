@@ -133,7 +133,7 @@ def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communi
 @given(program=programs())
 @pytest.mark.usefixtures("small_slots")
 def test_random_programs(program: Program) -> None:
-    """Operations and messages share slots and mailboxes, ranks are out of step, waits come in any order."""
+    """Operations and messages share slots and mailboxes; ranks are out of step, and waits are in any order."""
     TCPRanks(program.size).run(lambda comm: execute(comm, program))
 
 

@@ -165,7 +165,7 @@ def test_a_read_that_fails(comm: kos.Communicator, /, how: str, ended: bool, mon
         ("broadcast", r"ranks \[1\] went no further"),
     ],
 )
-def test_what_is_read_of_a_rank_that_has_given_up_is_no_result(
+def test_data_of_a_rank_that_has_failed_is_no_result(
     monkeypatch: pytest.MonkeyPatch, how: str, message: str
 ) -> None:
     """The program of that rank may change its array as soon as the call has failed."""

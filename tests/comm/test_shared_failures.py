@@ -168,7 +168,7 @@ def test_who_comes_late_hears_that_the_others_gave_up() -> None:
     run(body, 2)
 
 
-def test_a_process_may_have_any_bytes_as_its_name() -> None:
+def test_a_process_whose_name_is_not_utf8() -> None:
     name = Path("/proc/self/comm")
     before, expected = name.read_bytes(), process(os.getpid())
     try:

@@ -1,4 +1,4 @@
-"""Messages through shared memory: headers and answers that run out, what is taken early, ranks that have ended."""
+"""Messages through shared memory: exhausted headers and answers, unexpected messages, ranks that have ended."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_more_long_messages_than_answers() -> None:
 
 
 @on_each_rank(run, 2)
-def test_a_receive_takes_no_later_message(comm: kos.Communicator, /) -> None:
+def test_a_receive_does_not_take_a_later_message(comm: kos.Communicator, /) -> None:
     """A message that is taken without a receive is copied twice."""
     x = np.arange(EAGER, dtype=np.uint8)
     if comm.rank == 0:
@@ -118,7 +118,7 @@ def test_timeout_of_a_message_gives_up_no_other() -> None:
 
 @pytest.mark.parametrize("count", [1, LONG])
 @on_each_rank(run, 2)
-def test_two_ranks_that_both_send_first(comm: kos.Communicator, /, count: int) -> None:
+def test_two_ranks_that_both_send_before_they_receive(comm: kos.Communicator, /, count: int) -> None:
     """Of long messages both wait, and the one that gives up says for whom."""
     peer, x = 1 - comm.rank, np.full(count, comm.rank, np.uint8)
     if count == 1:
@@ -182,13 +182,13 @@ def test_a_send_cancelled_without_a_failure_of_the_group_is_not_received(early: 
 
 @pytest.fixture(params=["in time", "late"])
 def arrival(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether ranks of an exchange find each other in time.  Threads wait longer for each other than processes."""
-    monkeypatch.setattr(messages, "LONG_SPINS", 1_000_000 if request.param == "in time" else 0)
+    """Whether the ranks of an exchange arrive in time for its fast path.  Threads need longer polls than processes."""
+    monkeypatch.setattr(messages, "ONE_COPY_SPINS", 1_000_000 if request.param == "in time" else 0)
 
 
 @pytest.mark.parametrize("count", [EAGER + 1, LONG + 7])
 def test_exchange_of_long_messages(count: int, arrival: None) -> None:
-    """Of odd sizes, on arrays that are read-only or not aligned."""
+    """Odd sizes, and arrays that are read-only or not aligned."""
 
     def body(comm: kos.Communicator) -> None:
         peer, memory = 1 - comm.rank, np.zeros((2, count + 3), np.uint8)
@@ -210,7 +210,7 @@ def test_exchange_of_long_messages(count: int, arrival: None) -> None:
 
 
 def test_exchange_beside_other_messages(arrival: None) -> None:
-    """Messages that arrive before it, a receive posted before it, and more messages than answers or headers."""
+    """Messages that arrive before the exchange, an earlier receive, and more messages than answers or headers."""
 
     def body(comm: kos.Communicator) -> None:
         peer, x = 1 - comm.rank, np.full(EAGER + 1, comm.rank + 1, np.uint8)
@@ -253,7 +253,7 @@ def test_exchange_after_a_message_that_waits_for_a_header(arrival: None) -> None
         works = [comm.send(x[:1], peer, 1, async_op=True) for _ in range(count)]
         works += [comm.send(np.full_like(x, 7), peer, async_op=True) for _ in range(count and 1)]
         comm.rendezvous.barrier()
-        ends(comm)[0].take()  # frees the headers of the other rank
+        ends(comm)[0].take()  # this frees headers of the other rank
         comm.rendezvous.barrier()
         if comm.rank == 1:
             assert (comm.recv(out, peer) == 7).all()
@@ -267,7 +267,7 @@ def test_exchange_after_a_message_that_waits_for_a_header(arrival: None) -> None
 
 
 def test_exchange_of_messages_that_differ(arrival: None) -> None:
-    """Both ranks raise, and the next exchange on the same arrays is right."""
+    """Both ranks raise, and the next exchange on the same arrays succeeds."""
 
     def body(comm: kos.Communicator) -> None:
         peer, x = 1 - comm.rank, np.full(LONG, comm.rank, np.uint8)
@@ -301,7 +301,7 @@ def test_exchange_with_a_rank_that_ends_before_it_has_read(arrival: None) -> Non
         if comm.rank == 1:
             comm.send(x, 0, async_op=True)
             calls: Any = comm.backend._calls  # type: ignore[attr-defined]
-            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+            calls._words[calls._line + STARTED] += 1  # as if another process had its process ID
             ended.set()
             return
         assert ended.wait(TIMEOUT)

@@ -237,8 +237,8 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
-def test_a_group_of_some_ranks_shrinks(tmp_path: Path) -> None:
-    """By the ranks that have come: it has no communicator of its own that MPI could shrink."""
+def test_a_split_group_shrinks(tmp_path: Path) -> None:
+    """The survivors form the group: a split group has no MPI communicator that could be shrunk."""
     text = """
 with kos.init("mpi", timeout=60) as comm:
     part = comm.split(comm.rank // 3)
@@ -267,7 +267,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 @needs_mpirun
 def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path: Path) -> None:
-    """In Open MPI 5.0.11 a rank that makes one while another dies may crash."""
+    """In Open MPI 5.0.11 a rank may crash if another one dies while a communicator is created."""
     text = """
 from mpi4py import MPI
 with kos.init("mpi", timeout=60) as comm:
@@ -363,8 +363,7 @@ with kos.init("mpi", timeout=60) as comm:
 
 @needs_mpirun
 def test_init_returns_when_all_ranks_have_the_communicators(tmp_path: Path) -> None:
-    """Not before: Open MPI crashes where it hears that one is revoked which it still makes.  Groups of one host that
-    share memory make none."""
+    """Open MPI crashes if a communicator is revoked while a rank still creates it.  Groups of one host create none."""
     text = f"""
 import pathlib
 import kos.comm.host.backend as host

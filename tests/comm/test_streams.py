@@ -197,8 +197,8 @@ def named(stream: Stream, given: str) -> Any:
 
 @KINDS
 @on_each_rank("run")
-def test_a_stream_may_be_gone_after_the_call(comm: kos.Communicator, device: Device, call: Call, /, given: str) -> None:
-    """An object is kept; of a bare handle nothing is asked any more.  What comes later still follows."""
+def test_a_stream_may_end_after_a_call(comm: kos.Communicator, device: Device, call: Call, /, given: str) -> None:
+    """A stream object is kept alive; a bare handle is not used again.  Later calls still follow the call."""
 
     def on_a_new_one(handle: int) -> None:
         stream = Stream(device, handle)
@@ -220,7 +220,7 @@ def test_a_stream_may_be_gone_after_the_call(comm: kos.Communicator, device: Dev
 
 
 @on_each_rank("run")
-def test_a_persistent_call_is_over_after_its_stream(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_a_persistent_call_completes_after_its_stream(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     stream = Stream(device, 1000)
     persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
     work = persistent.start()
@@ -231,7 +231,7 @@ def test_a_persistent_call_is_over_after_its_stream(comm: kos.Communicator, devi
 
 
 @on_each_rank("run")
-def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_few_of_many_streams_are_kept(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     for turn in range(100):
         call(Stream(device, 1000 + turn))
     gc.collect()
@@ -244,7 +244,7 @@ def test_many_streams_are_not_all_kept(comm: kos.Communicator, device: Device, c
 
 @KINDS
 @on_each_rank("run")
-def test_what_runs_follows_what_ran_whatever_was_captured_between(
+def test_eager_calls_follow_each_other_across_a_capture(
     comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     first, second, third = (Stream(device, 1000 + k) for k in range(3))
@@ -281,7 +281,7 @@ def test_calls_of_one_capture_follow_each_other(
 
 
 @on_each_rank("run")
-def test_what_overlaps_is_captured_with_the_rest(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+def test_overlapping_calls_are_captured(comm: kos.Communicator, device: Device, call: Call, /) -> None:
     stream, other = Stream(device, 1000), Stream(device, 1001)
     x = Array.zeros(40, np.float16, 0)
     call(stream)
@@ -295,8 +295,8 @@ def test_what_overlaps_is_captured_with_the_rest(comm: kos.Communicator, device:
 
 
 @on_each_rank("run")
-def test_batches_and_what_overlaps_follow_the_rest(comm: kos.Communicator, device: Device, call: Call, /) -> None:
-    """Parts of ``auto`` do not fill the GPU at once: ranks might begin with different ones."""
+def test_batches_and_overlapping_calls_keep_their_order(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+    """The backends of ``auto`` do not share the GPU at a time: ranks might begin with different ones."""
     several = [Stream(device, 1000 + k) for k in range(4)]
     arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
     for _ in range(2):
@@ -314,7 +314,7 @@ def test_batches_and_what_overlaps_follow_the_rest(comm: kos.Communicator, devic
 def test_communicators_of_one_gpu_follow_each_other(
     comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
-    """Of two kernels of ``peer`` at once each could hold a part of the GPU, and another part on another rank."""
+    """Two kernels of ``peer`` at once could each hold a part of the GPU, and different parts on different ranks."""
     if comm.backend_name != "peer":
         return
     other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
@@ -331,7 +331,7 @@ def test_communicators_of_one_gpu_follow_each_other(
 
 @pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
 def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int]) -> None:
-    """Whichever part of ``auto`` has carried them."""
+    """Whichever backend of ``auto`` carried them."""
 
     def body(comm: kos.Communicator, log: Any) -> None:
         for count in counts:  # NCCL connects
@@ -347,8 +347,8 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch,
 
 
 @on_each_rank("run")
-def test_what_cannot_follow_is_refused(comm: kos.Communicator, device: Device, call: Call, /) -> None:
-    """A call that runs after another one whose stream is being captured now: neither can wait for the other."""
+def test_a_call_that_would_wait_for_a_capture_is_refused(comm: kos.Communicator, device: Device, call: Call, /) -> None:
+    """A call after another one whose stream is being captured: neither can wait for the other."""
     if comm.backend_name == "nccl":
         return  # which orders its own
     first, second = (Stream(device, 1000 + k) for k in range(2))

@@ -1,4 +1,4 @@
-"""The tcp backend: conformance with and without shared memory, failures of some collectives beside others."""
+"""The tcp backend: conformance with and without shared memory, failures of some of several collectives."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def without_cancel(backend: Any) -> None:
 
 
 def without_last(backend: Any) -> None:
-    """The last element of a message is not written."""
+    """A defect: the last element of a message is not written."""
     mail = backend.__init__.__globals__["Mail"]
 
     def take(self: Any, receive: Any, take: Any = mail.take) -> None:
@@ -105,7 +105,7 @@ def without_last(backend: Any) -> None:
 
 
 def without_root(backend: Any) -> None:
-    """Rank 0 is the root of every broadcast."""
+    """A defect: rank 0 is the root of every broadcast."""
 
     def carry(self: Any, call: Any, collective: str, carry: Any = backend._carry, **spaces: Any) -> Any:
         if collective == "broadcast":
@@ -116,7 +116,7 @@ def without_root(backend: Any) -> None:
 
 
 def without_order(backend: Any) -> None:
-    """If two messages of the program with one tag and length are there, the second is received first."""
+    """A defect: of two messages with the same tag and length, the second is received first."""
     mail = backend.__init__.__globals__["Mail"]
 
     def take(self: Any, receive: Any, take: Any = mail.take) -> None:
@@ -162,7 +162,7 @@ HANGS = """
 from kos.testing import conformance
 from kos.testing.conformance.__main__ import main
 
-agree, conformance.LIMIT = Files.agree, 2.0
+agree, conformance.CHECK_SECONDS = Files.agree, 2.0
 
 def without_timeout(backend, call):
     poll = agree(backend, call)
@@ -193,7 +193,7 @@ def test_wrong_numbers_are_refused(flags: list[str], said: str, capsys: pytest.C
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"error: {said}")
 
 
-def test_a_reader_that_stops_hides_nothing_else() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     command = [sys.executable, "-m", "kos.testing.conformance", "--backend", "mock", "--only", "lost"]
     reader, writer = os.pipe()
     os.close(reader)

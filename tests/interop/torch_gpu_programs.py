@@ -1,4 +1,4 @@
-"""What ranks of torch.distributed do on GPUs in the tests: operations, streams, graphs, a rank that dies."""
+"""Programs of torch.distributed on GPUs, run by the tests: operations, streams, graphs, a rank that dies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def gpu_streams() -> dict[str, Any]:
         torch.cuda.synchronize()
         dist.barrier()
     first = dist.all_reduce(x.fill_(rank + 1), async_op=True)
-    torch.cuda._sleep(1_600_000_000)  # 0.8 s, which the second one follows and the first does not
+    torch.cuda._sleep(1_600_000_000)  # 0.8 s; the second operation waits for it, and the first does not
     second = dist.all_reduce(torch.zeros_like(x), async_op=True)
     with torch.cuda.stream(side):
         first.wait()
@@ -85,7 +85,7 @@ def gpu_streams() -> dict[str, Any]:
 
 
 def gpu_graph() -> list[list[float]]:
-    """Operations captured in a CUDA graph, on the current stream and aside, replayed with other inputs."""
+    """Operations captured in a CUDA graph, on the current stream and another one, replayed with other inputs."""
     device, rank, size = device_of_rank("cuda"), dist.get_rank(), dist.get_world_size()
     x, y, whole = (torch.zeros(count, device=device) for count in (1024, 1 << 18, size * 1024))
 
@@ -111,7 +111,7 @@ def gpu_graph() -> list[list[float]]:
 
 
 def gpu_killed() -> Any:
-    """Rank 1 dies; rank 0 waits for a stream, which drains, and the next call raises."""
+    """Rank 1 dies.  Rank 0 waits for a stream, which completes, and the next call raises."""
     device = device_of_rank("cuda")
     x = torch.ones(1 << 20, device=device)
     dist.all_reduce(x)

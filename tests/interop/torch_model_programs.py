@@ -1,4 +1,4 @@
-"""What ranks do with torch's own uses of torch.distributed: DDP, FSDP, DTensor, pipelines; losses of a few steps."""
+"""Programs that train with DDP, FSDP, DTensor and pipelines of torch, and return the losses of a few steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _batches(rank: int, steps: int, device: str) -> Iterator[tuple[torch.Tensor,
 
 
 def _train(model: torch.nn.Module, device: str, rank: int | None = None, steps: int = 4) -> list[float]:
-    # Without foreach, torch's default on GPUs, which takes no plain tensors beside DTensors.
+    # Without foreach, torch's default on GPUs, which does not accept tensors together with DTensors.
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
     for x, y in _batches(dist.get_rank() if rank is None else rank, steps, device):
         loss = torch.nn.functional.mse_loss(model(x), y)

@@ -1,4 +1,4 @@
-"""Runs of the trainer on an emulated GPU, or on the CPU, of a model that takes a moment."""
+"""Short runs of the trainer on an emulated GPU or on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device a run takes, and whether the run fits: GPUs that are missing, old or shared, and memory as planned."""
+"""The choice of the device, and memory plans: GPUs that are missing, old or shared, and runs that do not fit."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ __all__ = ["emulated", "text"]
         ("cp", "--deterministic --cp 2: expected --seq-len to be a multiple of 4 and at least 16384"),
     ],
 )
-def test_deterministic_that_cannot_be_cut_is_refused(emulated, text, tmp_path, axis, expected):
+def test_deterministic_with_sizes_that_cannot_be_split_is_refused(emulated, text, tmp_path, axis, expected):
     with pytest.raises(ConfigError, match=expected):
         train(text, tmp_path, ranks=2, deterministic=True, **{axis: 2})
 
 
-def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
+def test_a_run_that_does_not_fit_is_refused_with_its_memory_plan(emulated, text, tmp_path):
     with pytest.raises(ConfigError, match="--master-weights: expected float32 with --dtype float32, got none"):
         train(text, tmp_path, master_weights="none")
     with pytest.raises(ConfigError, match="--grad-dtype: expected float32 with --dtype float32, got bfloat16"):
@@ -61,8 +61,8 @@ def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
         pytest.param(2, {"deterministic": True}, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_allocated_is_within_the_plan(emulated, text, tmp_path, ranks, options, monkeypatch):
-    """And not much less than it: all but the reserve and cuBLASLt's workspace, which the emulated device has not."""
+def test_allocated_memory_is_within_the_plan(emulated, text, tmp_path, ranks, options, monkeypatch):
+    """And not much less: the emulated device has neither the reserve nor cuBLASLt's workspace."""
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
     monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
     monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
@@ -79,7 +79,7 @@ def test_what_is_allocated_is_within_the_plan(emulated, text, tmp_path, ranks, o
         mine["bytes"] -= nbytes
 
     def measures(self, tokens_per_second):
-        with one_at_a_time:  # a collection beside another does nothing
+        with one_at_a_time:  # a collection during another one does nothing
             gc.collect()  # the emulated operations hold their arrays in cycles
         plans.append((held.bytes, self.plan.total))
         return {}
@@ -100,7 +100,7 @@ def test_what_is_allocated_is_within_the_plan(emulated, text, tmp_path, ranks, o
     assert len(plans) == 2 * ranks and all(0.7 * total < got <= total for got, total in plans), plans
 
 
-def test_a_gpu_that_is_not_there(text, tmp_path):
+def test_a_missing_gpu_is_refused(text, tmp_path):
     if unavailable() is None:
         pytest.skip("needs a machine without a GPU")
     for ranks in (1, 2):
@@ -116,8 +116,8 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
             train(text, tmp_path, device="cpu", **changes)
 
 
-def test_which_gpus_do(monkeypatch, caplog):
-    """An old one is refused by its name; one that ranks share is taken only on request."""
+def test_gpus_that_are_too_old_or_shared(monkeypatch, caplog):
+    """An old GPU is refused by its name.  A GPU that ranks share is used only on request."""
     gpu = SimpleNamespace(compute_capability=(7, 5), name="Old", uuid="1")
     monkeypatch.setattr(choose, "require", lambda: None)
     monkeypatch.setattr(choose, "unavailable", lambda: None)
@@ -150,7 +150,7 @@ def test_which_gpus_do(monkeypatch, caplog):
 
 
 def test_the_hosts_memory_for_checkpoints_is_planned(emulated, text, tmp_path, monkeypatch):
-    """Where steps go on meanwhile, each rank holds its part of weights and moments, and a tensor."""
+    """With ``--save-async`` each rank holds its part of weights and moments, and one tensor."""
     model = TrainConfig.from_preset("tiny", **SMALL).model_config_for(256)
     shards = Shards(model, Layout(dp=2), ((0,),))
     at_once, needed = (2 * max(shards.host_bytes(rank, whole) for rank in range(2)) for whole in (False, True))

@@ -1,4 +1,4 @@
-"""The emulated engine of GPUs where something fails, or is asked to stop: numbers, collectives, a GPU."""
+"""Failures on an emulated GPU: values that are not finite, collectives, a lost GPU; and stops by a signal."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["emulated", "text"]
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
-    """By a signal to one rank between two steps: all end after the same step, saved, and can go on."""
+def test_a_signal_stops_all_ranks_after_the_same_step(emulated, text, tmp_path, ranks, monkeypatch):
+    """One rank gets a signal between two steps.  All ranks save after the same step, and the run can be resumed."""
     start_step = CudaEngine.start_step
 
     def asked(self, step, stop):
@@ -35,7 +35,7 @@ def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
     monkeypatch.setattr(CudaEngine, "start_step", asked)
     settings = {"eval_every": 0, "save_every": 0, "steps": 9}
     rows = train(text, tmp_path / "run", ranks=ranks, **settings)
-    assert column(rows, "step") == [1, 2, 3]  # the third was under way when the second's answer came
+    assert column(rows, "step") == [1, 2, 3]  # the third step had started when the second completed
     monkeypatch.undo()
     host_engine(monkeypatch)
     monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
@@ -46,8 +46,8 @@ def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "zero"), [(2, 1), *(pytest.param(n, 0, marks=pytest.mark.slow) for n in (1, 2))]
 )
-def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
-    """What the backward of one rank breaks all name, with ZeRO-1 too, where a rank has a part of each gradient."""
+def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
+    """All ranks report values that one rank's backward has broken, also with ZeRO-1, which splits gradients."""
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * ranks * CHUNK)
     now, take, ready, how = threading.local(), Feed.take, DataParallel.gradient_ready, {"ranks": ranks, "zero": zero}
 
@@ -71,8 +71,8 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks,
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monkeypatch, pp):
-    """A graph goes on without what it waited for; its numbers are neither logged nor saved.  Of a message as well."""
+def test_a_step_whose_collectives_failed_is_not_counted(emulated, text, tmp_path, monkeypatch, pp):
+    """A graph continues after its collectives or messages fail.  Its values are neither logged nor saved."""
     late, synchronize = RankLost("all_gather #9: rank 1 is gone"), DeviceComm.synchronize
 
     def failing(self, until=None):
@@ -92,8 +92,8 @@ def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monke
 @pytest.mark.parametrize(
     ("ranks", "graph"), [(2, True), (1, False), *(pytest.param(n, n == 1, marks=pytest.mark.slow) for n in (1, 2))]
 )
-def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkeypatch):
-    """Learned of where the host waits, or queues: an error that names step, GPU and checkpoint; nothing after it."""
+def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph, monkeypatch):
+    """The host finds out while it waits or launches.  The error names the step, the GPU and the checkpoint."""
     settings = {"steps": 8, "save_every": 3, "ranks": ranks, "graph": graph}
     whole = train(text, tmp_path / "whole", **settings)
     error, rank, said = "cuX failed: CUDA_ERROR_ECC (why)", threading.local(), {}
@@ -131,7 +131,7 @@ def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkey
             assert type(said[ranks - 1]) is CudaError and re.fullmatch(mine, str(said[ranks - 1]))
             theirs = rf"after step \d: .*rank 1 is gone: CudaError: {mine}"
             assert ranks == 1 or (type(said[0]) is RankLost and re.fullmatch(theirs, str(said[0])))
-            rows = read_metrics(out / "metrics.jsonl")  # rank 0 finishes what rank 1 had a part in
+            rows = read_metrics(out / "metrics.jsonl")  # rank 0 completes the steps to which rank 1 contributed
             assert fault - 1 <= len(rows) <= fault - 1 + 2 * (ranks - 1) and column(rows) == column(whole)[: len(rows)]
     assert checkpoint.find(tmp_path / "7").step == 6 and not (tmp_path / "1" / "checkpoints").exists()
     assert column(train(text, tmp_path / "7", **settings, resume="auto")) == column(whole)

@@ -1,4 +1,4 @@
-"""Runs on an emulated GPU give the CPU's numbers, and the same bits eager, resumed, and on any number of ranks."""
+"""Runs on an emulated GPU give the CPU's values, and the same bits if eager, resumed, or on more ranks."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ PLANS = ["tp2", "cp2", "pp2-v", "fixed", "fixed-cp2", "pp2", "tp2-pp2"]
 
 
 @pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=PLANS)
-def test_what_is_allocated_is_within_the_plan(emulated, layout, changes, monkeypatch) -> None:
+def test_allocated_memory_is_within_the_plan(emulated, layout, changes, monkeypatch) -> None:
     """And not much less than it; a micro-batch in flight takes all that is planned for it, on some rank."""
     monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 16)
     monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)

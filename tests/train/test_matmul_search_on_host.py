@@ -1,4 +1,4 @@
-"""The search for algorithms of matrix products, on the emulated GPU: once, by one rank, on numbers like a step's."""
+"""The search for algorithms of matrix products, on an emulated GPU: once, by one rank, on values like a step's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["emulated", "text"]
 
 
 def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
-    """For the same shapes, by the same code; the numbers are the same without."""
+    """Once for the same shapes.  A run without the search gives the same values."""
     made, rows = [], []
     real = engine_module._draw_quickly
     monkeypatch.setattr(engine_module, "_draw_quickly", lambda *a: made.append(a) or real(*a))
@@ -35,8 +35,8 @@ def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
     assert len(made) == 1
 
 
-def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, caplog, monkeypatch):
-    """Where the cache cannot be written, too; a GPU of another kind is searched for on its own."""
+def test_one_rank_searches_and_all_ranks_use_its_algorithms(emulated, text, tmp_path, caplog, monkeypatch):
+    """Also if the cache cannot be written.  A GPU of another model has a search of its own."""
     (tmp_path / "file").write_text("where a folder would be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(cublaslt, "stored_algorithms", lambda device: cublaslt.Stored("matmul", "host"))
@@ -53,7 +53,7 @@ def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, 
 
     monkeypatch.setattr(engine_module, "CudaOps", make)
     train(text, tmp_path / "alike", ranks=2, steps=1, save_every=0)
-    taken = [table for table in given if table]  # the samples' products have none
+    taken = [table for table in given if table]  # products of samples have no table
     assert len(searched) == 1 and taken == [{"a shape": "by search 1"}] * 2
     (line,) = (record.getMessage() for record in caplog.records if "cache" in record.getMessage())
     assert "host.json cannot be used" in line
@@ -73,8 +73,8 @@ def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, 
 @pytest.mark.parametrize(
     "model", [{}, {"model_type": "gpt2", "num_key_value_heads": 4, "tie_word_embeddings": True}], ids=["llama", "gpt2"]
 )
-def test_the_search_sees_numbers_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
-    """Its first pass does: weights, those beyond what is drawn too, and tokens."""
+def test_the_search_runs_on_values_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
+    """Its first pass has weights, also outside the initialized tensors, and tokens."""
     seen, real = [], Llama.queue_forward
 
     def queue(self, weights, slot, tokens, *others):

@@ -315,7 +315,7 @@ def test_what_no_run_has_confirmed_is_said(flags, said):
 
 
 def test_the_vocabulary_is_that_of_the_data(tmp_path):
-    """Of token files the tokens that they may have, as in a run: 50,257 for 16 bits."""
+    """As in a run, token files of 16 bits have the vocabulary size 50,257."""
     header = np.array([20240520, 1, 300, *[0] * 253], "<i4")
     (tmp_path / "tokens.bin").write_bytes(header.tobytes() + bytes(600))
     flags = ["--plan", "--ranks", "1", "--gpu", "H200", "--data", str(tmp_path / "tokens.bin")]

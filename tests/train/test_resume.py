@@ -196,8 +196,8 @@ def test_where_a_run_began_is_no_setting_of_others(text: Path, tmp_path: Path) -
     assert parse(file).resume is None
 
 
-def test_the_weights_that_a_run_began_with_may_be_gone(text: Path, tmp_path: Path) -> None:
-    """Its config.json has the shape of the model, its checkpoint the tokenizer.  A run that starts anew needs them."""
+def test_a_run_resumes_after_its_initial_weights_were_deleted(text: Path, tmp_path: Path) -> None:
+    """Its config.json has the model's shape, and its checkpoint has the tokenizer.  A new run needs the folder."""
     start, out, settings = tmp_path / "a/checkpoints/step-1", tmp_path / "b", {**CONSTANT, "tokenizer": "auto"}
     _train(text, tmp_path / "a", steps=1, **{**CONSTANT, "tokenizer": "chars"})
     _train(text, out, steps=2, init_from=str(start), **settings)

@@ -67,7 +67,7 @@ def test_frequencies_are_those_of_softmax(temperature: float, top_k: int) -> Non
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_no_good(temperature: float, bad: float) -> None:
+def test_logits_that_are_not_finite(temperature: float, bad: float) -> None:
     with pytest.raises(TrainingError, match=f"expected finite logits, got {bad}"):
         _draw(1, np.full(LOGITS.size, bad, np.float32), temperature=temperature)
 

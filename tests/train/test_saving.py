@@ -214,7 +214,7 @@ def test_a_folder_that_a_rank_does_not_see(text: Path, tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "RANK_1": str(tmp_path / "elsewhere"), "PYTHONPATH": os.getcwd()}
     command = [MPIRUN, "-n", "2", *python(), "-c", CODE, *FLAGS, "--data", str(text), "--steps=1"]
     done = run_program(*command, "--out=run", env=environment, cwd=tmp_path)
-    error = "--out run: expected a folder that all ranks share, for each writes its part of a checkpoint; on rank 1 got"
+    error = "--out run: expected a folder that all ranks share: each writes its part of a checkpoint; on rank 1 got"
     assert f"kos: error: {error} [Errno 2]" in done.stderr and done.returncode == 2, done.stderr
     assert done.stderr.count("kos: error") == 1
     _train(text, tmp_path / "first", steps=1, eval_batches=0, sample_tokens=0)

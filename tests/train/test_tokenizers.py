@@ -77,7 +77,7 @@ def test_bytes_of_half_a_character_and_beyond_the_vocabulary() -> None:
 def test_a_prompt_that_the_shell_gave_as_raw_bytes() -> None:
     assert ByteTokenizer().encode(b"\xff".decode("utf-8", "surrogateescape")).tolist() == [0xFF]
     with pytest.raises(DataError, match=r"tokenizer bytes: expected text, got '\\ud800' at character 1"):
-        ByteTokenizer().encode("a\ud800")  # as a prompt in JSON may be
+        ByteTokenizer().encode("a\ud800")  # such as a prompt from JSON
 
 
 @given(st.text(min_size=1))

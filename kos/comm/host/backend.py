@@ -161,7 +161,7 @@ class HostBackend(MessagingBackend):
                 steps = shared.start(call)
             else:
                 with self.engine.lock:
-                    steps = self._by_mail(call)
+                    steps = self._by_mailbox(call)
         except BaseException as error:
             steps = _raise(error)
         if steps is not None:
@@ -183,13 +183,13 @@ class HostBackend(MessagingBackend):
     def _steps(self, call: Call) -> Steps | None:
         shared = self._shared
         if not call.collective:
-            return self._message(call) if self._mail is None else self._by_mail(call)
+            return self._message(call) if self._mail is None else self._by_mailbox(call)
         if shared is not None and (call.plan is not None or shared.prepare(call)):
             return shared.start(call)
         return self._by_messages(call)
 
-    def _by_mail(self, call: Call) -> Steps | None:
-        """Begin messages through shared memory; returns their steps, or None if they are complete."""
+    def _by_mailbox(self, call: Call) -> Steps | None:
+        """Start messages through shared memory.  Returns their steps, or None if they are complete."""
         assert self._mail is not None
         messages = self._mail.start(call)
         return self._finish(messages) if messages else None

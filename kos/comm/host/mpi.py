@@ -25,7 +25,7 @@ from kos.comm.operation import AUTO, Call, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.mpi import TAGS, Shared, wait_for_all
+from kos.comm.rendezvous.mpi import TAGS, SharedComm, wait_for_all
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
@@ -52,13 +52,13 @@ class MPIBackend(HostBackend):
         group: Any = rendezvous
         self._failed_ranks: Callable[[], list[int]] = group.failed
         self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
-        self._comms: list[Any] = []  # private communicators: of native collectives, and of the comparison of calls
+        self._comms: list[Any] = []  # private communicators: for native collectives, and for the comparison of calls
         notices = None
         if not self.one_host:
             self._comms += [self._dup(rendezvous), self._dup(rendezvous)]
             notices = rendezvous.open_notices([r for r in range(self.size) if r != self.rank], any_thread=False)
             rendezvous.barrier()  # Open MPI 5.0.11 crashes if a communicator is revoked while a rank still creates it
-        shared, ranks = (group.shared, group.ranks) if self.one_host else (Shared(self._comms[0]), range(self.size))
+        shared, ranks = (group.shared, group.ranks) if self.one_host else (SharedComm(self._comms[0]), range(self.size))
         self._messages = Messages(self._MPI, shared, ranks, self._calls, notices, self.ledger)
         self.carry(self._messages)
         self._fingerprints = self._calls or Fingerprints()

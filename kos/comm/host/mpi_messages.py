@@ -16,7 +16,7 @@ from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous import mpi_job
-from kos.comm.rendezvous.mpi import Shared
+from kos.comm.rendezvous.mpi import SharedComm
 from kos.comm.rendezvous.notices import Notices
 from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
@@ -43,12 +43,12 @@ class Messages:
     is cancelled before its match.  A message's dtype is in its tag, above the user's.
 
     In a group that spans hosts, ranks report failures and ends to each other by ``notices``; on one host, by ``calls``.
-    There groups share a communicator, in which these are ``ranks``.  The segment announces each message, with a tag of
-    its own (``tag_of``).
+    On one host, groups share a communicator, in which this group has the ranks ``ranks``.  There the shared segment
+    announces each message and its tag, which is unique (``tag_of``).
     """
 
     def __init__(
-        self, MPI: Any, shared: Shared, ranks: Sequence[int], calls: Calls | None, notices: Notices | None,
+        self, MPI: Any, shared: SharedComm, ranks: Sequence[int], calls: Calls | None, notices: Notices | None,
         ledger: Ledger,
     ) -> None:  # fmt: skip
         self._MPI, self._shared, self._comm, self._ranks = MPI, shared, shared.comm, ranks
@@ -62,7 +62,7 @@ class Messages:
         self.calls: dict[tuple[int, int], bytes] = {}  # descriptions of mismatched calls, by collective and rank
 
     def tag_of(self, array: Array, tag: int) -> int:
-        """The tag of a message that the segment announces: no other message of the ranks has it."""
+        """A tag for a message that the segment announces; no other message in flight between the ranks has it."""
         number = next(self._shared.numbers) % COLLECTIVE_TAGS
         return tag & COLLECTIVE_TAGS | number | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
 
@@ -197,7 +197,7 @@ class _Message:
     def __init__(self, transport: Messages, array: Array, peer: int, tag: int) -> None:
         self._transport, self.array, self.peer, self.tag = transport, array, peer, tag & _TAG
         self.wire_tag = self.tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
-        self.probe_tag = -1  # of a receive: what is probed for
+        self.probe_tag = -1  # of a receive: the tag to probe for
         self.request: Any = None  # while MPI holds the message
         self.complete = self.receives = False
         self.error: CollectiveMismatch | None = None

@@ -41,7 +41,7 @@ class Call:
         # The element count that is equal on all ranks.
         common = entry["output_sizes"] if self.operation in ("scatter", "reduce_scatter") else shapes
         self.elements = math.prod(common[0]) if common and not self.operation.endswith("_v") else None
-        hash((self.signature, self.end(0) if self.is_message else ()))  # raises for values of other types
+        hash((self.signature, self.end(0) if self.is_message else ()))  # raises TypeError if a value is not hashable
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -72,10 +72,10 @@ class Dump:
     groups: dict[str, list[int]]
     calls: list[Call]
     time: int  # nanoseconds
-    reason: str = ""  # why it was written; empty if unknown
+    reason: str = ""  # why the dump was written; empty if unknown
 
-    def waits_beside(self, group: str) -> bool:
-        """Whether the rank waits in a message or in another group."""
+    def waits_outside(self, group: str) -> bool:
+        """Whether the rank waits in a message, or in a collective of another group."""
         return any(self.waits(call) for call in self.calls if call.is_message or call.group != group)
 
     def waits(self, call: Call) -> bool:
@@ -85,7 +85,7 @@ class Dump:
     def last_operation(self) -> str:
         """The rank's last operation, or the first that it did not complete: failed ones before those in progress.
 
-        The text ends with the error of the program, if it ended the rank between operations.
+        If an exception of the program ended the rank between operations, the text ends with it.
         """
         if not self.calls:
             return f"rank {self.rank}: no operation"
@@ -167,17 +167,17 @@ def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
         alike += number
         findings += [finding] if finding else []
         findings += _messages(name, ranks, dumps)
-    findings.sort(key=lambda text: (_DIFFER not in text, _ELSEWHERE in text))  # causes before what follows from them
+    findings.sort(key=lambda text: (_DIFFER not in text, _ELSEWHERE in text))  # causes before their consequences
     if findings and (missing := absent(dumps)):
         findings.append(f"no dump of {missing}: lost, killed, or stuck")
     return alike, findings
 
 
 def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, str | None]:
-    """(number of agreeing collectives before it, the first collective that differs, else the first incomplete one).
+    """The finding on a group: the first collective that differs between ranks, else the first incomplete one.
 
-    A rank may complete a collective, such as its part of a gather, and differ at the next one.  The former is then
-    incomplete on other ranks, because the failure ended it.
+    Returns (number of collectives before it that agree, text or None).  A collective that differs comes first: its
+    failure may leave earlier collectives incomplete on other ranks.
     """
     mine = {dump.rank: dump for dump in dumps if dump.rank in ranks}
     calls = {rank: {call.number: call for call in dump.calls if call.group == name and not call.is_message}
@@ -202,7 +202,7 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
         undone = [rank for rank, call in here.items() if call.state in _UNDONE]
         timed_out = min((call.timed_out for call in here.values()), default=math.inf)
         too_late = [rank for rank, call in here.items() if call.created > timed_out]
-        idle = [rank for rank in late if not mine[rank].waits_beside(name)]
+        idle = [rank for rank in late if not mine[rank].waits_outside(name)]
         waiting = [rank for rank in late if rank not in idle]
         others = f", {_ranks(waiting)} {'wait' if waiting[1:] else 'waits'} elsewhere" if waiting else ""
         problem = (
@@ -271,7 +271,7 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """``rank 3``; ``ranks 0, 1, 4-7``."""
+    """The ranks as text: ``rank 3`` or ``ranks 0, 1, 4-7``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
     words = [text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"

@@ -242,7 +242,7 @@ class TCPRendezvous(Rendezvous):
         connection.close()
         if self._hub is None:
             return
-        if orderly or not self._addresses:  # else all ranks have joined, so none needs this one to come later
+        if orderly or not self._addresses:  # an abort before all ranks have joined waits for the late ones
             self._stop_hub()
         else:
             self._stop_hub.detach()
@@ -404,11 +404,12 @@ def _send(connection: Connection, message: bytes) -> None:
 
 
 _reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
-"""The hubs of groups that were aborted: each sends the reason to the other ranks, and waits until they have read it."""
+"""The hubs of aborted groups.  Each sends the reason to the other ranks, and runs until they have read it."""
 
 
 @atexit.register
 def _wait_for_reports() -> None:
+    """Wait up to CLOSE_SECONDS until the other ranks have read why a group was aborted."""
     deadline = time.monotonic() + CLOSE_SECONDS
     for hub in list(_reporting):
         hub.join(max(deadline - time.monotonic(), 0.0))

@@ -54,7 +54,7 @@ class Hub(threading.Thread):
         self._refused: list[Connection] = []
         self._expected = 0  # ranks that may still join a group that has failed
         self._acceptor = Acceptor(listener, key)
-        self.reported = threading.Event()  # set once the ranks that are present have been sent the failure
+        self.reported = threading.Event()  # set once the failure has been sent to all ranks that have joined
 
     def run(self) -> None:
         try:

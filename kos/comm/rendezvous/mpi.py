@@ -25,14 +25,14 @@ T = TypeVar("T")
 _REPORT_SECONDS = 2.0  # limit for MPI's report of a rank that has ended
 _CHECK_SECONDS = 0.01  # between two checks for lost ranks
 TAGS = 1 << 27
-"""MPI tags in use: the lower half by messages of backends, the upper one by groups."""
+"""Number of MPI tags in use: the lower half is for messages of backends, the upper half for groups."""
 
 
-class Shared:
-    """An MPI communicator that groups of its ranks share, and what tells their messages apart.
+class SharedComm:
+    """An MPI communicator that several groups share, and the tags by which their messages differ.
 
-    The groups of one host make no communicator of their own.  A rank that learns of another's death while it makes one,
-    by whatever function, may crash: Open MPI 5.0.11 revokes the new communicator, which has no collectives yet.
+    Groups that are split within one host create no communicator.  If a rank dies while others create one, Open MPI
+    5.0.11 may crash in them, whatever the function: it revokes the new communicator, which has no collectives yet.
     """
 
     def __init__(self, comm: Any) -> None:
@@ -41,7 +41,7 @@ class Shared:
         self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first of groups, that of all ranks
         self._groups = itertools.count()
         self.numbers = itertools.count()  # of messages of backends
-        self.users, self.orderly = 0, True
+        self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
         """A tag for a group that begins with this rank, which has the next one too.
@@ -54,18 +54,22 @@ class Shared:
 
 
 class MPIGroup(Rendezvous):
-    """The group of ``ranks`` of a shared communicator; this process is its rank ``rank``."""
+    """A group of some ranks of a shared communicator.
+
+    ``ranks`` are its ranks in that communicator, and ``rank`` is this process's rank in the group.  An exchange uses
+    ``tag``, and a shrink ``tag + 1``.
+    """
 
     _is_job = False
 
     def __init__(
-        self, shared: Shared, ranks: Sequence[int], rank: int, timeout: float, ledger: Ledger | None, tag: int = 0
+        self, shared: SharedComm, ranks: Sequence[int], rank: int, timeout: float, ledger: Ledger | None, tag: int = 0
     ) -> None:
         self._MPI = mpi_job.load_mpi()
         self.shared, self.ranks, self._tag = shared, list(ranks), tag or shared.tag
         self.rank, self.size, self.timeout, self._ledger = rank, len(self.ranks), timeout, ledger
         shared.users += 1
-        self._own: Any = None  # a communicator of these ranks alone
+        self._own: Any = None  # a communicator of exactly these ranks, made on first use
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
 
     @property
@@ -84,13 +88,13 @@ class MPIGroup(Rendezvous):
         return self.ranks == list(range(self.shared.comm.size))
 
     def failed(self) -> list[int]:
-        """The ranks of the group that MPI knows to have failed."""
+        """The ranks of the group that MPI reports as failed."""
         failed = mpi_job.failed_ranks(self.shared.comm)
         return [rank for rank, each in enumerate(self.ranks) if each in failed]
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        """Bruck's allgather (IEEE TPDS 8, 1997): each rank sends and receives log2(size) messages."""
-        parts, distance = [message], 1  # of this rank and of those after it
+        """Bruck's all-gather (IEEE TPDS 8, 1997): each rank sends and receives ⌈log2(size)⌉ messages."""
+        parts, distance = [message], 1  # the messages of this rank and of those after it
         while distance < self.size:
             count = min(distance, self.size - distance)
             lengths = struct.Struct(f"!{count}I")
@@ -125,7 +129,7 @@ class MPIGroup(Rendezvous):
         return None
 
     def _check(self, awaited: int) -> None:
-        """Raise RankLost if a rank of the group has failed, or the awaited one shrinks the group."""
+        """Raise RankLost if a rank of the group has failed, or if the awaited rank shrinks the group."""
         failed = self.failed()
         shrinks = not failed and self.shared.comm.Iprobe(self.ranks[awaited], self._tag + 1)
         if failed:
@@ -137,27 +141,28 @@ class MPIGroup(Rendezvous):
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)
         if self.local_size < self.size:
-            return self._split(color, key, ranks)
+            return self._split_comm(color, key, ranks)
         tag = int(self.allgather(str(self.shared.new_tag()).encode() if self.rank == 0 else b"")[0])
         return self._child(ranks, tag) if ranks else None
 
-    def _split(self, color: int | None, key: int, ranks: list[int]) -> Rendezvous | None:
-        """The group with a communicator of its own: backends between hosts run MPI's collectives."""
+    def _split_comm(self, color: int | None, key: int, ranks: list[int]) -> Rendezvous | None:
+        """Split a group of several hosts.  Each part has its own communicator, for its backend's collectives."""
         color = self._MPI.UNDEFINED if color is None else color
         split = partial(mpi_job.in_thread, partial(self.mpi_comm.Split, color, key), self.timeout)
         part = self._wait("split", split)[0]  # in a thread, as MPI_Comm_split has no timeout
-        return self._alone(part, ranks) if ranks else None
+        return self._child_with_comm(part, ranks) if ranks else None
 
     def _child(self, ranks: list[int], tag: int) -> MPIGroup:
+        """The group of these ranks, which shares this group's communicator and uses ``tag``."""
         rank, mine = ranks.index(self.rank), [self.ranks[each] for each in ranks]
         child = MPIGroup(self.shared, mine, rank, self.timeout, self.ledger.of(ranks, rank), tag)
         child._notice_comm, near = self._notice_comm, self._neighbours
         child._near = {new: near[old] for new, old in enumerate(ranks)}
         return child
 
-    def _alone(self, part: Any, ranks: list[int]) -> MPIGroup:
-        """The group of these ranks, whose communicator is ``part``."""
-        child = MPIGroup(Shared(part), range(part.size), part.rank, self.timeout, self.ledger.of(ranks, part.rank))
+    def _child_with_comm(self, part: Any, ranks: list[int]) -> MPIGroup:
+        """The group of these ranks, which has the communicator ``part``."""
+        child = MPIGroup(SharedComm(part), range(part.size), part.rank, self.timeout, self.ledger.of(ranks, part.rank))
         child._notice_comm = self._notice_comm
         return child
 
@@ -184,15 +189,15 @@ class MPIGroup(Rendezvous):
     def shrink(self) -> Rendezvous:
         """The group of the live ranks that have called ``shrink``.
 
-        Open MPI 5.0.11 does not report a rank that exits with a nonzero code, or only to some ranks.  A rank that hears
-        of none tells the others before it raises.  So two rounds of words precede MPI_Comm_shrink, which would spin
-        without a timeout.
+        Open MPI 5.0.11 may report a rank that exits with a nonzero code to some ranks only, or to none.  Then
+        MPI_Comm_shrink would spin without a timeout.  So the survivors first exchange messages twice: the first time a
+        rank may find that another one is lost, and the second time all ranks learn of it.
         """
         self.check_shrink()
         began = time.monotonic()
         tag = self.shared.new_tag()
-        arrived = self._exchange_words([rank for rank in range(self.size) if rank != self.rank], tag, began)
-        tags = {self.rank: tag, **self._exchange_words(arrived, tag, began)}
+        arrived = self._exchange_with_survivors([rank for rank in range(self.size) if rank != self.rank], tag, began)
+        tags = {self.rank: tag, **self._exchange_with_survivors(arrived, tag, began)}
         if not self._is_all:
             return self._child(sorted(tags), tags[min(tags)])
         part = mpi_job.shrink(self.shared.comm, self.timeout)
@@ -200,12 +205,13 @@ class MPIGroup(Rendezvous):
             missing = timeouts.survivors(self.timeout)
             raise RendezvousError(f"shrink: {missing}{mpi_job.last_loss()}")
         members = self._MPI.Group.Translate_ranks(part.Get_group(), range(part.size), self.shared.comm.Get_group())
-        return self._alone(part, list(members))
+        return self._child_with_comm(part, list(members))
 
-    def _exchange_words(self, ranks: Iterable[int], new_tag: int, began: float) -> dict[int, int]:
-        """Send a word to each of ``ranks``, and wait for theirs: the ranks that are not lost, with their new tags.
+    def _exchange_with_survivors(self, ranks: Iterable[int], new_tag: int, began: float) -> dict[int, int]:
+        """Exchange a message with each of ``ranks``.  Returns those that are not lost, with their new tags.
 
-        A word is a new tag of its sender, and -1, or the rank for which it has waited in vain: RankLost.
+        ``began`` is when the shrink began, on ``time.monotonic``.  A message holds the new tag of its sender, and -1 or
+        the rank for which the sender has waited in vain.  In the latter case RankLost is raised.
         """
         board, world, comm, tag = self.ledger.board, self.ledger.world, self.shared.comm, self._tag + 1
         awaited: dict[int, tuple[Any, np.ndarray]] = {}
@@ -218,21 +224,21 @@ class MPIGroup(Rendezvous):
         send(-1)
         for rank in ranks:
             with contextlib.suppress(self._MPI.Exception):
-                word = np.zeros(2, np.int64)
-                awaited[rank] = comm.Irecv(word, self.ranks[rank], tag), word
+                received = np.zeros(2, np.int64)
+                awaited[rank] = comm.Irecv(received, self.ranks[rank], tag), received
         backoff, unreported_at, arrived = mpi_job.Backoff(), None, dict[int, int]()
         with self.waiting():
             while awaited:
                 failed, now = self.failed(), time.monotonic()
-                for rank, (request, word) in list(awaited.items()):
+                for rank, (request, received) in list(awaited.items()):
                     if not mpi_job.is_over(request) and rank not in failed:
                         continue
                     del awaited[rank]
                     mpi_job.keep_unfinished(request)
-                    if word[0]:  # else the rank is lost
-                        arrived[rank] = int(word[0])
-                        if word[1] >= 0:
-                            raise self._unreported(int(word[1]))
+                    if received[0]:  # else the rank is lost
+                        arrived[rank] = int(received[0])
+                        if received[1] >= 0:
+                            raise self._unreported(int(received[1]))
                 unreported = [rank for rank in awaited if board.ended(world[rank])]
                 unreported_at = (unreported_at or now) if unreported else None
                 if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
@@ -275,7 +281,7 @@ class MPIRendezvous(MPIGroup):
             mpi_job.guard_job()
         self._is_job = comm is None
         parent = MPI.COMM_WORLD if comm is None else comm
-        super().__init__(Shared(parent), range(parent.size), parent.rank, timeout, None)
+        super().__init__(SharedComm(parent), range(parent.size), parent.rank, timeout, None)
         begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
         if self._is_job:
             begun, mpi_job.starting = mpi_job.starting, None
@@ -291,7 +297,7 @@ class MPIRendezvous(MPIGroup):
 
 
 def wait_for_all(rendezvous: Rendezvous, what: str, failed: Callable[[], list[int]], wait: Callable[[], T | None]) -> T:
-    """The result of ``wait()``, which is false at the timeout.  ``failed`` are the ranks that MPI knows to have failed.
+    """The result of ``wait()``, which is false at the timeout.  ``failed()`` lists the ranks that MPI reports failed.
 
     Raises an error that names the rank that failed first, or the missing ranks.
     """

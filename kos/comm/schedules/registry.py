@@ -70,7 +70,7 @@ def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ..
 def describe(collective: str, name: str) -> str:
     """The algorithm's docstring: its steps, its order of additions, its source.
 
-    Raises InvalidArgument for an unknown name.
+    Raises InvalidArgument for an unknown collective or algorithm.
     """
     return inspect.getdoc(_find(collective, name).rounds) or ""
 

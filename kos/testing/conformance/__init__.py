@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 _SILENT = logging.Logger("silent", logging.CRITICAL)
 _CHECKS = [module.__file__ for module in (failures, order, results)]
 
-LIMIT = 300.0
-"""Seconds that one check may take."""
+CHECK_SECONDS = 300.0
+"""Limit of one check, in seconds."""
 
 _FEW = {"float32": None, "bfloat16": ("SUM", "AVG"), "int32": ("SUM", "BXOR"), "bool": ("BOR",)}
 """The dtypes of the short suite, and the reduce operations of each (None: all)."""
@@ -97,7 +97,7 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
 
     Returns the failures, the same on all ranks: for each broken promise, the tracebacks of the ranks that raised.
     Rank 0 logs each check before it starts, and the cause of each failure (the logger ``kos.testing.conformance``).
-    If a check does not end within ``LIMIT`` seconds, the rank logs it and ends its process with exit status 1.
+    If a check does not end within ``CHECK_SECONDS`` seconds, the rank logs it and ends its process with exit status 1.
     Raises InvalidArgument if Python runs without assertions (``-O``), or if no name contains ``only``.
     """
     if not __debug__:
@@ -113,7 +113,7 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         logger.info("%d of %d: %s", number, len(chosen), case.name)
         failure: tuple[str, str] | None = None
         try:
-            with _limited(case, world.rank):
+            with _time_limit(case, world.rank):
                 case.call(comm)
         except Exception as error:
             failure = _cause(error), traceback.format_exc()
@@ -132,17 +132,17 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
 
 
 @contextmanager
-def _limited(case: Case, rank: int) -> Iterator[None]:
-    """End the process, with the stack of this thread, if the block does not end: a wait without timeout never does."""
+def _time_limit(case: Case, rank: int) -> Iterator[None]:
+    """End the process and log the stack of this thread if the block takes longer than CHECK_SECONDS."""
     waiting = threading.get_ident()
 
     def end() -> None:
         stack = "".join(traceback.format_stack(sys._current_frames().get(waiting)))
-        log.error("BROKEN %s: rank %d: no end within %g s:\n%s", case.name, rank, LIMIT, stack)
-        time.sleep(1.0)  # other ranks may report the same
+        log.error("BROKEN %s: rank %d: no end within %g s:\n%s", case.name, rank, CHECK_SECONDS, stack)
+        time.sleep(1.0)  # in which other ranks may report the same
         os._exit(1)
 
-    alarm = threading.Timer(LIMIT, end)
+    alarm = threading.Timer(CHECK_SECONDS, end)
     alarm.daemon = True
     alarm.start()
     try:

@@ -28,9 +28,9 @@ from kos.testing.conformance import log, run
 TIMEOUT = 60.0  # seconds
 
 
-class _Shown(logging.StreamHandler[TextIO]):
+class _OutputHandler(logging.StreamHandler[TextIO]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """A reader that stops, such as ``head``, is no error."""
+        """Ignore errors: a reader that closes the pipe early, such as ``head``, is no error."""
 
 
 def on_threads(options: argparse.Namespace) -> dict[str, str]:
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         if (got := getattr(options, name)) < least:
             parser.error(f"--{name}: expected a number from {least} on, got {got}")
     rank, began = launched_place()[0], time.monotonic()
-    shown = _Shown(sys.stdout)
+    shown = _OutputHandler(sys.stdout)
     log.addHandler(shown)
     log.setLevel(logging.INFO)
     try:

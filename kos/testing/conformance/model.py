@@ -37,7 +37,7 @@ class Step:
     sized: bool = field(default=True, kw_only=True)  # whether a form with counts gets them
 
     def __str__(self) -> str:
-        """``broadcast of 7 x float32, root 1``: what makes this call differ from others of its name."""
+        """The call as text, such as ``broadcast of 7 x float32, root 1``."""
         shown = {"op": self.op if self.name in REDUCING else None, "root": self.root if self.name in ROOTED else None}
         shown |= {name: getattr(self, name) or None for name in ("algorithm", "deterministic")}
         words = [f"{name} {value}" for name, value in shown.items() if value is not None]

@@ -70,7 +70,7 @@ def messages_of_duplicates_do_not_match(comm: Communicator) -> None:
 
 
 def messages_keep_their_order(comm: Communicator) -> None:
-    """Messages to one rank with one tag, short and long, which are received before and after they are sent."""
+    """Short and long messages with one tag keep their order, if they are received before or after they are sent."""
     right, left = ((comm.rank + step) % comm.size for step in (1, -1))
     for early in (False, True) if comm.size > 1 else ():
         got = [np.zeros(count) for count in (3, 3, 70_001, 3, 1000, 1000)]

@@ -103,7 +103,7 @@ def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[fl
         good |= np.isnan(wide) & (np.isnan(low) | np.isnan(high))
     else:
         good = np.abs(wide - expected) <= 4 * bound
-    assert good.all(), f"{op} of {dtype} on {n}: {_wrong(~good, got, expected)}"
+    assert good.all(), f"{op} of {dtype} on {n}: {_wrong_elements(~good, got, expected)}"
 
 
 def assert_bits(got: Array, expected: Array, what: str = "") -> None:
@@ -112,11 +112,11 @@ def assert_bits(got: Array, expected: Array, what: str = "") -> None:
     assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
     mine, theirs = (np.ascontiguousarray(each).reshape(-1) for each in (got, expected))
     differ = (mine.view(np.uint8) != theirs.view(np.uint8)).reshape(mine.size, mine.itemsize).any(axis=1)
-    assert not differ.any(), f"{what}: {_wrong(differ, mine, theirs)}"
+    assert not differ.any(), f"{what}: {_wrong_elements(differ, mine, theirs)}"
 
 
-def _wrong(where: Array, got: Array, expected: Array) -> str:
-    """The elements that are wrong, and the first of them."""
+def _wrong_elements(where: Array, got: Array, expected: Array) -> str:
+    """How many elements are wrong and where, with the first five values."""
     indices = np.flatnonzero(where)
     last, first = indices[-1], indices[0]
     elements = f"element {first}" if len(indices) == 1 else f"{len(indices)} elements from {first} to {last}"

@@ -78,7 +78,7 @@ def save(
     alone(world, lambda: _begin(folder, temporary))
 
     def publish(files: Files) -> None:
-        """Make ``folder/step-N`` of ``temporary``, in which all ranks have written ``files``."""
+        """Complete ``temporary``, in which all ranks have written ``files``, and rename it to ``folder/step-N``."""
         tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         written: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
         if len(state.shards.ranks) > 1:
@@ -127,7 +127,10 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def _rename(temporary: Path, final: Path) -> None:
-    """Renames one that is there first, so that ``latest`` finds it if this is killed before the next line."""
+    """Give the checkpoint its final name.
+
+    An existing one is renamed first: ``latest`` finds it if the process is killed between the two renames.
+    """
     if final.exists():
         replaced = final.with_name(f"replaced-{final.name}")
         shutil.rmtree(replaced, ignore_errors=True)
@@ -137,7 +140,7 @@ def _rename(temporary: Path, final: Path) -> None:
 
 
 def _remove_others(final: Path, keep: int, limit: int) -> None:
-    """All later than ``limit``, and of the earlier ones all but so many that ``keep`` are left."""
+    """Delete checkpoints after step ``limit``, then the oldest ones until ``keep`` remain, ``final`` included."""
     others = [(number, path) for number, path in steps_in(final.parent) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]

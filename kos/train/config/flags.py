@@ -35,7 +35,7 @@ GROUPS = {
     "log_every": "Logging", "micro_batch_size": "Performance", "debug": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
-"""The groups of ``--help``, each by its first setting."""
+"""The groups of ``--help``: the first setting of each, and its title."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -170,9 +170,9 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))
     layers.append(("flags", given))
-    said = {key: value for _, values in layers for key, value in values.items()}
-    folder, goes_on = said.get("init_from"), "model" in said and said.get("resume") is not None
-    if not isinstance(folder, str) or (goes_on and not os.path.exists(folder)):  # a run's config.json has its model
+    merged = {key: value for _, values in layers for key, value in values.items()}
+    folder, resumes = merged.get("init_from"), "model" in merged and merged.get("resume") is not None
+    if not isinstance(folder, str) or (resumes and not os.path.exists(folder)):  # the run's config.json has the model
         return layers
     return [*layers, model_of(Path(folder), layers)]
 

@@ -1,6 +1,6 @@
 """The ``model`` section of a configuration: the shape of the LLaMA, with Hugging Face's key names.
 
-Beside it what both sections share: ``option``, a field that is also a flag, and ``one_line``, pydantic's errors.
+Both sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ class ModelSection(Section):
 
 
 def one_line(error: ValidationError, label: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The first of pydantic's complaints as ``where: expected X, got Y``."""
+    """The first error that pydantic found, as ``where: expected X, got Y``.
+
+    ``label`` maps a key to the name that the text gives it.
+    """
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     key = ".".join(path[: 2 if path[:1] == ["model"] else 1])

@@ -226,7 +226,7 @@ class TrainConfig(Section):
         return self.dtype if self.master_weights == "none" else self.master_weights
 
     def learning_rate(self) -> LearningRate:
-        """The learning rate of every step."""
+        """The schedule that gives the learning rate of each step."""
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr
         return LearningRate(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)

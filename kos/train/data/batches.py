@@ -138,9 +138,9 @@ def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
 
 
 def load_data(config: TrainConfig, show: Show = lambda what, share: None, weights: str | None = None) -> Dataset:
-    """Read, and if it is text encode, what ``config.data`` names; or find what that came to before.
+    """Read the data that ``config.data`` names, and encode text; or use the tokens of an earlier run.
 
-    ``--tokenizer auto`` takes for text that of the folder ``weights``, by default ``config.init_from``.
+    For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.
 
     Raises:
         DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a
@@ -173,7 +173,7 @@ def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
-    """What ``--tokenizer`` names; ``auto``: that of the weights in ``folder``, or ``bytes``."""
+    """The tokenizer that ``--tokenizer`` names.  ``auto`` is that of the weights in ``folder``, or ``bytes``."""
     if config.tokenizer != "auto":
         return config.tokenizer
     if folder is not None and not has_tokenizer(Path(folder)):

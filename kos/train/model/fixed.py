@@ -30,7 +30,7 @@ class FixedLlama(Llama):
     ) -> None:  # fmt: skip
         kinds = (RowOrder, RowTensor, RowContext) if by_rows else (FixedOrder, FixedTensor, FixedContext)
         self.order, shapes = kinds[0](ops, split, tp, cp), config.parameter_shapes(local)
-        stacked: dict[str, list[slice]] = {}  # the rows of each member of a group
+        stacked: dict[str, list[slice]] = {}  # by group: the rows of each of its matrices
         for name, members in config.fused_groups(local).items():
             ends = [0, *accumulate(shapes[member][0] for member in members)]
             stacked[name] = [*map(slice, ends, ends[1:])]

@@ -36,7 +36,7 @@ def generate(
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
     if not np.isfinite(top := logits.max()):
-        raise TrainingError(f"sampling: expected finite logits, got {top}: the weights are no good")
+        raise TrainingError(f"sampling: expected finite logits, got {top}: the weights are not usable")
     if temperature == 0:
         return int(np.argmax(logits))
     with np.errstate(over="ignore"):  # at most 0, however small the temperature

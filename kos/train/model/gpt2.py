@@ -72,8 +72,8 @@ def bias_of(name: str) -> str:
     return name.removesuffix("weight") + "bias"
 
 
-class Biased(TensorParallel):
-    """The products of a layer with biases, on one rank."""
+class BiasedLinear(TensorParallel):
+    """The matrix products of a layer, with biases.  For one rank: GPT-2 has no tensor parallelism."""
 
     def column_linear(self, weights: Weights, name: str, x_ND: Array, out_NF: Array) -> None:
         self.ops.linear(x_ND, weights[name], out_NF, None, weights[bias_of(name)])
@@ -95,7 +95,7 @@ class GPT2(Llama):
     """The stages of ``Llama`` with GPT-2's parts in place of LLaMA's."""
 
     def __init__(self, config: LlamaConfig, ops: Ops, **options: Any) -> None:
-        super().__init__(config, ops, **{**options, "tensor": Biased(ops)})
+        super().__init__(config, ops, **{**options, "tensor": BiasedLinear(ops)})
 
     def embed(self, weights: Weights, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
         x_ND = super().embed(weights, tokens_N, seq_len, keep)

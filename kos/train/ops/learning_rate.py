@@ -1,4 +1,4 @@
-"""Learning-rate schedules. ``kernels/adamw.cu`` has the same for a captured step, in ``prepare``."""
+"""Learning-rate schedules. On GPUs, ``prepare`` in ``kernels/adamw.cu`` computes the same within a captured step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LearningRate:
     decay_steps: int = 0
 
     def __call__(self, step: int) -> float:
-        """The rate of ``step``, counted from 0."""
+        """The learning rate of ``step``, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.kind == "constant":

@@ -114,7 +114,7 @@ class FixedOrder:
     def weight_gradient(
         self, d_out: Array, x: Array, d_weight: Array, arena: Arena, stacked: Sequence[slice] | None
     ) -> None:
-        """``Ops.linear_weight_gradient``; ``stacked``: rows of the matrices that are one, None: split by columns."""
+        """``Ops.linear_weight_gradient``.  ``stacked``: the rows of each matrix of a group; None: split by columns."""
         for rows in stacked or ():
             f = (rows.stop - rows.start) // self.parts
             for start in range(rows.start, rows.stop, f):
@@ -139,7 +139,7 @@ class FixedOrder:
 
 
 class FixedTensor(TensorParallel):
-    """``TensorParallel`` in a fixed order.  ``stacked``: by name, rows of the matrices that are one."""
+    """``TensorParallel`` in a fixed order.  ``stacked[name]`` are the rows of each matrix in the group ``name``."""
 
     ops: Any
 

@@ -39,7 +39,7 @@ class TensorParallel:
     """The operations of a layer that are split over the ranks of ``axis``.
 
     A suffix ``_nD`` names the rows of this rank, ``_ND`` those of all ranks. ``first_row`` is where this rank's part
-    of the vocabulary begins. A product takes its matrix by name from the model's ``weights``.
+    of the vocabulary begins. A product uses the matrix ``weights[name]``.
     """
 
     def __init__(self, ops: Ops, axis: Axis = ALONE, first_row: int = 0) -> None:
@@ -98,7 +98,7 @@ class TensorParallel:
     # --- products ----------------------------------------------------------------------------------------
 
     def column_linear(self, weights: Mapping[str, Array], name: str, x_ND: Array, out_NF: Array) -> None:
-        """out_NF = x_ND weight^T."""
+        """out_NF = x_ND weight^T, for this rank's rows of the weight."""
         self.ops.linear(x_ND, weights[name], out_NF)
 
     def row_linear(
@@ -123,6 +123,7 @@ class TensorParallel:
         return complete
 
     def row_linear_backward(self, weights: Mapping[str, Array], name: str, d_out_ND: Array, dx_NF: Array) -> None:
+        """dx_NF = d_out_ND weight."""
         self.ops.linear_input_gradient(d_out_ND, weights[name], dx_NF)
 
     def column_linear_backward(
@@ -145,7 +146,7 @@ class TensorParallel:
                 wait()
 
     def weight_gradient(self, name: str, d_out: Array, x: Array, into: Any, arena: Arena) -> None:
-        """The gradient of a matrix or a group, to the ``Gradients`` ``into``: final at once."""
+        """Compute the gradient of a matrix, or of a group, and report it as final to the ``Gradients`` ``into``."""
         self.ops.linear_weight_gradient(d_out, x, into.of[name], into.accumulate, arena)
         into.final(name)
 
@@ -169,7 +170,7 @@ class TensorParallel:
         self.ops.embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena, first)
 
     def logits(self, x_ND: Array, table_vD: Array, out_Nv: Array) -> None:
-        """Those of this rank's part of the vocabulary."""
+        """out_Nv = x_ND table^T: the logits of this rank's part of the vocabulary."""
         self.ops.linear(x_ND, table_vD, out_Nv)
 
     def cross_entropy(

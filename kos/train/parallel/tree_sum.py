@@ -1,8 +1,9 @@
 """``--deterministic``: a sum over all micro-batches of a step, with the same bits for any number of ranks.
 
-The gradients are summed as a binary tree, ``((g0 + g1) + (g2 + g3)) + …``. A rank adds up the subtrees that it has
-whole, tensor by tensor; the ranks exchange these once a step and add the rest of the tree. The cost is memory for
-subtrees that wait for their neighbour, as many as the logarithm of the micro-batches. Sums do not overlap the backward.
+The gradients are summed as a binary tree, ``((g0 + g1) + (g2 + g3)) + …``. A rank adds up the subtrees whose
+leaves it has, tensor by tensor. Once a step the ranks exchange these sums, and add the rest of the tree. A subtree
+needs memory until its neighbour is complete: log2(micro-batches of a rank) copies of the gradients. The exchange does
+not overlap the backward.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from kos.train.parallel.mesh import Axis
 
 
 def subtrees(first: int, count: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """``count`` leaves of a binary tree from ``first`` on, and what can be summed of them alone.
+    """The largest subtrees of a binary tree that consist of the ``count`` leaves from ``first`` on.
 
-    How many subtrees each leaf completes, and the subtrees at the end: the first leaf of each and how many it has.
+    Returns (number of subtrees that each leaf completes, subtrees), each subtree as (first leaf, number of leaves).
     """
     completes, stack = [], []
     for leaf in range(first, first + count):
@@ -32,25 +33,25 @@ def subtrees(first: int, count: int) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _join(stack: list[tuple[int, int]]) -> None:
-    """Make one subtree of the last two while they are the halves of one."""
+    """Join the last two subtrees while they are halves of one."""
     while len(stack) > 1 and stack[-2][1] == stack[-1][1] and stack[-2][0] % (2 * stack[-1][1]) == 0:
         stack[-2:] = [(stack[-2][0], 2 * stack[-1][1])]
 
 
 def places(completes: Sequence[int]) -> list[int]:
-    """How many subtrees wait before each leaf, of ``subtrees``' leaves."""
+    """Number of subtrees that wait for their neighbour before each leaf, given the first result of ``subtrees``."""
     return [leaf - done for leaf, done in enumerate(accumulate(completes[:-1], initial=0))]
 
 
 def waiting_subtrees(rank: int, count: int) -> int:
-    """Copies of the gradients that ``TreeSum`` needs on a rank."""
+    """Number of copies of the gradients that ``TreeSum`` needs on ``rank`` for ``count`` micro-batches on each rank."""
     return max(places(subtrees(rank * count, count)[0]))
 
 
 class TreeSum:
     """Sums ``gradients`` over the micro-batches of all ranks of ``axis``, ``count`` on each, as one binary tree.
 
-    Needs ``gradients.flat`` to be a multiple of the ranks, and so its buckets.
+    The lengths of ``gradients.flat`` and of each bucket must be multiples of the number of ranks.
     """
 
     def __init__(
@@ -66,18 +67,18 @@ class TreeSum:
         self._received = [zeros(longest, dtype) for _ in range(most if axis.size > 1 else 0)]
 
     def target(self, micro_batch: int) -> Parameters:
-        """Memory for the gradients of a micro-batch (its number on this rank), which no waiting sum uses."""
+        """Memory for the gradients of this rank's micro-batch of that number, which no waiting sum uses."""
         return self._sums[self._places[micro_batch]]
 
     def add(self, name: str, micro_batch: int) -> None:
-        """Add the gradient of ``name``, which the backward has written to ``target``; micro-batches come in order."""
+        """Add the gradient of ``name``, which the backward has written to ``target``. Micro-batches come in order."""
         last = self._places[micro_batch]
         for index in range(last, last - self._completes[micro_batch], -1):
             before = self._sums[index - 1][name]
             self.ops.add(before, self._sums[index][name], before)
 
     def finish(self, *, whole: bool = True) -> None:
-        """The sum of all, in ``gradients``; unless ``whole`` only this rank's part of each bucket."""
+        """Write the sum over all ranks to ``gradients``, or only this rank's part of each bucket if not ``whole``."""
         axis, roots = self.axis, self._roots[self.axis.rank]
         mine = [each.flat for each in self._sums[: len(roots)]]
         if axis.size == 1:
@@ -100,7 +101,7 @@ class TreeSum:
                 axis.comm.all_gather(part, self.gradients.flat[bucket])
 
     def _add(self, terms: list[tuple[int, int, Array]]) -> Array:
-        """The sum, in the memory of the first term: halves of a subtree first, then the others from the last on."""
+        """The sum, in the memory of the first term: first the halves of subtrees, then the rest from the last on."""
         stack: list[tuple[int, int]] = []
         arrays: list[Array] = []
         for first, size, x in terms:

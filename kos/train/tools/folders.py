@@ -1,4 +1,4 @@
-"""Where a run lives: ``--out``, or a folder under ``runs/`` that no other run has; and its lock on that folder."""
+"""The folder of a run, and its lock: ``--out``, or a folder under ``runs/`` that no other run uses."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kos.train.parallel.failures import alone, together
 RUNS = Path("runs")
 LOCK = ".lock"
 SEEN_SECONDS = 5.0
-"""How long a rank looks for a file that rank 0 has made: a network's file system shows it late."""
+"""How long a rank waits for a file that rank 0 has written: a network file system may show it late."""
 
 
 def run_folder(config: TrainConfig) -> Path:
     """``config.out``, or the first free of ``runs/PRESET``, ``runs/PRESET-2``, …, which is then made.
 
-    With ``--resume auto`` the last that has checkpoints. To be called on one rank.
+    With ``--resume auto`` it is the last one that has checkpoints. Call it on one rank.
     """
     if config.out is not None:
         return config.out
@@ -44,7 +44,10 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """ConfigError if ``rank`` cannot write into ``out`` and its ``checkpoints``, nor make them. Creates none."""
+    """Raise ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or cannot create them.
+
+    Creates nothing.
+    """
     places = out / "checkpoints", out, *out.absolute().parents
     present = (folder for folder in places if os.path.lexists(folder))
     for folder in itertools.islice(present, 1 + os.path.lexists(places[0])):
@@ -59,7 +62,10 @@ def check_folder(out: Path, rank: int) -> None:
 
 
 def lock_folder(out: Path, held: contextlib.ExitStack) -> None:
-    """Lock ``out`` until ``held`` ends, and write a name for this run into the lock. BlockingIOError: a run has it."""
+    """Lock ``out`` until ``held`` closes, and write a random name of this run to the lock file.
+
+    Raises BlockingIOError if another run holds the lock.
+    """
     lock = held.enter_context((out / LOCK).open("a"))
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     lock.truncate(0)
@@ -68,7 +74,7 @@ def lock_folder(out: Path, held: contextlib.ExitStack) -> None:
 
 
 def check_shared(out: Path, comm: Communicator) -> str:
-    """The run's name in the lock. ConfigError on all ranks where one sees another folder, or none."""
+    """The run's name in the lock file. Raises ConfigError on all ranks if one of them sees another folder, or none."""
     name = alone(comm, (out / LOCK).read_text)
 
     def check() -> None:
@@ -80,7 +86,7 @@ def check_shared(out: Path, comm: Communicator) -> str:
                 got = str(error)
             time.sleep(0.01)
             if got != name and time.monotonic() > limit:
-                expected = "expected a folder that all ranks share, for each writes its part of a checkpoint"
+                expected = "expected a folder that all ranks share: each writes its part of a checkpoint"
                 raise ConfigError(f"--out {out}: {expected}; on rank {comm.rank} got {got or 'another'}")
 
     together(comm, check)

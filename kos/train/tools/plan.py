@@ -170,7 +170,7 @@ def report(argv: Sequence[str]) -> str:
     if vocabulary is None and config.tokenizer not in ("auto", "bytes"):
         raise ConfigError(f"--plan: expected --vocab-size, got a tokenizer to be read, {config.tokenizer}")
     if vocabulary is None and config.tokenizer == "auto":
-        vocabulary = read_corpus(config.data).vocab_size  # of token files
+        vocabulary = read_corpus(config.data).vocab_size  # None for text
     if config.deterministic:
         raise ConfigError("--plan: expected no --deterministic, whose sums in order are not predicted, got it")
     model = config.model_config_for(vocabulary or ByteTokenizer.vocab_size)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.host.shared.calls import Calls, Wait
-from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, LONG_SPINS, SPINS, Direct, Unreadable
+from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, ONE_COPY_SPINS, SPINS, Direct, Unreadable
 from kos.comm.host.shared.plans import Plan, Plans, Sum
 from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED, RING, TURNS
 from kos.comm.operation import Call
@@ -68,9 +68,9 @@ class SharedCollectives:
         place, published = sequence % RING, self._calls.announce(call)
         if type(plan) is Sum:
             return self._reduce(call, *plan)
-        count, per_stage, _, put, get, flags, reads_all, readers, own, long = plan
-        if long and not crowded and not call.operation.options.overlap:
-            spins = LONG_SPINS
+        count, per_stage, _, put, get, flags, reads_all, readers, own, one_copy = plan
+        if one_copy and not crowded and not call.operation.options.overlap:
+            spins = ONE_COPY_SPINS
         if (
             count > per_stage or self._issued != self._served
             or (stage > self._free and not self._reached(self._gots, stage + 1 - DEPTH))

@@ -36,10 +36,10 @@ slots and 38 us in one copy, and one of 512 KB takes 210 us and 140 us.
 SPINS, CROWDED_SPINS = 300, 30
 """Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
 There each poll also yields the core, since a spinning rank may keep the awaited rank from running."""
-LONG_SPINS = 4000
-"""The polls of a wait in one copy, unless there are more ranks than cores.
+ONE_COPY_SPINS = 4000
+"""Polls of a flag in an operation in one copy, unless there are more ranks than cores.
 
-A rank is late by as long as it copies its own data, and a return to the engine takes 20 to 40 us."""
+A rank may be late by the time of its own copy, and a return to the engine takes 20 to 40 us."""
 ENDING_SECONDS = 1.0
 """Time to detect that a process has ended, once its memory cannot be read."""
 CHUNK_BYTES = 256 << 10
@@ -118,7 +118,7 @@ class Direct:
             get, own = self._reduce(mine, out, reduction, sources), None
         else:
             get, own = self._copy(mine, out, sources, o.recv_counts, marks=o.root is not None)
-        return Plan(1, 1, self.peers, put, get, self._puts, True, gots, own, long=True)
+        return Plan(1, 1, self.peers, put, get, self._puts, True, gots, own, one_copy=True)
 
     def _offer(self, x: Array | None, parts: list[tuple[int, int]], keep: bool) -> tuple[Step, list[int]]:
         """Offers each rank its part of ``x``, (start, elements); also returns the GOT flags of those that read ``x``.
@@ -250,7 +250,7 @@ class Direct:
         vectors, readv = (ctypes.c_uint64 * 4)(to), self._readv  # two ``struct iovec``, of this rank and of that one
         words = memoryview(vectors).cast("B").cast("Q")
         one, flags = ctypes.c_ulong.from_param(1), ctypes.c_ulong.from_param(0)
-        # Made once, as arguments of C: conversions at each call take 1.3 us.
+        # Converted to C once: conversions at each call take 1.3 us.
         arguments = (
             ctypes.c_int.from_param(self._pids[rank]), ctypes.byref(vectors), one, ctypes.byref(vectors, 16), one, flags
         )  # fmt: skip

@@ -23,7 +23,7 @@ import numpy as np
 from kos.comm.failures import again
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
-from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, LONG_SPINS, SPINS, Direct, address_of
+from kos.comm.host.shared.direct import CROWDED_SPINS, ENDING_SECONDS, ONE_COPY_SPINS, SPINS, Direct, address_of
 from kos.comm.host.shared.plans import ALIGN, MARKED_BYTES
 from kos.comm.host.shared.segment import ANSWERS, HEADERS, MAIL_HEAD
 from kos.comm.operation import COLLECTIVE_TAGS, Call
@@ -39,9 +39,9 @@ CREDIT_BYTES, OVERHEAD_BYTES = 4 << 20, 256
 _SENT, _TAKEN, _RECEIVED, _ANSWERS, _HEADERS = 0, 16, 17, 32, 32 + ANSWERS
 """Words of a mailbox: messages sent; messages taken and eager bytes received; answers to RTS; headers."""
 _WHAT, _BYTES, _WHERE, _ANSWER = range(4)
-"""Words of a header: tag, dtype and kind; bytes; where they are; the word of the answer.
+"""Words of a header: tag, dtype and kind; bytes; where the data is; the word of the answer.
 
-They are at a place in the room, at an address, or in a message of the transport between hosts, with that tag.
+The data is at an offset in the room, at an address, or in a message of the network's transport with that tag.
 """
 _DTYPE, _KIND = 48, 56
 _TAG, _RTS, _OTHER = (1 << _DTYPE) - 1, 1 << _KIND, 2 << _KIND
@@ -83,7 +83,7 @@ class SharedMessages:
             words, at = box.words, message.answer
             if at:
                 if message is not plan[0] and not crowded:
-                    spins = LONG_SPINS  # this rank has received: the other one reads now
+                    spins = ONE_COPY_SPINS  # this rank has read: the other one reads now
                 while not words[at] and spins:
                     spins -= 1
                     if crowded:
@@ -102,7 +102,7 @@ class SharedMessages:
         return []
 
     def _prepare(self, call: Call) -> tuple[list[_Message], Callable[[], bool] | None]:
-        """The messages of a call, for all its launches, and their ``_exchange`` if it has one."""
+        """Make the messages of a call, which all its launches use, and the fast path ``_exchange`` if it applies."""
         o, (dst, src, tag, recv_tag) = call.operation, call.operation.message
         ends = (o.recv, src, recv_tag, True), (o.send, dst, tag, False)
         plan = [
@@ -288,8 +288,8 @@ class _Message:
         self.box, self.array, self.tag, self.receives = box, array, tag, receives
         self.what, self.nbytes = tag | DTYPE_CODES[array.dtype] << _DTYPE, array.nbytes
         self.view = array.view(np.uint8).data
-        self.address: int | None = None  # None: not known yet; 0: other ranks cannot read the array
-        self.read: Any = None  # copies to the array from an address of the other rank
+        self.address: int | None = None  # None: not checked yet; 0: other ranks cannot read the array
+        self.read: Any = None  # copies to the array from an address in the other rank's memory
         self.complete, self.answer = False, 0  # the word of the receiver's answer, while an RTS waits for it
         self.request: Request | None = None  # of the transport between hosts
         self.error: Exception | None = None
@@ -319,7 +319,7 @@ class _Message:
         return self.address
 
     def reader(self) -> Any:
-        """``read``, which is made once."""
+        """Make the function ``read``."""
         self.read = self.box.mail.direct.reader(self.box.rank, address_of(self.array))
         return self.read
 
@@ -359,11 +359,11 @@ class _Message:
 
 
 def _exchange(recv: _Message, send: _Message, address: int) -> Callable[[], bool]:
-    """A function that posts both messages of a send_recv, both long, and returns whether they are complete.
+    """The fast path of a send_recv of two long messages, as a function that returns whether both are complete.
 
-    It is ``post``, ``put``, ``take``, ``deliver`` and ``answered`` written out, for two ranks that come at about the
-    same time and have no other messages.  After a copy the core's caches hold none of this code, so that each function
-    takes up to a microsecond.  In all other cases it leaves the messages posted.
+    It inlines ``post``, ``put``, ``take``, ``deliver`` and ``answered``.  It applies if both ranks arrive at about the
+    same time and no other messages are pending; else it posts the messages.  A large copy evicts the code from the
+    caches, and then each call of a function takes up to a microsecond.  ``address`` is that of the data to send.
     """
     mail, source, to = recv.box.mail, recv.box, send.box
     into, out, arrivals, headers = source.into, to.out, source.into + _HEADERS, to.out + _HEADERS
@@ -383,7 +383,7 @@ def _exchange(recv: _Message, send: _Message, address: int) -> Callable[[], bool
         words[header], words[header + _BYTES] = rts, length
         words[header + _WHERE], words[header + _ANSWER] = address, answer
         to.sent = words[out] = sent + 1
-        left, received = LONG_SPINS, False
+        left, received = ONE_COPY_SPINS, False
         while words[into] == taken and left:
             left -= 1
         header = arrivals + 8 * (taken % HEADERS)
@@ -392,7 +392,7 @@ def _exchange(recv: _Message, send: _Message, address: int) -> Callable[[], bool
             try:
                 read(words[header + _WHERE], nbytes)
                 received = not words[reply]
-            except OSError:  # ``deliver`` finds it again
+            except OSError:  # ``deliver`` reads again, and handles the error
                 received = False
         if received:
             words[reply] = _READ

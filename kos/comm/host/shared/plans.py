@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     reads_all: bool = False  # whether ``sources`` are all other ranks
     readers: Sequence[int] = ()  # flags that count the gets of the ranks that read this rank's memory
     own: Step | None = None  # copies this rank's own data, while other ranks read it
-    long: bool = False  # whether it is in one copy: its waits are long
+    one_copy: bool = False  # whether the data goes in one copy; waits then poll longer
 
 
 class Sum(NamedTuple):

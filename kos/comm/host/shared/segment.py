@@ -230,7 +230,7 @@ class Processes:
 def process(pid: int) -> tuple[str, int]:
     """The state of the process, as a letter of proc(5), and when it ``started``."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a program may set any bytes as its name
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")  # a process may have any bytes as its name
     except (FileNotFoundError, ProcessLookupError):
         return "X", 0
     fields = stat[stat.rindex(")") + 2 :].split()

@@ -1,4 +1,4 @@
-"""What a run must have in common with the weights that it begins from, and what only breaks a promise."""
+"""Compares a run with the weights that it begins from: errors if they do not fit, warnings if results will differ."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic"),
     *("device", "dtype", "master_weights", "grad_dtype"),
 )
-"""Settings that a resumed run must keep to go on bit for bit."""
+"""Settings that must not change if a resumed run is to give the bits of an uninterrupted one."""
 
 
 def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
-    """CheckpointError if the shapes differ in fields in which they may not; it names these fields."""
+    """Raise CheckpointError if the shapes differ in fields that must be equal; the error names these fields.
+
+    ``path`` is where the weights of the shape ``theirs`` are, and ``ours`` is the shape of the run.
+    """
     ours_values, theirs_values = ({"model_type": x.model_type, **dataclasses.asdict(x)} for x in (ours, theirs))
     fixed = [name for name in ours_values if name not in ours.may_differ]
     if differ := [name for name in fixed if theirs_values[name] != ours_values[name]]:
@@ -34,7 +37,7 @@ def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
 
 
 def check_tokenizer(source: Path, ours: Tokenizer) -> None:
-    """Refuse weights of another tokenizer: token numbers would mean other text."""
+    """Raise CheckpointError if the weights have another tokenizer: token numbers would mean other text."""
     if not has_tokenizer(source) or ours.kind == NumberTokenizer.kind:
         return
     theirs = make_tokenizer(str(source))
@@ -45,22 +48,23 @@ def check_tokenizer(source: Path, ours: Tokenizer) -> None:
 
 
 def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:
-    """Say what breaks the promise to go on bit for bit; ``now`` describes the run, as ``found.config`` the one before.
+    """Log warnings about settings that change the results of a run resumed from ``found``.
 
-    Also that the learning rate rises, which is seldom meant.
+    ``now`` describes this run, and ``found.config`` describes the run that wrote the checkpoint.  A learning rate that
+    rises gives a warning too, since this is seldom intended.
     """
     before = found.config
     asked = {"grad_dtype": "float32", **before.get("config", {})}
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)
-    if other_layout:  # from which these follow where they were not asked for
+    if other_layout:  # their defaults depend on the layout
         same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == now["config"][name])
         ours |= {name: theirs.get(name) for name in same}
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
     changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
     if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
         changed.append("GPU")
-    if now["ranks"] > 1 and not other_layout and not config.deterministic:  # what may add in another order
+    if now["ranks"] > 1 and not other_layout and not config.deterministic:  # these may change the order of additions
         changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
         changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
     of_rate = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
@@ -78,6 +82,6 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
 
 
 def _layout_in(description: Mapping[str, Any]) -> list[Any]:
-    """Ranks, tp, pp and cp of a run: equal lists are the same layout."""
+    """Ranks, tp, pp and cp of a run."""
     asked = description.get("config", {})
     return [description.get("ranks"), *(asked.get(axis, 1) for axis in ("tp", "pp", "cp"))]
