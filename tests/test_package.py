@@ -114,6 +114,21 @@ def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
         assert process.communicate(timeout=60)[1] == "" and process.returncode == -signal.SIGINT
 
 
+def test_what_a_command_printed_before_ctrl_c_is_not_lost() -> None:
+    program = """
+import os, runpy, signal
+from kos.__main__ import main
+def run_module(*_, **__):
+    print("printed")
+    os.kill(os.getpid(), signal.SIGINT)
+runpy.run_module = run_module
+main(["schedules"])
+"""
+    command = ["env", "-u", "PYTHONUNBUFFERED", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "printed\n", "")
+
+
 @pytest.mark.parametrize("words", ["schedules", "sample --help", "plot --help"])
 def test_commands_work_without_docstrings(words: str) -> None:
     done = run(sys.executable, "-OO", "-m", "kos", *words.split())

@@ -58,6 +58,20 @@ def test_counts_of_each_rank(size: int, most: int, monkeypatch: pytest.MonkeyPat
     run(body, size)
 
 
+def test_an_operation_in_flight_waits_for_no_late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.host.shared.collectives.ONE_COPY_SPINS", 400_000_000)  # 20 seconds
+    begun = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            assert begun.wait(10.0)
+        work = comm.all_gather(contributions(comm), async_op=True)
+        begun.set()
+        assert (work.wait() == np.repeat([[1.0], [2.0]], COUNT, axis=1)).all()
+
+    run(body, 2)
+
+
 @on_each_rank(run, 2)
 def test_a_list_of_counts_that_has_changed_is_another_call(comm: kos.Communicator, /) -> None:
     counts, x, out = [1, 1], np.full(1, comm.rank), np.empty(2, int)

@@ -279,6 +279,64 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
+def test_threads_split_their_communicators_at_a_time(tmp_path: Path) -> None:
+    """Communicators are independent: no two groups of one host get the same tags of MPI."""
+    text = """
+import threading
+with kos.init("mpi", timeout=20) as comm:
+    at_once = threading.Barrier(2, timeout=20)
+    def splits(own, number):
+        for _ in range(20):
+            at_once.wait()
+            with own.split(0) as part:
+                assert set(part.all_gather_bytes(bytes([number]))) == {bytes([number])}
+        ended.append(number)
+    ended = []
+    threads = [threading.Thread(target=splits, args=(comm.duplicate(), number)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(sorted(ended), flush=True)
+"""
+    assert job(tmp_path, 2, text) == ["[0, 1]"] * 2
+
+
+@needs_mpirun
+def test_groups_with_the_fewest_tags_that_mpi_allows(tmp_path: Path) -> None:
+    """The backend mpi needs more; nccl and peer use the groups too."""
+    text = """
+import types
+from kos.comm.rendezvous import mpi_job
+from kos.comm.rendezvous.mpi import MPIRendezvous
+class Few:
+    def __init__(self, comm):
+        self.comm = comm
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+    def Get_attr(self, key):
+        return 32767
+    def Idup(self):
+        comm, request = self.comm.Idup()
+        return Few(comm), request
+    def Isend(self, data, to, tag):
+        assert 0 <= tag <= 32767, tag
+        return self.comm.Isend(data, to, tag)
+MPI = mpi_job.load_mpi()
+few = types.SimpleNamespace(**vars(MPI))
+few.COMM_WORLD = Few(MPI.COMM_WORLD)
+mpi_job.load_mpi = lambda *_: few
+group = MPIRendezvous()
+names = group.allgather(b"%d" % group.rank)
+tags = {group.shared.new_tag() for _ in range(9000)}
+print(names == group.split(0).allgather(b"%d" % group.rank), len(tags), group.shared.tag in tags, flush=True)
+os._exit(0)
+"""
+    # Of 16,384 tags each of 2 ranks gets 4,095 pairs; the first pair is that of all ranks.
+    assert job(tmp_path, 2, text) == ["True 4095 False"] * 2
+
+
+@needs_mpirun
 def test_a_loss_that_one_rank_alone_hears_of(tmp_path: Path) -> None:
     """Open MPI tells nobody of an exit code that is not 0; it may tell some."""
     text = """

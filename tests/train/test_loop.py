@@ -255,6 +255,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
             _train(text, tmp_path, 2, steps=2)
 
 
+def test_a_folder_that_cannot_be_written_around_checkpoints_that_can(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr(folders.os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=f"expected a folder that .*, got no permission to write into {tmp_path}$"):
+        folders.check_folder(tmp_path, 0)
+
+
 def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -> None:
     constant: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
     _train(text, tmp_path, steps=6, **constant)

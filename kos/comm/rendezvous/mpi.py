@@ -7,7 +7,7 @@ import itertools
 import os
 import struct
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -37,9 +37,21 @@ class SharedComm:
 
     def __init__(self, comm: Any) -> None:
         self.comm = comm
-        self.tag = TAGS // 2  # the first tag that no group uses; a group uses two
+        MPI = mpi_job.load_mpi()
+        self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first tag of groups
+        self._groups = itertools.count()
         self.numbers = itertools.count()  # of messages of backends
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
+
+    def new_tag(self) -> int:
+        """The first of two tags for a new group whose lowest rank is this one.
+
+        No other rank returns them, and this rank returns them again only after thousands of groups.  So threads may
+        make groups at the same time.
+        """
+        size = self.comm.size
+        number = 1 + next(self._groups) % (self.tag // (2 * size) - 1)
+        return self.tag + 2 * (number * size + self.comm.rank)
 
 
 class MPIGroup(Rendezvous):
@@ -55,9 +67,8 @@ class MPIGroup(Rendezvous):
         self, shared: SharedComm, ranks: Sequence[int], rank: int, timeout: float, ledger: Ledger | None, tag: int = 0
     ) -> None:
         self._MPI = mpi_job.load_mpi()
-        self.shared, self.ranks, self._tag = shared, list(ranks), tag or TAGS // 2
+        self.shared, self.ranks, self._tag = shared, list(ranks), tag or shared.tag
         self.rank, self.size, self.timeout, self._ledger = rank, len(self.ranks), timeout, ledger
-        shared.tag = max(shared.tag, self._tag + 2)
         shared.users += 1
         self._own: Any = None  # a communicator of exactly these ranks, made on first use
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
@@ -132,8 +143,7 @@ class MPIGroup(Rendezvous):
         ranks = self._alike(color, key)
         if self.local_size < self.size:
             return self._split_comm(color, key, ranks)
-        tag = max(map(int, self.allgather(str(self.shared.tag).encode())))
-        self.shared.tag = tag + 2
+        tag = int(self.allgather(str(self.shared.new_tag()).encode() if self.rank == 0 else b"")[0])
         return self._child(ranks, tag) if ranks else None
 
     def _split_comm(self, color: int | None, key: int, ranks: list[int]) -> Rendezvous | None:
@@ -186,11 +196,11 @@ class MPIGroup(Rendezvous):
         """
         self.check_shrink()
         began = time.monotonic()
-        arrived, _ = self._exchange_with_survivors([rank for rank in range(self.size) if rank != self.rank], began)
-        arrived, tag = self._exchange_with_survivors(arrived, began)
-        ranks = sorted([self.rank, *arrived])
+        tag = self.shared.new_tag()
+        arrived = self._exchange_with_survivors([rank for rank in range(self.size) if rank != self.rank], tag, began)
+        tags = {self.rank: tag, **self._exchange_with_survivors(arrived, tag, began)}
         if not self._is_all:
-            return self._child(ranks, tag)
+            return self._child(sorted(tags), tags[min(tags)])
         part = mpi_job.shrink(self.shared.comm, self.timeout)
         if part is None:
             missing = timeouts.survivors(self.timeout)
@@ -198,27 +208,26 @@ class MPIGroup(Rendezvous):
         members = self._MPI.Group.Translate_ranks(part.Get_group(), range(part.size), self.shared.comm.Get_group())
         return self._child_with_comm(part, list(members))
 
-    def _exchange_with_survivors(self, ranks: list[int], began: float) -> tuple[list[int], int]:
-        """Exchange a message with each of ``ranks``.  Returns those that are not lost, and a tag that no group uses.
+    def _exchange_with_survivors(self, ranks: Iterable[int], new_tag: int, began: float) -> dict[int, int]:
+        """Exchange a message with each of ``ranks``.  Returns those that are not lost, with the new tag of each.
 
-        ``began`` is when the shrink began, on ``time.monotonic``.  A message holds a tag that its sender does not use,
-        and -1 or the rank for which the sender has waited in vain.  In the latter case RankLost is raised.
+        ``began`` is when the shrink began, on ``time.monotonic``.  A message holds a new tag of its sender, and -1 or
+        the rank for which the sender has waited in vain.  In the latter case RankLost is raised.
         """
         board, world, comm, tag = self.ledger.board, self.ledger.world, self.shared.comm, self._tag + 1
         awaited: dict[int, tuple[Any, np.ndarray]] = {}
 
-        def send(free: int, unreported: int) -> None:
+        def send(unreported: int) -> None:
             for rank in ranks:
                 with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
-                    mpi_job.keep_unfinished(comm.Isend(np.array([free, unreported]), self.ranks[rank], tag))
+                    mpi_job.keep_unfinished(comm.Isend(np.array([new_tag, unreported]), self.ranks[rank], tag))
 
-        free = self.shared.tag
-        send(free, -1)
+        send(-1)
         for rank in ranks:
             with contextlib.suppress(self._MPI.Exception):
                 received = np.zeros(2, np.int64)
                 awaited[rank] = comm.Irecv(received, self.ranks[rank], tag), received
-        backoff, unreported_at, arrived = mpi_job.Backoff(), None, list[int]()
+        backoff, unreported_at, arrived = mpi_job.Backoff(), None, dict[int, int]()
         with self.waiting():
             while awaited:
                 failed, now = self.failed(), time.monotonic()
@@ -228,19 +237,18 @@ class MPIGroup(Rendezvous):
                     del awaited[rank]
                     mpi_job.keep_unfinished(request)
                     if received[0]:  # else the rank is lost
-                        arrived.append(rank)
-                        free = max(free, int(received[0]))
+                        arrived[rank] = int(received[0])
                         if received[1] >= 0:
                             raise self._unreported(int(received[1]))
                 unreported = [rank for rank in awaited if board.ended(world[rank])]
                 unreported_at = (unreported_at or now) if unreported else None
                 if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
-                    send(free, unreported[0])
+                    send(unreported[0])
                     raise self._unreported(unreported[0])
                 if awaited and now - began > self.timeout:
                     raise self.absent(sorted(awaited), "shrink")
                 backoff.pause()
-        return arrived, free
+        return arrived
 
     def _unreported(self, rank: int) -> KosError:
         why = "its process exited with an error code, which Open MPI does not report to the others"

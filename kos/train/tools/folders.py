@@ -44,17 +44,18 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """Raise ConfigError if ``rank`` cannot write to ``out/checkpoints``, or cannot create it. Creates nothing."""
+    """Raise ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Creates nothing."""
     places = out / "checkpoints", out, *out.absolute().parents
-    existing = next(folder for folder in places if os.path.lexists(folder))
-    if not existing.is_dir():
-        got = f"{existing}, which is not a folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        got = f"no permission to write into {existing}"
-    else:
-        return
-    where = f" on rank {rank}" if rank else ""
-    raise ConfigError(f"--out {out}: expected a folder that can be written, got {got}{where}")
+    present = (folder for folder in places if os.path.lexists(folder))
+    for folder in itertools.islice(present, 1 + os.path.lexists(places[0])):
+        if not folder.is_dir():
+            got = f"{folder}, which is not a folder"
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            got = f"no permission to write into {folder}"
+        else:
+            continue
+        where = f" on rank {rank}" if rank else ""
+        raise ConfigError(f"--out {out}: expected a folder that can be written, got {got}{where}")
 
 
 def lock_folder(out: Path, held: contextlib.ExitStack) -> None:

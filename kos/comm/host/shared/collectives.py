@@ -69,7 +69,7 @@ class SharedCollectives:
         if type(plan) is Sum:
             return self._reduce(call, *plan)
         count, per_stage, _, put, get, flags, reads_all, readers, own, one_copy = plan
-        if one_copy and not crowded:
+        if one_copy and not crowded and not call.operation.options.overlap:
             spins = ONE_COPY_SPINS
         if (
             count > per_stage or self._issued != self._served

@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(1024) finish_norm(const double* par
     if (threadIdx.x == 0) (blockIdx.x == 0 ? state->sum_of_squares : state->rest) = total;
 }
 
-// shape: 0 cosine, 1 constant, 2 wsd, as kos.train.optimizer.Schedule.
+// shape: 0 cosine, 1 constant, 2 wsd, as kos.train.ops.learning_rate.LearningRate.
 __device__ double learning_rate(long step, int shape, double lr, double min_lr, long steps, long warmup, long decay) {
     if (step < warmup) return lr * (step + 1) / warmup;
     if (shape == 1) return lr;
