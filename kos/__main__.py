@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         runpy.run_module(module, run_name="__main__", alter_sys=True)  # most commands end the process
     except KeyboardInterrupt:  # end the process by the signal, without a traceback
         with printing():
-            pass  # flushes what was printed
+            pass  # flush the output
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     finally:

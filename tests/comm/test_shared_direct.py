@@ -59,7 +59,7 @@ def test_counts_of_each_rank(size: int, most: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_operation_in_flight_waits_for_no_late_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.host.shared.collectives.LONG_SPINS", 400_000_000)  # 20 seconds
+    monkeypatch.setattr("kos.comm.host.shared.collectives.ONE_COPY_SPINS", 400_000_000)  # 20 seconds
     begun = threading.Event()
 
     def body(comm: kos.Communicator) -> None:

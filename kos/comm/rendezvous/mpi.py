@@ -38,15 +38,16 @@ class SharedComm:
     def __init__(self, comm: Any) -> None:
         self.comm = comm
         MPI = mpi_job.load_mpi()
-        self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first of groups, that of all ranks
+        self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first tag of groups
         self._groups = itertools.count()
         self.numbers = itertools.count()  # of messages of backends
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
-        """A tag for a group that begins with this rank, which has the next one too.
+        """The first of two tags for a new group whose lowest rank is this one.
 
-        No other rank returns it, and this one only after thousands of groups.  So threads may make groups at a time.
+        No other rank returns them, and this rank returns them again only after thousands of groups.  So threads may
+        make groups at the same time.
         """
         size = self.comm.size
         number = 1 + next(self._groups) % (self.tag // (2 * size) - 1)
@@ -208,9 +209,9 @@ class MPIGroup(Rendezvous):
         return self._child_with_comm(part, list(members))
 
     def _exchange_with_survivors(self, ranks: Iterable[int], new_tag: int, began: float) -> dict[int, int]:
-        """Exchange a message with each of ``ranks``.  Returns those that are not lost, with their new tags.
+        """Exchange a message with each of ``ranks``.  Returns those that are not lost, with the new tag of each.
 
-        ``began`` is when the shrink began, on ``time.monotonic``.  A message holds the new tag of its sender, and -1 or
+        ``began`` is when the shrink began, on ``time.monotonic``.  A message holds a new tag of its sender, and -1 or
         the rank for which the sender has waited in vain.  In the latter case RankLost is raised.
         """
         board, world, comm, tag = self.ledger.board, self.ledger.world, self.shared.comm, self._tag + 1
