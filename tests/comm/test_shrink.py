@@ -303,6 +303,34 @@ with kos.init("mpi", timeout=20) as comm:
 
 
 @needs_mpirun
+def test_a_death_that_mpi_does_not_report(tmp_path: Path) -> None:
+    text = """
+import os, signal, time
+from kos.comm.rendezvous import mpi_job
+class Unaware:
+    def __init__(self, comm):
+        self.size = comm.size
+    def Isend(self, data, to, tag):
+        return mpi_job.load_mpi().REQUEST_NULL
+    def Improbe(self, source, tag, status):
+        return None
+    def Iprobe(self, source, tag):
+        return False
+with kos.init("mpi", timeout=20) as comm:
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    mpi_job.failed_ranks = lambda comm: []
+    comm.rendezvous.shared.comm, began = Unaware(comm.rendezvous.shared.comm), time.monotonic()
+    try:
+        comm.rendezvous.barrier()
+    except kos.errors.RankLost as error:
+        print(error, time.monotonic() - began < 10, flush=True)
+    os._exit(0)
+"""
+    assert job(tmp_path, 2, text, *ULFM) == ["rendezvous: rank 1 is gone: its process ended True"]
+
+
+@needs_mpirun
 def test_groups_with_the_fewest_tags_that_mpi_allows(tmp_path: Path) -> None:
     """The backend mpi needs more; nccl and peer use the groups too."""
     text = """

@@ -23,6 +23,7 @@ from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 _REPORT_SECONDS = 2.0  # limit for MPI's report of a rank that has ended
+_LATE_SECONDS = 0.5  # the same within an exchange
 _CHECK_SECONDS = 0.01  # between two checks for lost ranks
 TAGS = 1 << 27
 """Number of MPI tags in use: the lower half is for messages of backends, the upper half for groups."""
@@ -44,7 +45,7 @@ class SharedComm:
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
-        """The first of two tags for a new group whose lowest rank is this one.
+        """The first of two tags for a new group, chosen by this rank for all of its ranks.
 
         No other rank returns them, and this rank returns them again only after thousands of groups.  So threads may
         make groups at the same time.
@@ -111,6 +112,7 @@ class MPIGroup(Rendezvous):
         """Send to one rank and receive from another; None at the timeout."""
         MPI, comm, tag, status = self._MPI, self.shared.comm, self._tag, self._MPI.Status()
         deadline, check_at, backoff = time.monotonic() + self.timeout, 0.0, mpi_job.Backoff()
+        ended_at = None  # when a rank was first seen to have ended
         requests, received = [comm.Isend([data, MPI.BYTE], self.ranks[to], tag)], bytearray()
         try:
             while (now := time.monotonic()) < deadline:
@@ -123,6 +125,10 @@ class MPIGroup(Rendezvous):
                 if now > check_at:
                     check_at = now + _CHECK_SECONDS
                     self._check(source)
+                    ended = self._ended(range(self.size))
+                    ended_at = (ended_at or now) if ended else None
+                    if ended_at is not None and now - ended_at > _LATE_SECONDS:  # MPI has not told this rank
+                        raise self.ledger.lost(ended[0], "its process ended", "rendezvous")
                 backoff.pause()
         finally:
             for request in requests:
@@ -138,6 +144,11 @@ class MPIGroup(Rendezvous):
         if shrinks:
             rank = next(iter(self.ledger.suspects()), awaited)
             raise self.ledger.lost(rank, "it shrinks the group", "rendezvous")
+
+    def _ended(self, ranks: Iterable[int]) -> list[int]:
+        """Those ``ranks`` of this host whose processes have ended, with or without a report by MPI."""
+        board, world = self.ledger.board, self.ledger.world
+        return [rank for rank in ranks if board.ended(world[rank])]
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)
@@ -214,7 +225,7 @@ class MPIGroup(Rendezvous):
         ``began`` is when the shrink began, on ``time.monotonic``.  A message holds a new tag of its sender, and -1 or
         the rank for which the sender has waited in vain.  In the latter case RankLost is raised.
         """
-        board, world, comm, tag = self.ledger.board, self.ledger.world, self.shared.comm, self._tag + 1
+        comm, tag = self.shared.comm, self._tag + 1
         awaited: dict[int, tuple[Any, np.ndarray]] = {}
 
         def send(unreported: int) -> None:
@@ -240,7 +251,7 @@ class MPIGroup(Rendezvous):
                         arrived[rank] = int(received[0])
                         if received[1] >= 0:
                             raise self._unreported(int(received[1]))
-                unreported = [rank for rank in awaited if board.ended(world[rank])]
+                unreported = self._ended(awaited)
                 unreported_at = (unreported_at or now) if unreported else None
                 if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
                     send(unreported[0])
