@@ -44,7 +44,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """Raise ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Creates nothing."""
+    """ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Creates nothing."""
     places = out / "checkpoints", out, *out.absolute().parents
     present = (folder for folder in places if os.path.lexists(folder))
     for folder in itertools.islice(present, 1 + os.path.lexists(places[0])):
