@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kos.errors import BackendUnavailable, InvalidArgument, install
@@ -53,7 +53,8 @@ def printing() -> Iterator[None]:
     error.  If the output cannot be written, the process ends with one line on stderr and exit status 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
+        with suppress(OSError):  # it flushes what was printed before; the flush at the end fails too
+            sys.stdout.reconfigure(errors="replace")
     try:
         yield
         if sys.stdout is not None:  # else it was closed before

@@ -197,7 +197,8 @@ def test_a_closed_pipe_is_no_error() -> None:
     command = [sys.executable, "-m", "kos.testing.conformance", "--backend", "mock", "--only", "lost"]
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # what cannot be written stays in the buffer
+    done = subprocess.run(command, env=env, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
 
