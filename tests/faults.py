@@ -44,7 +44,7 @@ from kos import cuda
 from kos.cuda import driver
 from kos.errors import KosError, install
 from kos.memory.array import Array
-from tests.forked import PATHS, Forked, fork_server
+from tests.forked import PATHS, Forked, fork_server, remove_session
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
@@ -397,6 +397,7 @@ def run_trial(trial: Trial, largest: int) -> tuple[str, str]:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+                    remove_session(process.pid)
                 with contextlib.suppress(OSError, ValueError):  # which mpirun gave a group of its own
                     os.kill(int((folder / "started").read_text()), signal.SIGKILL)
             log = (folder / "log").read_text(errors="replace")

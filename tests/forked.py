@@ -17,10 +17,12 @@ import os
 import runpy
 import secrets
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -36,6 +38,11 @@ IMPORTED = (
     "kos.train.config.flags", "kos.train.run", "kos.train.engine.cpu", "tests.faults",
 )  # fmt: skip
 LARGEST = 1 << 17  # bytes of a message
+
+
+def remove_session(mpirun: int) -> None:
+    """Remove the files of a killed mpirun of Open MPI 5.  A later one with its process id would not start."""
+    shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{mpirun}"), ignore_errors=True)
 
 
 class Forked:

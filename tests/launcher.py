@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import remove_session
 from tests.run import NEVER_STARTED
 
 _FOUND = shutil.which(
@@ -79,3 +80,4 @@ def _kill(process: subprocess.Popen[str]) -> None:
     """Kill the process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    remove_session(process.pid)

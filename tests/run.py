@@ -30,7 +30,7 @@ REPORTS = ROOT / "build" / "test"
 # Seconds, over thrice what 2 busy cores take; a stage has twice as many with --all.
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180
 WAITING = 2  # workers more than cores: many tests wait for a process or for a timeout
-NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
+NEVER_STARTED = 213  # Open MPI 5 found files of a killed mpirun with the same process id; no rank has run
 MPI_SIZES = (2, 4)
 MORE_MPI_SIZES = (2, 3, 4)  # with --all
 # Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
