@@ -331,6 +331,36 @@ with kos.init("mpi", timeout=20) as comm:
 
 
 @needs_mpirun
+def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(tmp_path: Path) -> None:
+    """Rank 2 sends its last message of the split to rank 0 alone; rank 0 then waits for rank 1 in their new group."""
+    text = """
+import struct, time
+import kos.comm.rendezvous.mpi as mpi
+group = mpi.MPIRendezvous(timeout=60)
+assert group.local_size == 3
+if group.rank == 2:
+    transfer = group._transfer
+    def silent_to_rank_1(data, to, source):
+        if to == 1 and group._exchanges == 3:  # the last one of the split
+            return bytearray(struct.pack("!I", 0))
+        return transfer(data, to, source)
+    group._transfer = silent_to_rank_1
+group.timeout = 1 if group.rank == 1 else 60
+child, began = None, time.monotonic()
+try:
+    child = group.split(int(group.rank == 2))
+    child.allgather(b"")
+except kos.errors.RendezvousError as error:
+    print(group.rank, child is not None, time.monotonic() - began < 30, error, flush=True)
+time.sleep(2)
+os._exit(0)
+"""
+    late = "rendezvous: allgather: rank 1 waited 1 s for all other 2 ranks"
+    expected = [f"0 True True {late}; rank 1 aborted because of it", f"1 False True {late}"]
+    assert sorted(job(tmp_path, 3, text))[:2] == expected
+
+
+@needs_mpirun
 def test_groups_with_the_fewest_tags_that_mpi_allows(tmp_path: Path) -> None:
     """The backend mpi needs more; nccl and peer use the groups too."""
     text = """
@@ -360,8 +390,8 @@ tags = {group.shared.new_tag() for _ in range(9000)}
 print(names == group.split(0).allgather(b"%d" % group.rank), len(tags), group.shared.tag in tags, flush=True)
 os._exit(0)
 """
-    # Of 16,384 tags each of 2 ranks gets 4,095 pairs; the first pair is that of all ranks.
-    assert job(tmp_path, 2, text) == ["True 4095 False"] * 2
+    # Of 16,384 tags each of 2 ranks gets 2,729 times three; the first three are those of all ranks.
+    assert job(tmp_path, 2, text) == ["True 2729 False"] * 2
 
 
 @needs_mpirun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import struct
 import time
@@ -15,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from kos.comm import timeouts
-from kos.comm.failures import Ledger
+from kos.comm.failures import Ledger, from_record, to_record
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.notices import MPINotices, Notices
@@ -27,6 +28,7 @@ _LATE_SECONDS = 0.5  # the same within an exchange
 _CHECK_SECONDS = 0.01  # between two checks for lost ranks
 TAGS = 1 << 27
 """Number of MPI tags in use: the lower half is for messages of backends, the upper half for groups."""
+TAGS_OF_GROUP = 3
 
 
 class SharedComm:
@@ -45,24 +47,28 @@ class SharedComm:
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
-        """The first of two tags for a new group, chosen by this rank for all of its ranks.
+        """The first of ``TAGS_OF_GROUP`` tags for a new group, chosen by this rank for all of its ranks.
 
         No other rank returns them, and this rank returns them again only after thousands of groups.  So threads may
         make groups at the same time.
         """
         size = self.comm.size
-        number = 1 + next(self._groups) % (self.tag // (2 * size) - 1)
-        return self.tag + 2 * (number * size + self.comm.rank)
+        number = 1 + next(self._groups) % (self.tag // (TAGS_OF_GROUP * size) - 1)
+        return self.tag + TAGS_OF_GROUP * (number * size + self.comm.rank)
 
 
 class MPIGroup(Rendezvous):
     """A group of some ranks of a shared communicator.
 
     ``ranks`` are its ranks in that communicator, and ``rank`` is this process's rank in the group.  An exchange uses
-    ``tag``, and a shrink ``tag + 1``.
+    ``tag``, a shrink ``tag + 1``, and the report of a failed exchange ``tag + 2``.
     """
 
     _is_job = False
+    _parent: tuple[MPIGroup, int] | None = None
+    """The group from which this one was split, and the number of its exchanges up to then; None after a split of this
+    one.
+    """
 
     def __init__(
         self, shared: SharedComm, ranks: Sequence[int], rank: int, timeout: float, ledger: Ledger | None, tag: int = 0
@@ -73,6 +79,7 @@ class MPIGroup(Rendezvous):
         shared.users += 1
         self._own: Any = None  # a communicator of exactly these ranks, made on first use
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
+        self._reports: dict[int, tuple[int, list[Any]]] = {}  # by rank: its failed exchange, and why it failed
 
     @property
     def mpi_comm(self) -> Any:
@@ -102,7 +109,11 @@ class MPIGroup(Rendezvous):
             lengths = struct.Struct(f"!{count}I")
             data = lengths.pack(*map(len, parts[:count])) + b"".join(parts[:count])
             to, source = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            answer = self._wait("allgather", partial(self._transfer, data, to, source))
+            try:
+                answer = self._wait("allgather", partial(self._transfer, data, to, source))
+            except KosError as error:
+                self._report(error)
+                raise
             ends = list(itertools.accumulate(lengths.unpack_from(answer), initial=lengths.size))
             parts += [bytes(answer[start:end]) for start, end in itertools.pairwise(ends)]
             distance *= 2
@@ -113,17 +124,25 @@ class MPIGroup(Rendezvous):
         MPI, comm, tag, status = self._MPI, self.shared.comm, self._tag, self._MPI.Status()
         deadline, check_at, backoff = time.monotonic() + self.timeout, 0.0, mpi_job.Backoff()
         ended_at = None  # when a rank was first seen to have ended
-        requests, received = [comm.Isend([data, MPI.BYTE], self.ranks[to], tag)], bytearray()
+        sent = comm.Isend([data, MPI.BYTE], self.ranks[to], tag)
+        incoming, received = None, bytearray()
         try:
             while (now := time.monotonic()) < deadline:
-                if not received and (probed := comm.Improbe(self.ranks[source], tag, status)) is not None:
-                    received = bytearray(status.Get_count(MPI.BYTE))
-                    requests.append(probed.Irecv([received, MPI.BYTE]))
-                complete = [request.Test() for request in requests]
-                if received and all(complete):
-                    return received
-                if now > check_at:
+                check, reports = now > check_at, dict[int, KosError]()
+                if check:
                     check_at = now + _CHECK_SECONDS
+                    reports = self._reported((to, source))  # before the messages, which a rank sends before its report
+                if incoming is None and (probed := comm.Improbe(self.ranks[source], tag, status)) is not None:
+                    received = bytearray(status.Get_count(MPI.BYTE))
+                    incoming = probed.Irecv([received, MPI.BYTE])
+                missing = [] if sent.Test() else [to]
+                missing += [] if incoming is not None and incoming.Test() else [source]
+                if not missing:
+                    return received
+                for rank in missing:
+                    if rank in reports:
+                        raise self.ledger.lost(rank, "", None, reports[rank])
+                if check:
                     self._check(source)
                     ended = self._ended(range(self.size))
                     ended_at = (ended_at or now) if ended else None
@@ -131,9 +150,42 @@ class MPIGroup(Rendezvous):
                         raise self.ledger.lost(ended[0], "its process ended", "rendezvous")
                 backoff.pause()
         finally:
-            for request in requests:
-                mpi_job.keep_unfinished(request)
+            mpi_job.keep_unfinished(sent)
+            if incoming is not None:
+                mpi_job.keep_unfinished(incoming)
         return None
+
+    def _report(self, error: KosError) -> None:
+        """Tell the other ranks that this rank takes part in no more exchanges."""
+        data = json.dumps([self._exchanges, to_record(error)]).encode()
+        for rank in (each for each in self.ranks if each != self.ranks[self.rank]):
+            with contextlib.suppress(self._MPI.Exception):  # the rank may be lost
+                mpi_job.keep_unfinished(self.shared.comm.Isend([data, self._MPI.BYTE], rank, self._tag + 2))
+
+    def _reported(self, ranks: Iterable[int]) -> dict[int, KosError]:
+        """The failures of those ``ranks`` that do not come to the exchange that this rank has begun.
+
+        Such a rank has failed in an exchange of this group, or of the split by which this group was made: then it does
+        not know this group, and the rank that was lost may belong to another one.
+        """
+        found = {}
+        for group, last in filter(None, ((self, self._exchanges), self._parent)):
+            for rank in ranks:
+                number, record = group._report_of(self.ranks[rank])
+                if record and number <= last:
+                    found[rank] = from_record(record)
+        return found
+
+    def _report_of(self, rank: int) -> tuple[int, list[Any]]:
+        """The failed exchange of that rank of the shared communicator, and why it failed: empty if it has not."""
+        status = self._MPI.Status()
+        probed = self.shared.comm.Improbe(rank, self._tag + 2, status)
+        if probed is not None:
+            data = bytearray(status.Get_count(self._MPI.BYTE))
+            probed.Recv([data, self._MPI.BYTE])
+            number, record = json.loads(data)
+            self._reports[rank] = number, record
+        return self._reports.get(rank, (0, []))
 
     def _check(self, awaited: int) -> None:
         """Raise RankLost if a rank of the group has failed, or if the awaited rank shrinks the group."""
@@ -155,7 +207,11 @@ class MPIGroup(Rendezvous):
         if self.local_size < self.size:
             return self._split_comm(color, key, ranks)
         tag = int(self.allgather(str(self.shared.new_tag()).encode() if self.rank == 0 else b"")[0])
-        return self._child(ranks, tag) if ranks else None
+        if not ranks:
+            return None
+        child = self._child(ranks, tag)
+        child._parent, self._parent = (self, self._exchanges), None
+        return child
 
     def _split_comm(self, color: int | None, key: int, ranks: list[int]) -> Rendezvous | None:
         """Split a group of several hosts.  Each part has its own communicator, for its backend's collectives."""
