@@ -54,7 +54,7 @@ def test_a_call_that_does_not_return_ends_in_time(gpu: Any, /, fake: FakeNCCL, m
     x = Array.zeros(5, np.float32, 0)
     message = r"all_reduce #0 of float32\[5\].*not begun by all ranks after 0.1 s"
     with pytest.raises(CollectiveTimeout, match=message):
-        gpu.comm.all_reduce(x, timeout=0.1)
+        gpu.comm.all_reduce(x, kos.PremulSum(2.0), timeout=0.1)
     assert aborted.is_set()
     with pytest.raises(CollectiveError, match="failed before"):
         gpu.comm.all_reduce(x)
@@ -306,7 +306,7 @@ def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypat
     def broken(*arguments: Any) -> None:
         raise NCCLError("RemoteError (6)")
 
-    monkeypatch.setattr(fake, "broadcast", broken)
+    monkeypatch.setattr(fake, "all_reduce", broken)
     for name in ("mem_alloc", "comm_window_register"):
         monkeypatch.setattr(fake, name, broken, raising=False)
     with pytest.raises(RankLost, match=r"^nccl: allocate 2,000 bytes: NCCL 2.28.9: RemoteError"):
@@ -318,8 +318,8 @@ def test_errors_of_nccl_are_errors_of_kos(gpu: Any, /, fake: FakeNCCL, monkeypat
     with pytest.raises(CudaError, match=r"^nccl: window: NCCL 2.28.9"):
         gpu.comm.allocate(1000, np.int16)
     monkeypatch.setattr(NCCLError, "status", 6)
-    with pytest.raises(RankLost, match=r"broadcast #0 .*NCCL 2.28.9: RemoteError"):
-        gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
+    with pytest.raises(RankLost, match=r"all_reduce #0 .*NCCL 2.28.9: RemoteError"):
+        gpu.comm.all_reduce(Array.zeros(3, np.float32, 0), kos.PremulSum(2.0))
 
 
 @pytest.mark.parametrize("status", [2, 3, 6])  # what NCCL reports if a rank dies while it starts
@@ -367,7 +367,7 @@ def test_a_failure_does_not_wait_for_graphs(gpu: Any, /, fake: FakeNCCL, monkeyp
     graphs_are_gone.set()
 
 
-@on_each_rank(FakeRanks(1).run)
+@on_each_rank(FakeRanks(2).run)
 def test_a_failure_keeps_no_frames(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their arrays would live as long as the communicator."""
 

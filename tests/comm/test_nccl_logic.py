@@ -57,13 +57,26 @@ def test_one_address_as_several_dtypes(gpu: Any, /, fake: FakeNCCL) -> None:
             assert (rest == 255).all(), f"wrote beyond {got.nbytes} bytes of {got.dtype}"
 
 
-@on_each_rank(FakeRanks(1).run)
+@on_each_rank(FakeRanks(2).run)
 def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
     xs = [Array.zeros(5, np.float32, 0) for _ in range(4)]
     with gpu.comm.batch():
         for x in xs:
             gpu.comm.all_reduce(x)
-    assert fake.groups == 1
+    gpu.comm.barrier()
+    assert fake.groups == 2  # one on each rank
+
+
+@on_each_rank(FakeRanks(1).run)
+def test_a_group_of_one_copies(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL is called for a factor alone."""
+    called: list[str] = []
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: called.append("all_reduce"))
+    comm, x, out = gpu.comm, Array.from_numpy(np.arange(5, dtype=np.float32), 0), Array.zeros(5, np.float32, 0)
+    comm.all_reduce(x)
+    assert comm.scan(x, out=out).numpy().tolist() == [0, 1, 2, 3, 4] and not called
+    comm.all_reduce(x, kos.PremulSum(2.0))
+    assert called == ["all_reduce"]
 
 
 def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
@@ -74,7 +87,7 @@ def waits_that_are_bounded(comm: kos.Communicator) -> list[str]:
     return found
 
 
-@on_each_rank(FakeRanks(1).run)
+@on_each_rank(FakeRanks(2).run)
 def test_only_the_first_batch_of_its_kind_may_wait(gpu: Any, /, fake: FakeNCCL) -> None:
     """A thread that may be left behind costs more than the launch."""
     comm, xs = gpu.comm, [Array.zeros(5, np.float32, 0) for _ in range(4)]

@@ -110,13 +110,16 @@ def test_persistent_forms_do_what_the_calls_do(ranks: Any, seed: int, together: 
     ranks.run(lambda comm: check_persistent_forms(comm, seed, together))
 
 
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms_on_stand_ins_for_gpus(seed: int, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_persistent_forms_on_stand_ins_for_gpus(
+    seed: int, together: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def body(gpu: Any) -> None:
         check_persistent_forms(gpu.comm, seed, together, *on_gpu(0))
 
     with no_gpu(monkeypatch):
-        FakeRanks(3).run(body)
+        FakeRanks(size).run(body)
 
 
 def test_a_start_after_a_batch_is_in_the_order_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

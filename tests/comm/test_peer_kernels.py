@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -17,6 +18,7 @@ from kos.comm.gpu.peer.launches import Launch
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import streams
+from kos.cuda.kernels import load_kernel
 from kos.dtypes import dtype_of
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
@@ -298,6 +300,10 @@ def test_epochs_start_over() -> None:
 
 def moving(rendezvous: Rendezvous, device: int, start: int, kinds: list[str], turns: int, macros: dict) -> int:
     stream = cuda.create_stream(device)
+    # CUDA's first cooperative launch on a stream waits for the kernels of the process.  In the storm those of another
+    # rank that shares the GPU would run, and wait for this one.
+    load_kernel(Path(__file__).with_name("nothing.cu"), "nothing", device).bind(1, 32, cooperative=True)(stream)
+    stream.sync()
     return storms.storm(rendezvous, SymmetricMemory, start, kinds, turns, device=device, stream=stream, **macros)
 
 

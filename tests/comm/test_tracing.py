@@ -94,7 +94,7 @@ class Clock:
         cu = driver.cu
         cu.cuEventCreate, cu.cuEventRecord, cu.cuEventQuery = self.create, self.record, self.query
         cu.cuEventElapsedTime = lambda begin, end: (0, self.times[end][1] - self.times[begin][1])
-        for name in ("all_reduce", "broadcast", "all_gather"):
+        for name in ("all_reduce", "reduce_scatter", "all_gather"):
             setattr(fake, name, self.launch(getattr(fake, name)))
 
     def launch(self, function: Any) -> Any:
@@ -131,18 +131,20 @@ def durations(comm: kos.Communicator) -> list[tuple[str, float | None]]:
 @on_each_rank(FakeRanks(1).run)
 def test_durations_of_operations_on_a_gpu(gpu: Any, /, clock: Clock) -> None:
     comm, x, y = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
-    comm.all_reduce(x)
+    twice = kos.PremulSum(2.0)  # others are copies in a group of one
+    comm.all_reduce(x, twice)
     for _ in range(3):  # cached in the end
-        comm.broadcast(x, 0)
-    comm.all_reduce(x, async_op=True).wait()
+        comm.reduce_scatter(x, x, twice)
+    comm.all_reduce(x, twice, async_op=True).wait()
     with comm.batch():
-        comm.all_reduce(x)
-        comm.broadcast(y, 0)
+        comm.all_reduce(x, twice)
+        comm.reduce_scatter(y, y, twice)
     clock.passed = False
     assert {duration for _, duration in durations(comm)} == {None}, "the GPU has not passed them"
     clock.passed = True
     assert durations(comm) == [
-        ("all_reduce", 1.5), *[("broadcast", 1.5)] * 3, ("all_reduce", 1.5), ("all_reduce", 3.0), ("broadcast", 3.0)
+        ("all_reduce", 1.5), *[("reduce_scatter", 1.5)] * 3, ("all_reduce", 1.5),
+        ("all_reduce", 3.0), ("reduce_scatter", 3.0),
     ]  # fmt: skip
 
 

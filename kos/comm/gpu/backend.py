@@ -26,9 +26,10 @@ from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.shared import Shared
 from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent
-from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
+from kos.comm.operation import AUTO, NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
+from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table
@@ -47,6 +48,7 @@ from kos.errors import (
 )
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
+from kos.memory.windows import in_windows
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +178,7 @@ class DeviceBackend(Backend):
         route = self._routes.get(key)
         if route is None:
             call.route = route = Route(self, overlap=options.overlap)
-            cached = self.resolve(o, route)
+            cached = (self.resolve if self.size > 1 else self._resolve_alone)(o, route)
             if self.shared.calls is not None and o.collective:
                 route.mark = self.shared.calls.mark(call)
             if cached:
@@ -188,6 +190,18 @@ class DeviceBackend(Backend):
     @abstractmethod
     def resolve(self, o: Operation, route: Route) -> bool:
         """Set ``route.launch``, and ``route.kernel`` where it matters; returns whether every such call may share it."""
+
+    def _resolve_alone(self, o: Operation, route: Route) -> bool:
+        """In a group of one: a copy, or nothing.  What has a factor or a chosen algorithm goes the usual way."""
+        send, recv, reduction = o.send, o.recv, o.reduction
+        scaled = reduction is not None and reduction.op is ReduceOp.PREMUL_SUM
+        if scaled or o.options.algorithm != AUTO:
+            return self.resolve(o, route)
+        route.launch = nothing
+        if send is not None and recv is not None and recv.nbytes and send.pointer != recv.pointer:
+            copy = partial(call, cu.cuMemcpyAsync, recv.pointer, send.pointer, recv.nbytes)
+            route.launch = in_windows(copy, [send.pointer, recv.pointer])
+        return True
 
     def forget_routes(self) -> None:
         """An address may be another window's from now on, for every backend of the communicator."""
@@ -579,3 +593,7 @@ class DeviceBackend(Backend):
             self.shared.close(orderly=True)
         finally:
             self._scratch.close()
+
+
+def nothing(stream: int) -> None:
+    """The launch of an operation that moves no elements."""

@@ -27,7 +27,7 @@ from kos.comm import timeouts, watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.backend import DeviceBackend, Launch, device_of
+from kos.comm.gpu.backend import DeviceBackend, Launch, device_of, nothing
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of, whole
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
@@ -340,10 +340,10 @@ class NCCLBackend(DeviceBackend):
             native = None
         if native is None:
             kernel_types(reduction, self.device)  # raises for an unsupported dtype, before anything is sent
-            return OrderedReduction(self, o) if send.count else _nothing
+            return OrderedReduction(self, o) if send.count else nothing
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
-            return _nothing
+            return nothing
         function: Callable[..., None] = getattr(self._nccl, o.name)
         code, op, per = native  # NCCL's dtype and op (-1: created at the call), and its elements per element
         ends = send.pointer, recv.pointer if recv is not None else 0, count * per
@@ -383,7 +383,7 @@ class NCCLBackend(DeviceBackend):
             case "scatter":
                 launch, nbytes = partial(nccl.scatter, x, out, out_bytes, BYTE, o.root, comm), out_bytes
         if launch is not None:
-            return launch if nbytes else _nothing
+            return launch if nbytes else nothing
         return partial(self.exchange, *exchange_of(o, self.rank, self.size))
 
     # The interface for OrderedReduction.
@@ -455,7 +455,3 @@ def _bare(route: Any) -> Any:
 def _innermost(route: Any) -> Any:
     launch = _bare(route)
     return launch.launch if isinstance(launch, InWindows) else launch
-
-
-def _nothing(stream: int) -> None:
-    """The launch of an operation without elements."""
