@@ -123,13 +123,17 @@ class GPURanks:
         self.comm, self._control, self.size = world, control, world.size
 
     def run(self, fn: Callable[[Any], Any]) -> None:
-        failure = b""
+        failure, skipped = b"", None
         try:
             with noting_who_adds(self.comm):
                 fn(OnGPU(self.comm))
             self.comm.synchronize()
+        except pytest.skip.Exception as reason:  # the same on all ranks
+            skipped = reason
         except BaseException:
             failure = traceback.format_exc().encode()
         for rank, text in enumerate(self._control.rendezvous.allgather(failure)):
             if text:
                 raise AssertionError(f"rank {rank} of {self.size} failed:\n{text.decode()}")
+        if skipped is not None:
+            raise skipped
