@@ -345,7 +345,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         return (0,)
 
     cu = SimpleNamespace(
-        cuMemcpyAsync=copy, cuMemsetD8Async=fill, cuStreamSynchronize=nothing, cuEventRecord=nothing,
+        cuMemcpyAsync=copy, cuMemcpyDtoDAsync=copy, cuMemsetD8Async=fill,
+        cuStreamSynchronize=nothing, cuEventRecord=nothing,
         cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
         cuCtxSynchronize=nothing,
         cuStreamIsCapturing=lambda stream: (0, int(hasattr(_capturing, "graph"))),

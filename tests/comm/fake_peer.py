@@ -136,7 +136,6 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(cu, "cuThreadExchangeStreamCaptureMode", lambda mode: (0, mode))
         monkeypatch.setattr(peer_copies, "cu", cu)
         monkeypatch.setattr(peer_copies, "Scratch", Memory)
-        monkeypatch.setattr(cu, "cuMemcpyDtoDAsync", cu.cuMemcpyAsync, raising=False)
         for module in (peer_copies, engine):
             monkeypatch.setattr(module, "create_stream", lambda device: 99)
         for module in (engine, tuning):

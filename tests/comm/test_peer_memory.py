@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
+from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine as peer_engine
@@ -262,13 +263,22 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
         comm = gpu.comm
         x, out = Array.zeros(400, np.float32, 0, stream=stream), comm.allocate(400, np.float32)
         out.stream = stream
-        for call in (lambda: comm.all_reduce(x), lambda: comm.all_gather(x, out)):
+        queried = stream is None or stream.handle == streams.PER_THREAD
+
+        def repeat(call: Callable[[], Any], queried: bool) -> None:
             for _ in range(2):
                 call()
             prepared = Prepared(comm)
             queries.clear(), copies.clear()
             assert not prepared.by(call)
-            assert bool(queries) == (stream is None or stream.handle == streams.PER_THREAD)
+            assert bool(queries) == queried
+
+        with monkeypatch.context() as usual:
+            usual.setattr(DeviceBackend, "_resolve_alone", lambda self, o, route: self.resolve(o, route))
+            repeat(lambda: comm.all_reduce(x), queried)
+            repeat(lambda: comm.all_gather(x, out), queried)
+            assert copies
+        repeat(lambda: comm.scan(x, out=out), False)
         assert copies
 
     ThreadRanks(1).run(body)
@@ -280,6 +290,7 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: 
     device.install(driver.cu)
     device.alive.update(range(100, 110))
     monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
+    monkeypatch.setattr(DeviceBackend, "_resolve_alone", lambda self, o, route: self.resolve(o, route))
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
 

@@ -199,9 +199,13 @@ class DeviceBackend(Backend):
             return self.resolve(o, route)
         route.launch = nothing
         if send is not None and recv is not None and recv.nbytes and send.pointer != recv.pointer:
-            copy = partial(call, cu.cuMemcpyAsync, recv.pointer, send.pointer, recv.nbytes)
+            copy = partial(self._copy, recv.pointer, send.pointer, recv.nbytes)
             route.launch = in_windows(copy, [send.pointer, recv.pointer])
         return True
+
+    def _copy(self, recv: int, send: int, nbytes: int, stream: int) -> None:
+        with driver.on_device(self.device):  # a repeated call may come from a thread without a device
+            call(cu.cuMemcpyDtoDAsync, recv, send, nbytes, stream)
 
     def forget_routes(self) -> None:
         """An address may be another window's from now on, for every backend of the communicator."""
