@@ -88,7 +88,7 @@ class Hub(threading.Thread):
         return min(remaining, 1.0)
 
     def _admit_all(self) -> dict[int, bytes]:
-        """Admit all ranks.  Returns the messages that have come meanwhile; a rank that aborts ends the group at once."""
+        """Admit all ranks.  Returns the messages that have come meanwhile.  An abort fails the group at once."""
         began, slots = time.monotonic(), dict[int, bytes]()
         while len(present := [*self._members, *self._closed]) < self._size:
             caller = self._acceptor.admit(min(self._wait_seconds(began, present), _POLL_SECONDS))

@@ -157,7 +157,7 @@ class MPIGroup(Rendezvous):
         return None
 
     def _report(self, error: KosError) -> None:
-        """Tell the other ranks that this rank takes part in no more exchanges.  A reported failure is passed on as is."""
+        """Tell the other ranks that this rank takes part in no more exchanges.  A reported one is passed on as is."""
         cause = error.__cause__ if isinstance(error.__cause__, KosError) else error
         data = json.dumps([self._exchanges, to_record(cause)]).encode()
         for rank in (each for each in self.ranks if each != self.ranks[self.rank]):
