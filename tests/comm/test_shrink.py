@@ -17,9 +17,10 @@ import kos
 from kos.comm.backend import SHRINKS
 from kos.comm.failures import Ledger
 from kos.comm.host.mpi import MPIBackend
+from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.errors import BackendUnavailable, CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
-from tests.comm.ranks import on_each_rank
+from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.tcp_ranks import run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
@@ -121,6 +122,26 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         done.set()
 
     spawn(body, 2, timeout=20)
+
+
+def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none() -> None:
+    """A rank that ends at once after its message fails no other one: no rank of a new group fails in the split."""
+
+    def body(rendezvous: ThreadRendezvous) -> int:
+        group = rendezvous.threads
+        if rendezvous.rank != 0:
+            part: Any = rendezvous.split(1)
+            part.barrier()
+            size: int = part.size
+            return size
+        with group.world.lock:
+            while len(rendezvous._slots.get(1, ())) < 2:  # the others wait
+                group.world.wakeup[0].wait(20)
+            rendezvous.split(0)
+            group.world.end(0, "boom")
+        return 0
+
+    assert on_threads(3, body) == [0, 2, 2]
 
 
 @pytest.mark.mpi

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
-from tests.comm.tcp_ranks import run_processes, run_ranks
+from tests.comm.tcp_ranks import TIMEOUT, run_processes, run_ranks
 
 
 def die(rendezvous: EnvRendezvous) -> None:
@@ -94,6 +95,61 @@ def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
         return part.size
 
     assert run_ranks(3, body) == [0 if rank == gone else 2 for rank in range(3)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("exchange", [1, 2, 3])
+@pytest.mark.parametrize("leader", [1, 2])
+def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: int, leader: int) -> None:
+    """Rank 0 dies while its hub answers: rank 1 alone gets that answer of the split.  Rank 3 has a group of its own."""
+    failed = threading.Barrier(3)
+
+    def body(rendezvous: EnvRendezvous) -> Any:
+        rendezvous.barrier()
+        last, hub = rendezvous._exchanges + exchange, rendezvous._hub
+        if hub is not None:
+            flush = hub._flush
+
+            def answer_rank_1(ranks: set[int], deadline: float) -> None:
+                if rendezvous._exchanges < last:
+                    return flush(ranks, deadline)
+                flush({1}, deadline)
+                for connection in hub._members.values():
+                    connection._outgoing.clear()
+                raise ConnectionError  # ends the hub, which closes the connections
+
+            hub._flush = answer_rank_1
+        began = time.monotonic()
+        with pytest.raises(RankLost, match="rank 0 is gone: its connection was closed") as caught:  # noqa: PT012
+            child = rendezvous.split(rendezvous.rank % 3 > 0, int(rendezvous.rank != leader))
+            assert child is not None and rendezvous.rank in (1, 2)
+            child.barrier()
+        assert caught.value.ranks == (0,)
+        if rendezvous.rank:
+            assert time.monotonic() - began < TIMEOUT / 2
+            failed.wait(TIMEOUT)  # it lives, and comes to nothing
+
+    run_ranks(4, body)
+
+
+def test_a_rank_that_comes_late_to_a_new_group() -> None:
+    """It has completed the split: the loss of a rank of another group does not concern the new one."""
+    lost = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> int:
+        join = rendezvous._child
+        if rendezvous.rank == 2:
+            rendezvous._child = lambda *arguments: (lost.wait(20), join(*arguments))[1]
+        part: Any = rendezvous.split(int(rendezvous.rank > 0))
+        if rendezvous.rank == 0:
+            die(rendezvous)
+            lost.set()
+        part.barrier()
+        size: int = part.size
+        part.close()
+        return size
+
+    assert run_ranks(3, body) == [1, 2, 2]
 
 
 SURVIVE = """

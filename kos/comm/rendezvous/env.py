@@ -68,8 +68,21 @@ class TCPRendezvous(Rendezvous):
         ranks = self._alike(color, key)
         leads = len(ranks) > 1 and ranks[0] == self.rank
         listener, hub_address = self._listen() if leads else (None, "")
-        hubs = self.allgather(hub_address.encode())
-        return self._child(ranks, hubs[ranks[0]].decode(), listener) if ranks else None
+        try:
+            hubs = self.allgather(hub_address.encode())
+        except KosError:
+            if listener is not None:
+                listener.close()
+            raise
+        hub_address = hubs[ranks[0]].decode() if ranks else ""
+        try:
+            self.barrier()  # a rank that passes it knows that all ranks know the hubs, and can report there
+        except KosError as error:
+            with contextlib.suppress(KosError):
+                if ranks:
+                    self._child(ranks, hub_address, listener, error)
+            raise
+        return self._child(ranks, hub_address, listener) if ranks else None
 
     def connect(self, ranks: Collection[int] | None = None) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
@@ -163,11 +176,17 @@ class TCPRendezvous(Rendezvous):
         hub_address = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
         return listener, json.dumps(hub_address)
 
-    def _child(self, ranks: list[int], hub_address: str, listener: socket.socket | None) -> TCPRendezvous:
-        """The group of these ranks of this group, with the hub at ``hub_address``."""
+    def _child(
+        self, ranks: list[int], hub_address: str, listener: socket.socket | None, failure: KosError | None = None
+    ) -> TCPRendezvous:
+        """The group of these ranks of this group, with the hub at ``hub_address``.
+
+        With a ``failure`` of this rank, it joins only to report that failure to the others, and raises it.
+        """
         rank, size = ranks.index(self.rank), len(ranks)
-        child = TCPRendezvous(rank, size, self.timeout, self.network, self._given_local_rank)
-        child._ledger = self.ledger.of(ranks, rank)
+        timeout = self.timeout if failure is None else CALL_SECONDS
+        child = TCPRendezvous(rank, size, timeout, self.network, self._given_local_rank)
+        child._ledger, child.failure = self.ledger.of(ranks, rank), failure
         if size > 1:
             host, port, purpose = json.loads(hub_address)
             try:
@@ -242,7 +261,7 @@ class TCPRendezvous(Rendezvous):
         connection.close()
         if self._hub is None:
             return
-        if orderly or not self._addresses:  # an abort before all ranks have joined waits for the late ones
+        if orderly or not self._addresses:  # late ranks of a group that not all have joined still get the reason
             self._stop_hub()
         else:
             self._stop_hub.detach()

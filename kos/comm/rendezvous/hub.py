@@ -37,6 +37,10 @@ class _Failure(Exception):
         self.message = kind + json.dumps([ranks, why, cause]).encode()  # the cause as a record of failures.py
 
 
+class _Aborted(_Failure):
+    """A rank reports why it takes no part."""
+
+
 class Hub(threading.Thread):
     """Serves one group until its rank 0 closes it.
 
@@ -58,10 +62,10 @@ class Hub(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._admit_all()
+            slots = self._admit_all()
             self._acceptor.close()
-            while self._exchange():
-                pass
+            while self._exchange(slots):
+                slots = {}
         except _Failure as failure:
             self._report(failure.message)
         finally:
@@ -83,10 +87,20 @@ class Hub(threading.Thread):
             raise _Failure(FAILED, missing, f"{why} (rank 0 listens at {self._where})")
         return min(remaining, 1.0)
 
-    def _admit_all(self) -> None:
-        began = time.monotonic()
-        while len(self._members) < self._size:
-            caller = self._acceptor.admit(self._wait_seconds(began, self._members))
+    def _admit_all(self) -> dict[int, bytes]:
+        """Admit all ranks.  Returns the messages that have come meanwhile.  An abort fails the group at once."""
+        began, slots = time.monotonic(), dict[int, bytes]()
+        while len(present := [*self._members, *self._closed]) < self._size:
+            caller = self._acceptor.admit(min(self._wait_seconds(began, present), _POLL_SECONDS))
+            for rank in self._ready(self._members.keys() - slots.keys(), select.POLLIN, 0.0):
+                try:
+                    self._receive(rank, slots)
+                except _Aborted:
+                    self._refused += [] if caller is None else [caller[2]]
+                    self._expected = self._size - len(present) - (caller is not None)
+                    raise
+                except _Failure:  # a lost connection: found again once all ranks have come
+                    pass
             if caller is None:
                 continue
             rank, size, connection = caller
@@ -102,11 +116,14 @@ class Hub(threading.Thread):
                 self._expected = self._size - len(self._members) - 1
                 raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
             self._members[rank] = connection
+        return slots
 
-    def _exchange(self) -> bool:
-        """Collect a message of each rank, and send all of them to all; False once rank 0 has closed the group."""
-        slots: dict[int, bytes] = {}
-        began = 0.0  # when the first message arrived
+    def _exchange(self, slots: dict[int, bytes]) -> bool:
+        """Collect a message of each rank, and send all of them to all; False once rank 0 has closed the group.
+
+        ``slots`` are the messages that have come already.
+        """
+        began = time.monotonic() if slots else 0.0  # when the first message arrived
         while len(slots) < self._size:
             seconds = self._wait_seconds(began, slots) if slots else 1.0
             for rank in self._ready(self._members, select.POLLIN, seconds):
@@ -174,7 +191,7 @@ class Hub(threading.Thread):
             self._closed.add(rank)
             self._members.pop(rank).close()
         elif kind == ABORT:
-            raise _Failure(LOST, [rank], *json.loads(message[1:]))
+            raise _Aborted(LOST, [rank], *json.loads(message[1:]))
         else:
             why = f"expected a message of the rendezvous, got one of kind {kind!r}"
             raise _Failure(LOST, [rank], why)

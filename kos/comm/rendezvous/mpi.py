@@ -66,8 +66,8 @@ class MPIGroup(Rendezvous):
 
     _is_job = False
     _parent: tuple[MPIGroup, int] | None = None
-    """The group from which this one was split, and the number of its exchanges up to then; None after a split of this
-    one.
+    """The group from which this one was split, and the number of its exchanges up to then; None once all ranks of this
+    one have come to an exchange.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MPIGroup(Rendezvous):
         shared.users += 1
         self._own: Any = None  # a communicator of exactly these ranks, made on first use
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
-        self._reports: dict[int, tuple[int, list[Any]]] = {}  # by rank: its failed exchange, and why it failed
+        self._reports: dict[int, tuple[Any, bytes]] = {}  # by rank: the request and data of its report
 
     @property
     def mpi_comm(self) -> Any:
@@ -117,6 +117,7 @@ class MPIGroup(Rendezvous):
             ends = list(itertools.accumulate(lengths.unpack_from(answer), initial=lengths.size))
             parts += [bytes(answer[start:end]) for start, end in itertools.pairwise(ends)]
             distance *= 2
+        self._parent = None
         return [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def _transfer(self, data: bytes, to: int, source: int) -> bytearray | None:
@@ -141,7 +142,7 @@ class MPIGroup(Rendezvous):
                     return received
                 for rank in missing:
                     if rank in reports:
-                        raise self.ledger.lost(rank, "", None, reports[rank])
+                        raise self.ledger.lost(rank, "", None, reports[rank]) from reports[rank]
                 if check:
                     self._check(source)
                     ended = self._ended(range(self.size))
@@ -156,8 +157,9 @@ class MPIGroup(Rendezvous):
         return None
 
     def _report(self, error: KosError) -> None:
-        """Tell the other ranks that this rank takes part in no more exchanges."""
-        data = json.dumps([self._exchanges, to_record(error)]).encode()
+        """Tell the other ranks that this rank takes part in no more exchanges.  A reported one is passed on as is."""
+        cause = error.__cause__ if isinstance(error.__cause__, KosError) else error
+        data = json.dumps([self._exchanges, to_record(cause)]).encode()
         for rank in (each for each in self.ranks if each != self.ranks[self.rank]):
             with contextlib.suppress(self._MPI.Exception):  # the rank may be lost
                 mpi_job.keep_unfinished(self.shared.comm.Isend([data, self._MPI.BYTE], rank, self._tag + 2))
@@ -179,13 +181,15 @@ class MPIGroup(Rendezvous):
     def _report_of(self, rank: int) -> tuple[int, list[Any]]:
         """The failed exchange of that rank of the shared communicator, and why it failed: empty if it has not."""
         status = self._MPI.Status()
-        probed = self.shared.comm.Improbe(rank, self._tag + 2, status)
+        probed = None if rank in self._reports else self.shared.comm.Improbe(rank, self._tag + 2, status)
         if probed is not None:
             data = bytearray(status.Get_count(self._MPI.BYTE))
-            probed.Recv([data, self._MPI.BYTE])
-            number, record = json.loads(data)
-            self._reports[rank] = number, record
-        return self._reports.get(rank, (0, []))
+            self._reports[rank] = probed.Irecv([data, self._MPI.BYTE]), data
+        request, data = self._reports.get(rank, (None, b""))
+        if request is None or not request.Test():
+            return 0, []
+        number, record = json.loads(data)
+        return number, record
 
     def _check(self, awaited: int) -> None:
         """Raise RankLost if a rank of the group has failed, or if the awaited rank shrinks the group."""
@@ -210,7 +214,7 @@ class MPIGroup(Rendezvous):
         if not ranks:
             return None
         child = self._child(ranks, tag)
-        child._parent, self._parent = (self, self._exchanges), None
+        child._parent = self, self._exchanges
         return child
 
     def _split_comm(self, color: int | None, key: int, ranks: list[int]) -> Rendezvous | None:
