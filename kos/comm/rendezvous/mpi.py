@@ -79,7 +79,7 @@ class MPIGroup(Rendezvous):
         shared.users += 1
         self._own: Any = None  # a communicator of exactly these ranks, made on first use
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
-        self._reports: dict[int, tuple[Any, bytes]] = {}  # by rank: the request and data of its report
+        self._reports: dict[int, tuple[Any, bytearray]] = {}  # by rank: the request and data of its report
 
     @property
     def mpi_comm(self) -> Any:
@@ -185,7 +185,7 @@ class MPIGroup(Rendezvous):
         if probed is not None:
             data = bytearray(status.Get_count(self._MPI.BYTE))
             self._reports[rank] = probed.Irecv([data, self._MPI.BYTE]), data
-        request, data = self._reports.get(rank, (None, b""))
+        request, data = self._reports.get(rank, (None, bytearray()))
         if request is None or not request.Test():
             return 0, []
         number, record = json.loads(data)
