@@ -15,6 +15,9 @@ STEPS, BATCH, WIDTH = 5, 32, 64
 
 
 def main():
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("LOCAL_RANK: expected a number, got none; "
+                         "start with torchrun --nproc-per-node 2 examples/ddp.py")
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.device_count() > local_rank
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")

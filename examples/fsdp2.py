@@ -16,6 +16,9 @@ STEPS, BATCH, WIDTH, LAYERS = 5, 32, 64, 3
 
 
 def main():
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("LOCAL_RANK: expected a number, got none; "
+                         "start with torchrun --nproc-per-node 2 examples/fsdp2.py")
     local_rank = int(os.environ["LOCAL_RANK"])
     kind = "cuda" if torch.cuda.device_count() > local_rank else "cpu"
     if kind == "cuda":

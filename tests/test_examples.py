@@ -146,6 +146,15 @@ def test_torch(name: str, tmp_path: Path) -> None:
     assert len(over_kos) == 5 and over_kos == losses(tmp_path / name)
 
 
+@needs_mpirun
+@needs("torch")
+@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
+def test_torch_under_mpirun_names_the_right_command(name: str) -> None:
+    done = mpirun(2, str(EXAMPLES / name))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"expected a number, got none; start with torchrun --nproc-per-node 2 examples/{name}" in done.stderr
+
+
 @pytest.mark.slow
 @needs("ray")
 def test_ray(tmp_path: Path) -> None:

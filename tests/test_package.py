@@ -129,6 +129,15 @@ main(["schedules"])
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "printed\n", "")
 
 
+@pytest.mark.parametrize(
+    ("option", "number", "expected"),
+    [("--scales", "65537", "65,536, got 65,537"), ("--sizes", "9" * 400, "4,611,686,018,427,387,904, got 9")],
+)
+def test_predictions_of_schedules_refuse_huge_numbers(option: str, number: str, expected: str) -> None:
+    done = run(sys.executable, "-m", "kos.comm.schedules", "ring", "--predict", option, number)
+    assert done.returncode == 2 and f"kos: error: {option}: expected numbers up to {expected}" in done.stderr
+
+
 @pytest.mark.parametrize("words", ["schedules", "sample --help", "plot --help"])
 def test_commands_work_without_docstrings(words: str) -> None:
     done = run(sys.executable, "-OO", "-m", "kos", *words.split())

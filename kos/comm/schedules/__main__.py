@@ -21,6 +21,12 @@ PIPELINES = (1, 4, 16, 64, 256)
 MAX_SHOWN = 256
 """The largest number of ranks whose steps are printed and verified."""
 
+MAX_PREDICTED = 1 << 16
+"""The largest number of ranks whose times are predicted: some algorithms take a minute there."""
+
+MAX_BYTES = 1 << 62
+"""The largest size of --sizes."""
+
 LARGEST_NODE = 8
 """The largest node that hierarchical takes by default."""
 
@@ -62,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--predict", action="store_true", help="print predicted times instead of the schedule")
     p.add_argument("--topology", default="h200-cluster", help=f"one of {', '.join(calibration())}; "
                                                               "default: h200-cluster")
-    p.add_argument("--scales", type=_numbers, default=[8, 64, 512, 4096], help="rank counts for --predict")
+    p.add_argument("--scales", type=_numbers, default=[8, 64, 512, 4096],
+                   help=f"rank counts for --predict, up to {MAX_PREDICTED:,}")
     p.add_argument("--sizes", type=_numbers, default=[1 << k for k in (10, 15, 20, 24, 28, 30)],
                    help="bytes for --predict, of the larger buffer of a rank")
     return p
@@ -125,6 +132,9 @@ def _counts(schedule: Schedule) -> str:
 
 
 def _predict(args: argparse.Namespace) -> None:
+    for option, numbers, most in (("--scales", args.scales, MAX_PREDICTED), ("--sizes", args.sizes, MAX_BYTES)):
+        if max(numbers) > most:
+            raise InvalidArgument(f"{option}: expected numbers up to {most:,}, got {max(numbers):,}")
     names = [args.algorithm] if args.algorithm else algorithms(args.collective)
     where, entry = topology(args.topology), calibration()[args.topology]
     print(f"{args.collective}, predicted microseconds on {args.topology}: {entry['description']} "
