@@ -83,6 +83,8 @@ def readme() -> str:
     return table(["what", "kos", "beside", "times as fast", "recorded"], rows)
 
 
+COLLECTIVES = "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "all-reduce-2": partial(collectives.all_reduce_gpus, 2),
@@ -103,8 +105,10 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "collectives": collectives.others,
     "collectives-eager": collectives.others_eager,
-    "collectives-files": partial(provenance, "collectives-h200-2", "collectives-h200-4"),
-    "collectives-commands": partial(commands, "collectives-h200-2", "collectives-h200-4"),
+    "collectives-h100": partial(collectives.every_operation, "h100", 2),
+    "collectives-alone": partial(collectives.every_operation, "h200", 1),
+    "collectives-files": partial(provenance, *COLLECTIVES),
+    "collectives-commands": partial(commands, *COLLECTIVES),
     "slower-gpus": tables_slower.gpus,
     "slower-hosts": tables_slower.hosts,
     "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),

@@ -159,6 +159,26 @@ def others_eager() -> str:
     return table(head, rows)
 
 
+def every_operation(gpu: str, ranks: int) -> str:
+    """Operations by size in a CUDA graph: the time of the faster buffers of kos, and how that of NCCL compares."""
+    sizes = dict.fromkeys(row["bytes"] for row in select(f"collectives-{gpu}-{ranks}", mode="graph", op="broadcast"))
+    shown = sorted(sizes.keys() & set(measured.SHOWN_SIZES))
+    rows = []
+    for op in ("all_reduce", *measured.others(ranks, gpu)):
+        lines = {name: measured.on_gpus(ranks, name, op, gpu=gpu) for name in measured.COMPARED}
+        if op == "routing" or not lines["kos, any buffers"]:
+            continue
+        line = [op]
+        for nbytes in shown:
+            if nbytes not in lines["kos, any buffers"]:
+                line.append("")
+                continue
+            best, peer = _best(lines, nbytes)
+            line.append(us(best) + (f" ({ratio(peer / best)})" if peer else ""))
+        rows.append(line)
+    return table(["operation", *map(size, shown)], rows)
+
+
 def _others(mode: str) -> Iterator[tuple[int, str, int, dict[str, Series]]]:
     """GPUs, operation, size, and the times by implementation."""
     for ranks in measured.OTHERS_ON:

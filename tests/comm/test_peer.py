@@ -353,14 +353,16 @@ def test_another_device_is_current(gpu: Any, /) -> None:
     if devices == 1:
         pytest.skip("needs two GPUs")
     stream = cuda.create_stream(comm.device)
-    x = comm.allocate(1000, np.float32)
+    x, out = comm.allocate(1000, np.float32), comm.allocate(1000 * comm.size, np.float32)
     cuda.set_device((comm.device + 1) % devices)
     try:
         for where in (stream, None):
             for turn in range(4):
                 x.copy_from(np.full(1000, comm.rank + turn, np.float32), where)
                 comm.all_reduce(x, stream=where)
-                assert (x.numpy(where) == sum(range(comm.size)) + comm.size * turn).all()
+                comm.all_gather(x, out, stream=where)
+                for result in (x, out):
+                    assert (result.numpy(where) == sum(range(comm.size)) + comm.size * turn).all()
     finally:
         cuda.set_device(comm.device)
 

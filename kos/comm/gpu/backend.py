@@ -204,7 +204,9 @@ class DeviceBackend(Backend):
         return True
 
     def _copy(self, recv: int, send: int, nbytes: int, stream: int) -> None:
-        with driver.on_device(self.device):  # a repeated call may come from a thread without a device
+        if stream > streams.PER_THREAD and cu.cuMemcpyDtoDAsync(recv, send, nbytes, stream) == (0,):
+            return  # the device of the stream; the call fails in a thread without any device
+        with driver.on_device(self.device):
             call(cu.cuMemcpyDtoDAsync, recv, send, nbytes, stream)
 
     def forget_routes(self) -> None:
