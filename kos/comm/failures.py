@@ -260,15 +260,20 @@ class Ledger:
             ranks,
         )
 
-    def shared(self, failure: KosError, lost: bool) -> KosError:
-        """The failure of this rank as the others raise it; ``lost``: its device is unusable."""
+    def shared(self, failure: KosError, lost: bool, message: object = None) -> KosError:
+        """The failure of this rank as the others raise it; ``lost``: its device is unusable.
+
+        ``message`` is the call that failed, if it is a message: its text names the other rank alone.
+        """
         me = self._names([self.world[self.rank]])
-        other: KosError | None = None
+        shared, mine = failure, [self.world[self.rank]]
         if lost:
-            other = RankLost(f"{me} is gone: {failure}")
+            shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
-            other = CollectiveError(f"{me}: {failure}")  # others must not mistake it for an error of their own
-        shared = failure if other is None else blaming(other, [self.world[self.rank]])
+            # Others must not mistake it for an error of their own.
+            shared = blaming(CollectiveError(f"{me}: {failure}"), mine)
+        elif message is not None and str(failure).startswith(str(message)):  # it is no other rank's failure
+            shared = again(failure, f"{me}: {failure}")
         self.board.post_failure(shared)
         return shared
 

@@ -125,8 +125,10 @@ def test_two_ranks_that_both_send_before_they_receive(comm: kos.Communicator, /,
         comm.send(x, peer)
         assert comm.recv(np.empty_like(x), peer)[0] == peer
     else:
-        with pytest.raises(CollectiveTimeout, match=r"send #0 .*: .*rank 1 did not receive"):
+        with pytest.raises(CollectiveTimeout, match=r"send #0 .*: .*rank 1 did not receive") as caught:
             comm.send(x, peer, timeout=0.3 if comm.rank == 0 else TIMEOUT)
+        whose = "" if comm.rank == 0 else "rank 0: "
+        assert str(caught.value).startswith(f"{whose}{comm.name}: send #0 of uint8[{count}], to rank 1"), caught.value
 
 
 @pytest.mark.parametrize("count", [1, LONG])

@@ -158,7 +158,7 @@ class Shared:
 
     def report(self, o: Call, failure: KosError, lost: bool) -> None:
         """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
-        reported = self.ledger.shared(failure, lost)
+        reported = self.ledger.shared(failure, lost, None if o.collective else o)
         if self.calls is not None:
             begun = o.collective and o.sequence >= 0
             self._fail(self.calls, reported, o.sequence if begun else self.calls.begun)

@@ -221,7 +221,7 @@ class HostBackend(MessagingBackend):
                 error, known.__context__ = known.with_traceback(None), None
         failure = super().failed(call, error)
         sequence = call.sequence if call.collective else self.begun
-        shared = self.ledger.shared(failure, self.lost(failure))
+        shared = self.ledger.shared(failure, self.lost(failure), None if call.collective else call)
         if self._calls is not None:
             self._calls.fail(shared, sequence)
         if self._reported is None or sequence < self._reported:  # other ranks may wait in an earlier collective

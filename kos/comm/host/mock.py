@@ -148,7 +148,7 @@ class MockBackend(MessagingBackend):
     def failed(self, call: Call, error: Exception) -> KosError:
         first, failure = self.broken is None, super().failed(call, error)
         if first and ends_group(call, error):
-            self._group.fail(self.ledger.shared(failure, False))
+            self._group.fail(self.ledger.shared(failure, False, None if call.collective else call))
         return failure
 
 
