@@ -160,7 +160,7 @@ def others_eager() -> str:
 
 
 def every_operation(gpu: str, ranks: int) -> str:
-    """Operations by size in a CUDA graph: the time of the faster buffers of kos, and how that of NCCL compares."""
+    """Operations by size in a CUDA graph: the time of kos with its faster buffers, and NCCL's time divided by it."""
     sizes = dict.fromkeys(row["bytes"] for row in select(f"collectives-{gpu}-{ranks}", mode="graph", op="broadcast"))
     shown = sorted(sizes.keys() & set(measured.SHOWN_SIZES))
     rows = []

@@ -261,9 +261,10 @@ class Ledger:
         )
 
     def shared(self, failure: KosError, lost: bool, message: object = None) -> KosError:
-        """The failure of this rank as the others raise it; ``lost``: its device is unusable.
+        """The failure of this rank as the other ranks raise it; ``lost``: its device is unusable.
 
-        ``message`` is the call that failed, if it is a message: its text names the other rank alone.
+        ``message`` is the failed call if it is a send or receive.  The text of such a call names only the peer, so
+        this rank is put in front.
         """
         me = self._names([self.world[self.rank]])
         shared, mine = failure, [self.world[self.rank]]
@@ -272,7 +273,7 @@ class Ledger:
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
             # Others must not mistake it for an error of their own.
             shared = blaming(CollectiveError(f"{me}: {failure}"), mine)
-        elif message is not None and str(failure).startswith(str(message)):  # it is no other rank's failure
+        elif message is not None and str(failure).startswith(str(message)):  # not a failure of another rank
             shared = again(failure, f"{me}: {failure}")
         self.board.post_failure(shared)
         return shared

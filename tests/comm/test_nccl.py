@@ -394,7 +394,7 @@ def test_refusals(gpu: Any, /) -> None:
     }
     if comm.size > 1:
         refused["tag: expected 0"] = lambda: comm.send(x, (comm.rank + 1) % comm.size, 3)
-    if comm.backend_name == "peer" and comm.size > 1:  # one rank does nothing in place
+    if comm.backend_name == "peer" and comm.size > 1:  # in place, a group of one does nothing
         refused["elements at multiples of 4 bytes"] = lambda: comm.all_reduce(described(x.pointer + 2, 3))
     before = comm.recorder.count
     for message, call in refused.items():

@@ -69,7 +69,7 @@ def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
 
 @on_each_rank(FakeRanks(1).run)
 def test_a_group_of_one_copies(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL is called for a factor alone."""
+    """NCCL is called only for an operation with a factor."""
     called: list[str] = []
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: called.append("all_reduce"))
     comm, x, out = gpu.comm, Array.from_numpy(np.arange(5, dtype=np.float32), 0), Array.zeros(5, np.float32, 0)

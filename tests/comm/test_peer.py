@@ -326,7 +326,7 @@ def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypa
     """The path from ``_COPIES_FROM`` bytes on: in graphs too, in place and out of place."""
     comm, me, n, part = gpu.comm, gpu.rank, gpu.size, 400_000  # too large for packets
     if n <= 2:
-        pytest.skip("one rank copies, and two exchange")
+        pytest.skip("needs three GPUs: two ranks use bind_exchange, one copies")
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
     stream = cuda.create_stream(comm.device)
     x, out = comm.allocate(n * part, np.int32), comm.allocate(n * part, np.int32)

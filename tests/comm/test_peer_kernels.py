@@ -300,9 +300,9 @@ def test_epochs_start_over() -> None:
 
 def moving(rendezvous: Rendezvous, device: int, start: int, kinds: list[str], turns: int, macros: dict) -> int:
     stream = cuda.create_stream(device)
-    # CUDA's first cooperative launch on a stream waits for the kernels of the process.  In the storm those of another
-    # rank that shares the GPU would run, and wait for this one.
-    load_kernel(Path(__file__).with_name("nothing.cu"), "nothing", device).bind(1, 32, cooperative=True)(stream)
+    # CUDA's first cooperative launch on a stream waits for all running kernels of the process.  During the storm these
+    # include kernels of other ranks on the same GPU, which wait for this rank: a deadlock.
+    load_kernel(Path(__file__).with_name("empty.cu"), "empty", device).bind(1, 32, cooperative=True)(stream)
     stream.sync()
     return storms.storm(rendezvous, SymmetricMemory, start, kinds, turns, device=device, stream=stream, **macros)
 

@@ -232,9 +232,9 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
 ) -> None:
     """The device is current where a default stream is used, and for copies; kernels on other streams need no query.
 
-    A copy in a group of one needs the device on a default stream alone.
+    A copy in a group of one needs the device to be current only on a default stream.
     """
-    devices, queries, copies, usual = Devices(), list[int](), list[Any](), [True]
+    devices, queries, copies, group_of_one = Devices(), list[int](), list[Any](), [False]
     devices.stack[0] = 1  # the communicator's is 0
     bind, copy = HostKernel.bind, peer_copies.cu.cuMemcpyDtoDAsync
 
@@ -251,7 +251,7 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
         return launch
 
     def copied(*arguments: Any) -> Any:
-        assert current() or (not usual[0] and arguments[-1] > streams.PER_THREAD), "a copy without a device"
+        assert current() or (group_of_one[0] and arguments[-1] > streams.PER_THREAD), "a copy without a device"
         copies.append(arguments)
         return copy(*arguments)
 
@@ -281,7 +281,7 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
             repeat(lambda: comm.all_reduce(x), queried)
             repeat(lambda: comm.all_gather(x, out), queried)
             assert copies
-        usual[0] = False
+        group_of_one[0] = True
         repeat(lambda: comm.scan(x, out=out), False)
         assert copies
 

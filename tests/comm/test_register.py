@@ -21,7 +21,7 @@ from tests.comm.fake_peer import no_gpus
 from tests.comm.ranks import on_each_rank
 from tests.comm.test_array_libraries import Plain, Torch
 
-TWICE = kos.PremulSum(2.0)  # NCCL carries it in a group of one too, where other operations are copies
+TWICE = kos.PremulSum(2.0)  # in a group of one, NCCL runs only operations with a factor
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 
 def test_an_exchange_of_threads_completes_for_all_ranks_or_for_none() -> None:
-    """A rank that ends at once after its message fails no other one: no rank of a new group fails in the split."""
+    """A rank that ends directly after its last message does not make the split fail on the other ranks."""
 
     def body(rendezvous: ThreadRendezvous) -> int:
         group = rendezvous.threads
@@ -411,7 +411,7 @@ tags = {group.shared.new_tag() for _ in range(9000)}
 print(names == group.split(0).allgather(b"%d" % group.rank), len(tags), group.shared.tag in tags, flush=True)
 os._exit(0)
 """
-    # Of 16,384 tags each of 2 ranks gets 2,729 times three; the first three are those of all ranks.
+    # Each of 2 ranks gets 2,729 of the triples in 16,384 tags.  The first triple is that of the group of all ranks.
     assert job(tmp_path, 2, text) == ["True 2729 False"] * 2
 
 

@@ -101,7 +101,7 @@ def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
 @pytest.mark.parametrize("exchange", [1, 2, 3])
 @pytest.mark.parametrize("leader", [1, 2])
 def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: int, leader: int) -> None:
-    """Rank 0 dies while its hub answers: rank 1 alone gets that answer of the split.  Rank 3 has a group of its own."""
+    """Rank 0 dies while its hub answers: only rank 1 gets that answer.  Rank 0 and rank 3 form the other new group."""
     failed = threading.Barrier(3)
 
     def body(rendezvous: EnvRendezvous) -> Any:
@@ -127,13 +127,13 @@ def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: 
         assert caught.value.ranks == (0,)
         if rendezvous.rank:
             assert time.monotonic() - began < TIMEOUT / 2
-            failed.wait(TIMEOUT)  # it lives, and comes to nothing
+            failed.wait(TIMEOUT)  # alive until all survivors have failed
 
     run_ranks(4, body)
 
 
-def test_a_rank_that_comes_late_to_a_new_group() -> None:
-    """It has completed the split: the loss of a rank of another group does not concern the new one."""
+def test_a_rank_that_joins_a_new_group_late() -> None:
+    """After the split, the loss of a rank of another group does not affect the new group."""
     lost = threading.Event()
 
     def body(rendezvous: EnvRendezvous) -> int:

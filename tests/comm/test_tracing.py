@@ -131,7 +131,7 @@ def durations(comm: kos.Communicator) -> list[tuple[str, float | None]]:
 @on_each_rank(FakeRanks(1).run)
 def test_durations_of_operations_on_a_gpu(gpu: Any, /, clock: Clock) -> None:
     comm, x, y = gpu.comm, Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
-    twice = kos.PremulSum(2.0)  # others are copies in a group of one
+    twice = kos.PremulSum(2.0)  # in a group of one, NCCL runs only operations with a factor
     comm.all_reduce(x, twice)
     for _ in range(3):  # cached in the end
         comm.reduce_scatter(x, x, twice)

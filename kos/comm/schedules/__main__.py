@@ -22,10 +22,10 @@ MAX_SHOWN = 256
 """The largest number of ranks whose steps are printed and verified."""
 
 MAX_PREDICTED = 1 << 16
-"""The largest number of ranks whose times are predicted: some algorithms take a minute there."""
+"""The largest number of ranks in --scales.  The prediction of some algorithms takes a minute at this size."""
 
 MAX_BYTES = 1 << 62
-"""The largest size of --sizes."""
+"""The largest size in --sizes, in bytes."""
 
 LARGEST_NODE = 8
 """The largest node that hierarchical takes by default."""

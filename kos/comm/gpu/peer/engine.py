@@ -64,8 +64,8 @@ forward what they receive, since packets then save a second wait for a batch.  P
 _SCANNED_UP_TO = 3 << 20
 """The same limit for a scan, which is one kernel by packets, otherwise three.  Not measured."""
 _COPIES_FROM = 160 << 20
-"""The same from which copy engines carry all-gather and all-to-all into symmetric outputs, of more than 2 ranks.
-Between 2 H200 or H100 the exchange of any buffers is as fast, and copy engines sometimes took 1.2 times as long."""
+"""The same from which copy engines carry all-gather and all-to-all into symmetric outputs, with more than 2 ranks.
+Between 2 H200 or 2 H100, ``bind_exchange`` is as fast, and copy engines sometimes took 1.2 times as long."""
 _DIRECT_FROM = 600 << 10
 """The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
 _SHARE, _SMALL_SHARE = 8192, 1024
@@ -407,8 +407,8 @@ class PeerEngine:
     def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
         """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if large or ``beside``.
 
-        None for other memory and for parts that are not a multiple of 16 bytes.  None also where ``bind_exchange`` is
-        faster, unless ``beside``: for small parts, and for large ones of 2 ranks.
+        None for other memory and for parts that are not a multiple of 16 bytes.  Without ``beside``, also
+        None where ``bind_exchange`` is preferred: for small parts, and for large parts between 2 ranks.
         """
         return self._bind_writes("all_gather", send, recv, nbytes, beside)
 
