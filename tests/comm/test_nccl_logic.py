@@ -71,7 +71,8 @@ def test_batch_is_one_group(gpu: Any, /, fake: FakeNCCL) -> None:
 def test_a_group_of_one_copies(gpu: Any, /, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL is called only for an operation with a factor."""
     called: list[str] = []
-    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: called.append("all_reduce"))
+    for name in ("all_reduce", "all_gather", "send", "recv"):
+        monkeypatch.setattr(fake, name, lambda *arguments, name=name: called.append(name))
     comm, x, out = gpu.comm, Array.from_numpy(np.arange(5, dtype=np.float32), 0), Array.zeros(5, np.float32, 0)
     comm.all_reduce(x)
     assert comm.scan(x, out=out).numpy().tolist() == [0, 1, 2, 3, 4] and not called

@@ -192,7 +192,7 @@ class DeviceBackend(Backend):
         """Set ``route.launch``, and ``route.kernel`` where it matters; returns whether every such call may share it."""
 
     def _resolve_alone(self, o: Operation, route: Route) -> bool:
-        """In a group of one: a copy, or nothing.  What has a factor or a chosen algorithm goes the usual way."""
+        """In a group of one: a copy, or nothing.  An operation with a factor or a chosen algorithm runs as usual."""
         send, recv, reduction = o.send, o.recv, o.reduction
         scaled = reduction is not None and reduction.op is ReduceOp.PREMUL_SUM
         if scaled or o.options.algorithm != AUTO:
@@ -205,7 +205,7 @@ class DeviceBackend(Backend):
 
     def _copy(self, recv: int, send: int, nbytes: int, stream: int) -> None:
         if stream > streams.PER_THREAD and cu.cuMemcpyDtoDAsync(recv, send, nbytes, stream) == (0,):
-            return  # the device of the stream; the call fails in a thread without any device
+            return  # on the stream's device; the call fails if the thread has no current device
         with driver.on_device(self.device):
             call(cu.cuMemcpyDtoDAsync, recv, send, nbytes, stream)
 

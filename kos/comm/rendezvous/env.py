@@ -261,7 +261,7 @@ class TCPRendezvous(Rendezvous):
         connection.close()
         if self._hub is None:
             return
-        if orderly or not self._addresses:  # late ranks of a group that not all have joined still get the reason
+        if orderly or not self._addresses:  # ranks that join late still get the reason of the abort
             self._stop_hub()
         else:
             self._stop_hub.detach()

@@ -38,7 +38,7 @@ class _Failure(Exception):
 
 
 class _Aborted(_Failure):
-    """A rank reports why it takes no part."""
+    """A rank aborted the group and gave the reason."""
 
 
 class Hub(threading.Thread):
@@ -88,7 +88,7 @@ class Hub(threading.Thread):
         return min(remaining, 1.0)
 
     def _admit_all(self) -> dict[int, bytes]:
-        """Admit all ranks.  Returns the messages that have come meanwhile.  An abort fails the group at once."""
+        """Admit all ranks.  Returns the messages received meanwhile.  An abort fails the group at once."""
         began, slots = time.monotonic(), dict[int, bytes]()
         while len(present := [*self._members, *self._closed]) < self._size:
             caller = self._acceptor.admit(min(self._wait_seconds(began, present), _POLL_SECONDS))
@@ -121,7 +121,7 @@ class Hub(threading.Thread):
     def _exchange(self, slots: dict[int, bytes]) -> bool:
         """Collect a message of each rank, and send all of them to all; False once rank 0 has closed the group.
 
-        ``slots`` are the messages that have come already.
+        ``slots`` holds the messages received so far.
         """
         began = time.monotonic() if slots else 0.0  # when the first message arrived
         while len(slots) < self._size:

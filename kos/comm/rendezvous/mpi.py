@@ -157,7 +157,10 @@ class MPIGroup(Rendezvous):
         return None
 
     def _report(self, error: KosError) -> None:
-        """Tell the other ranks that this rank takes part in no more exchanges.  A reported one is passed on as is."""
+        """Report to the other ranks that this rank joins no more exchanges.
+
+        A failure that another rank reported is sent on unchanged.
+        """
         cause = error.__cause__ if isinstance(error.__cause__, KosError) else error
         data = json.dumps([self._exchanges, to_record(cause)]).encode()
         for rank in (each for each in self.ranks if each != self.ranks[self.rank]):
@@ -165,7 +168,7 @@ class MPIGroup(Rendezvous):
                 mpi_job.keep_unfinished(self.shared.comm.Isend([data, self._MPI.BYTE], rank, self._tag + 2))
 
     def _reported(self, ranks: Iterable[int]) -> dict[int, KosError]:
-        """The failures of those ``ranks`` that do not come to the exchange that this rank has begun.
+        """The failures of those ``ranks`` that will not join the current exchange.
 
         Such a rank has failed in an exchange of this group, or of the split by which this group was made: then it does
         not know this group, and the rank that was lost may belong to another one.
@@ -179,7 +182,7 @@ class MPIGroup(Rendezvous):
         return found
 
     def _report_of(self, rank: int) -> tuple[int, list[Any]]:
-        """The failed exchange of that rank of the shared communicator, and why it failed: empty if it has not."""
+        """The failed exchange of a rank of the shared communicator, and its failure as a record; (0, []) if none."""
         status = self._MPI.Status()
         probed = None if rank in self._reports else self.shared.comm.Improbe(rank, self._tag + 2, status)
         if probed is not None:
