@@ -414,6 +414,11 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
     return kos.Communicator(backend, rendezvous, {}, timeout)
 
 
+def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a group of one launch its operations as larger groups do; otherwise they are copies, or nothing."""
+    monkeypatch.setattr(device.DeviceBackend, "_resolve_alone", lambda self, o, route: self.resolve(o, route))
+
+
 def alone() -> kos.Communicator:
     """A group of one."""
     return communicator(ThreadRendezvous(ThreadGroup(1), 0, WAIT), Group(1))

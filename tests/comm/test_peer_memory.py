@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
-from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine as peer_engine
@@ -26,7 +25,7 @@ from kos.cuda import driver, streams
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from tests.comm.fake_nccl import Stream, captures
+from tests.comm.fake_nccl import Stream, captures, launching_alone
 from tests.comm.fake_peer import HostKernel, Memory, ThreadRanks
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.model import Step
@@ -277,7 +276,7 @@ def test_repeated_calls_of_a_thread_whose_current_device_is_another(
             assert bool(queries) == queried
 
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceBackend, "_resolve_alone", lambda self, o, route: self.resolve(o, route))
+            launching_alone(patch)
             repeat(lambda: comm.all_reduce(x), queried)
             repeat(lambda: comm.all_gather(x, out), queried)
             assert copies
@@ -294,7 +293,7 @@ def test_copies_beside_the_capture_of_another_stream(no_gpu: None, monkeypatch: 
     device.install(driver.cu)
     device.alive.update(range(100, 110))
     monkeypatch.setattr(peer_copies, "create_stream", lambda device: next(created))
-    monkeypatch.setattr(DeviceBackend, "_resolve_alone", lambda self, o, route: self.resolve(o, route))
+    launching_alone(monkeypatch)
     monkeypatch.setattr(peer_engine, "_DIRECT_FROM", 0)
     monkeypatch.setattr(peer_engine, "_COPIES_FROM", 0)
 

@@ -41,7 +41,8 @@ def of_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def alone(fake: FakeNCCL) -> kos.Communicator:
+def alone(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> kos.Communicator:
+    fake_nccl.launching_alone(monkeypatch)
     return fake_nccl.alone()
 
 

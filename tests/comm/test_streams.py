@@ -22,7 +22,7 @@ from kos.cuda import driver, streams
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
 from tests.comm import fake_peer, test_auto
-from tests.comm.fake_nccl import Comm, FakeGraph, FakeNCCL, alone, no_gpu
+from tests.comm.fake_nccl import Comm, FakeGraph, FakeNCCL, alone, launching_alone, no_gpu
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import SharedOnly
 from tests.host_compiler import COMPILER
@@ -135,6 +135,7 @@ Body = Callable[[kos.Communicator, Device, Call], None]
 @pytest.fixture(params=["nccl", "peer", "auto"])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Body], None]]:
     device = Device()
+    launching_alone(monkeypatch)
     if request.param == "peer":
         if COMPILER is None:
             pytest.skip("needs a C++ compiler")

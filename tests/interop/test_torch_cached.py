@@ -15,7 +15,7 @@ import pytest
 from kos.comm.gpu import nccl_binding
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument, RankLost
-from tests.comm.fake_nccl import FakeNCCL, captures, no_gpu
+from tests.comm.fake_nccl import FakeNCCL, captures, launching_alone, no_gpu
 from tests.comm.gpu_ranks import Prepared
 from tests.interop.ranks import run
 
@@ -73,6 +73,7 @@ class OneRank:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[OneRank]:
+    launching_alone(monkeypatch)
     with no_gpu(monkeypatch) as fake, tensors_of_a_gpu(monkeypatch) as cuda:
         rank = OneRank(fake, cuda)
         yield rank
