@@ -269,12 +269,9 @@ def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
 ULFM = ["--with-ft", "ulfm"]
 
 
-def job(tmp_path: Path, ranks: int, text: str, *options: str, repeat_after: str | None = None) -> list[str]:
-    """What a program under mpirun printed, line by line.  A job whose stderr has ``repeat_after`` runs again, twice."""
-    for _ in range(3):
-        done = mpirun(ranks, program(tmp_path, text), *options)
-        if repeat_after is None or repeat_after not in done.stderr:
-            break
+def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
+    """What a program under mpirun printed, line by line."""
+    done = mpirun(ranks, program(tmp_path, text), *options)
     if "unknown option" in done.stderr:
         pytest.skip(f"this mpirun does not know {' '.join(options)}")
     assert done.stdout, done.stderr
