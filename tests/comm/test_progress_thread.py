@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -95,15 +96,23 @@ def test_the_progress_thread_sleeps_while_the_program_waits() -> None:
     """The program polls by itself; the thread could take the core of the rank that the program waits for."""
     comm, other = pair()
     progress: Any = comm.backend.engine.thread
-    thread, x = progress._thread, np.zeros(3)
-    work, later = comm.recv(x, 1, async_op=True), threading.Timer(WAIT, lambda: other.send(np.ones(3), 0))
-    before = wakes(thread)
+    counts, x = list[int](), np.zeros(3)
+
+    def send_later() -> None:
+        while not progress.paused:  # the program has not begun to wait
+            time.sleep(0.001)
+        for _ in range(2):
+            counts.append(wakes(progress._thread))
+            time.sleep(WAIT)
+        other.send(np.ones(3), 0)
+
+    work, later = comm.recv(x, 1, async_op=True), threading.Thread(target=send_later, daemon=True)
     later.start()
     work.wait()
-    assert wakes(thread) - before < 10 and (x == 1).all()
+    later.join()
+    assert counts[1] - counts[0] < 10 and (x == 1).all()
     for each in (comm, other):
         each.abort()
-    later.join()
 
 
 def wakes(thread: threading.Thread) -> int:
