@@ -306,12 +306,16 @@ def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(mon
 def test_spawn_ends_waits_in_every_group(failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in groups split from the first one, whether or not another rank raised."""
     pairs: list[kos.Communicator] = []
-    time_is_up(monkeypatch, lambda: len(pairs) == 2 and all(pair.backend.engine.outstanding() for pair in pairs))
+    third: list[threading.Thread] = []
+    time_is_up(monkeypatch, lambda: (
+        len(pairs) == 2 and all(pair.backend.engine.outstanding() for pair in pairs) and not third[0].is_alive()
+    ))  # fmt: skip
     told: list[BaseException] = []
     heard = threading.Semaphore(0)
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 2:
+            third.append(threading.current_thread())
             comm.split(None)
             if failing:
                 raise ZeroDivisionError
