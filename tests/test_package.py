@@ -138,6 +138,19 @@ def test_predictions_of_schedules_refuse_huge_numbers(option: str, number: str, 
     assert done.returncode == 2 and f"kos: error: {option}: expected numbers up to {expected}" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--chunks 1025", "--chunks: expected up to 1,024, got 1,025"),
+        ("--chunks 100000000 --predict", "--chunks: expected up to 1,024, got 100,000,000"),
+        ("--ranks 100 --chunks 100", "--ranks times --chunks: expected up to 8,192, got 100 ranks with 100 chunks"),
+    ],
+)
+def test_schedules_refuse_huge_numbers_of_chunks(words: str, expected: str) -> None:
+    done = run(sys.executable, "-m", "kos.comm.schedules", "ring", *words.split())
+    assert done.returncode == 2 and f"kos: error: {expected}" in done.stderr
+
+
 @pytest.mark.parametrize("words", ["schedules", "sample --help", "plot --help"])
 def test_commands_work_without_docstrings(words: str) -> None:
     done = run(sys.executable, "-OO", "-m", "kos", *words.split())

@@ -21,8 +21,11 @@ PIPELINES = (1, 4, 16, 64, 256)
 MAX_SHOWN = 256
 """The largest number of ranks whose steps are printed and verified."""
 
+MAX_CHUNKS = 1024
+"""The largest number of chunks; of ranks times chunks whose steps are printed and verified, eight times as many."""
+
 MAX_PREDICTED = 1 << 16
-"""The largest number of ranks in --scales.  The prediction of some algorithms takes a minute at this size."""
+"""The largest number of ranks in --scales.  The prediction of some algorithms takes minutes at this size."""
 
 MAX_BYTES = 1 << 62
 """The largest size in --sizes, in bytes."""
@@ -60,8 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("algorithm", nargs="?", help="the name of an algorithm; default: list or predict all")
     p.add_argument("--collective", help="default: all_reduce; for a list of algorithms: all")
     p.add_argument("--ranks", type=int, default=8, help="default: 8; --predict uses --scales")
-    p.add_argument("--chunks", type=int, help="number of pipelined chunks (default: 1; "
-                                              "with --predict: the best of several)")
+    p.add_argument("--chunks", type=int, help=f"number of pipelined chunks, up to {MAX_CHUNKS:,} (default: "
+                                              "1; with --predict: the best of several)")
     p.add_argument("--root", type=int, default=0, help="for broadcast, reduce, gather and scatter; default: 0")
     p.add_argument("--ranks-per-node", type=int, help="for hierarchical; default: the largest divisor up to 8")
     p.add_argument("--draw", metavar="FILE", help="draw the schedule to a .svg or .png (needs matplotlib)")
@@ -84,6 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
     listed = [args.collective] if args.collective else collectives()
     args.collective = args.collective or "all_reduce"
     try:
+        if (args.chunks or 0) > MAX_CHUNKS:
+            raise InvalidArgument(f"--chunks: expected up to {MAX_CHUNKS:,}, got {args.chunks:,}")
         if args.draw:
             check_picture(Path(args.draw))
         with printing():
@@ -109,6 +114,9 @@ def _build(args: argparse.Namespace, name: str, ranks: int, chunks: int) -> Sche
 def _show(args: argparse.Namespace) -> None:
     if args.ranks > MAX_SHOWN:
         raise InvalidArgument(f"--ranks: expected up to {MAX_SHOWN}, got {args.ranks}; --predict accepts more")
+    if args.ranks * (args.chunks or 1) > 8 * MAX_CHUNKS:
+        shown = f"{args.ranks} ranks with {plural(args.chunks, 'chunk')}"
+        raise InvalidArgument(f"--ranks times --chunks: expected up to {8 * MAX_CHUNKS:,}, got {shown}")
     schedule = _build(args, args.algorithm, args.ranks, 1 if args.chunks is None else args.chunks)
     verify(schedule)
     print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
