@@ -67,7 +67,7 @@ class MockBackend(MessagingBackend):
     def start(self, call: Call) -> Work[Any] | None:
         if self._watch is not None and self.broken is None and call.name not in ("split", "duplicate"):
             try:
-                on_discard = self._watch.inject(self._group.world, self._group.members[self.rank], call)
+                on_discard = self._watch.plan.inject(self._group.world, self._group.members[self.rank], call)
             except CollectiveError as error:
                 raise self.failed(call, error) from None
             self.transport.discard(self._tag(call) if call.collective else call.operation.message.tag, on_discard)
