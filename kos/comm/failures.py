@@ -130,7 +130,7 @@ class Board:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
             self.last = error
-            self._tables.failures[self._rank] = error, now()
+            self._tables.failures[self._rank] = error, time.monotonic()
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
@@ -155,7 +155,7 @@ class Board:
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
         known = self._tables.failures.get(rank)
-        return None if known is None else (known[0], now() - known[1])
+        return None if known is None else (known[0], time.monotonic() - known[1])
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
@@ -338,8 +338,3 @@ class Ledger:
 
 def _prefixed(what: object, text: str) -> str:
     return text if what is None else f"{what}: {text}"
-
-
-def now() -> float:
-    """Seconds on a clock that the processes of a host share."""
-    return time.clock_gettime(time.CLOCK_MONOTONIC)
