@@ -578,7 +578,7 @@ class Operations:
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
         if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
-            expect_alike("out", recv, send)
+            expect_alike(recv, send)
             if send.count != self.size * recv.count:
                 raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
             refuse_overlap(send, recv, self.rank)
@@ -612,7 +612,7 @@ class Operations:
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
         if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
-            expect_alike("out", recv, send)
+            expect_alike(recv, send)
             refuse_overlap(send, recv)
         if counts is None:
             mine = recv.count, -1 if send is None else send.count
@@ -756,7 +756,7 @@ class Operations:
         options = self._options("send_recv", stream, async_op, timeout)
         dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
         send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
-        expect_place("out", recv, send)
+        expect_place(recv, send)
         refuse_overlap(send, recv)
         message = Message(dst, src, check_tag(tag), tag)
         return self._submit(Operation("send_recv", self.rank, options, send, recv, message=message))
