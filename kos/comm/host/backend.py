@@ -62,6 +62,10 @@ class MessagingBackend(ScheduledBackend):
         late = self.transport.awaited(self._tag(call))
         return late, timeouts.awaited(self.ledger.names(late)) if late else None
 
+    def waits_for(self, call: Call) -> list[int]:
+        """The ranks of the world that ``call`` waits for, as far as known."""
+        return [self.ledger.world[rank] for rank in self.late(call)[0]]
+
     def _late_in_message(self, message: Message) -> tuple[list[int], str]:
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
         if src and dst:
@@ -77,8 +81,7 @@ class MessagingBackend(ScheduledBackend):
         return self.ledger.overdue(late, call, seconds, words) if late else super().timed_out(call, seconds)
 
     def report_wait(self, call: Call | None) -> None:
-        late = None if call is None else self.late(call)[0]
-        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
+        self.ledger.board.post_wait(None if call is None else self.waits_for(call))
 
     def failed(self, call: Call, error: Exception) -> KosError:
         failure = super().failed(call, error)

@@ -78,10 +78,6 @@ class MockBackend(MessagingBackend):
             return self._watch.guard(call, self._by_messages)
         return self._by_messages(call)
 
-    def waits_for(self, call: Call) -> list[int]:
-        """The world ranks that an operation in flight waits for."""
-        return [self._group.members[rank] for rank in self.late(call)[0]]
-
     def absent(self, call: Call) -> list[int]:
         with self._group.world.lock:
             calls = self._state.calls.get(call.sequence)
