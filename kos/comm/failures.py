@@ -266,8 +266,8 @@ class Ledger:
         ``message`` is the failed call if it is a send or receive.  The text of such a call names only the peer, so
         this rank is put in front.
         """
-        me = self._names([self.world[self.rank]])
         shared, mine = failure, [self.world[self.rank]]
+        me = self._names(mine)
         if lost:
             shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
@@ -291,10 +291,7 @@ class Ledger:
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
         """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""
-        me = self._names([self.world[self.rank]])
-        if cause is not None:
-            return again(cause, f"{cause}; {me} aborted because of it")
-        return blaming(RankLost(f"{me} is gone: {reason}"), [self.world[self.rank]])
+        return self.lost(self.rank, reason, None, cause, 0.0)
 
     def suspects(self) -> list[int]:
         """The ranks of this group that are known to have ended or failed; ended ones first."""
