@@ -156,7 +156,7 @@ def output(out: Any, send: Buffer, shape: tuple[int, ...] | None, stream: Any, o
         recv.convert = convert
         return recv
     recv = as_buffer(out, "out", writable=True, stream=stream)
-    expect_alike("out", recv, send)
+    expect_alike(recv, send)
     if shape is not None and recv.count != math.prod(shape):
         raise InvalidArgument(f"out: expected {math.prod(shape)} elements (shape {shape}), got shape {recv.shape}")
     refuse_overlap(send, recv, own)
@@ -170,7 +170,7 @@ def in_and_out(x: Any, out: Any, stream: Any) -> tuple[Buffer, Buffer]:
         return buffer, buffer
     send = as_buffer(x, "x", writable=False, stream=stream)
     recv = as_buffer(out, "out", writable=True, stream=stream)
-    expect_alike("out", recv, send)
+    expect_alike(recv, send)
     if recv.shape != send.shape:
         raise InvalidArgument(f"out: expected shape {send.shape}, got {recv.shape}")
     if recv.overlaps(send):
@@ -180,17 +180,17 @@ def in_and_out(x: Any, out: Any, stream: Any) -> tuple[Buffer, Buffer]:
     return send, recv
 
 
-def expect_alike(what: str, got: Buffer, expected: Buffer) -> None:
-    """Check that both have the same dtype and lie in the same memory."""
-    if got.dtype is not expected.dtype:
-        raise InvalidArgument(f"{what}: expected dtype {expected.dtype}, got {got.dtype}")
-    expect_place(what, got, expected)
+def expect_alike(out: Buffer, x: Buffer) -> None:
+    """Check that the output has the dtype of the input and lies in the same memory."""
+    if out.dtype is not x.dtype:
+        raise InvalidArgument(f"out: expected dtype {x.dtype}, got {out.dtype}")
+    expect_place(out, x)
 
 
-def expect_place(what: str, got: Buffer, expected: Buffer) -> None:
-    """Check that both lie in host memory, or in that of the same GPU."""
-    if got.device != expected.device:
-        raise InvalidArgument(f"{what}: expected memory of {expected.place}, got memory of {got.place}")
+def expect_place(out: Buffer, x: Buffer) -> None:
+    """Check that the output lies in host memory, or in that of the same GPU, as the input does."""
+    if out.device != x.device:
+        raise InvalidArgument(f"out: expected memory of {x.place}, got memory of {out.place}")
 
 
 def refuse_overlap(send: Buffer, recv: Buffer, own: int | None = None) -> None:

@@ -279,9 +279,8 @@ class Operations:
             if out is None:
                 raise InvalidArgument("counts: expected numbers without out, got None")
             size = output(out, send, None, stream).count
-            rows = self._counts_of_all("reduce_scatter_v", "counts", options, send, (size, send.count))
-            counts = [row[0] for row in rows]
-            check_totals("x", [row[1] for row in rows], [sum(counts)] * self.size)
+            counts, totals = self._counts_of_all("reduce_scatter_v", "counts", options, send, (size, send.count))
+            check_totals("x", totals, [sum(counts)] * self.size)
         counts = check_counts("counts", counts, self.size, send)
         recv = output(out, send, (counts[self.rank],), stream)
         return self._submit(Operation(
@@ -485,10 +484,9 @@ class Operations:
         send_counts = check_counts("send_counts", send_counts, self.size, send)
         if recv_counts is None:
             size = -1 if out is None else output(out, send, None, stream).count
-            rows = self._counts_of_all("all_to_all_v", "recv_counts", options, send, (*send_counts, size))
-            recv_counts = [row[self.rank] for row in rows]
-            *totals, _ = (sum(column) for column in zip(*rows, strict=True))
-            check_totals("out", [row[-1] for row in rows], totals)
+            *to_each, sizes = self._counts_of_all("all_to_all_v", "recv_counts", options, send, (*send_counts, size))
+            recv_counts = to_each[self.rank]
+            check_totals("out", sizes, [sum(counts) for counts in to_each])
         recv_counts = check_counts("recv_counts", recv_counts, self.size)
         mine = send_counts[self.rank]
         if mine != recv_counts[self.rank]:
@@ -578,7 +576,7 @@ class Operations:
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
         if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
-            expect_alike("out", recv, send)
+            expect_alike(recv, send)
             if send.count != self.size * recv.count:
                 raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
             refuse_overlap(send, recv, self.rank)
@@ -612,13 +610,12 @@ class Operations:
         send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
         if self._is_root("x", x, root := check_rank("root", root, self.size)):
             send = _input(x, stream)
-            expect_alike("out", recv, send)
+            expect_alike(recv, send)
             refuse_overlap(send, recv)
         if counts is None:
             mine = recv.count, -1 if send is None else send.count
-            rows = self._counts_of_all("scatter_v", "counts", options, recv, mine)
-            counts = [row[0] for row in rows]
-            check_totals("x", [row[1] for row in rows], [sum(counts)] * self.size)
+            counts, totals = self._counts_of_all("scatter_v", "counts", options, recv, mine)
+            check_totals("x", totals, [sum(counts)] * self.size)
         counts = check_counts("counts", counts, self.size, send)
         if counts[self.rank] != recv.count:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
@@ -637,9 +634,8 @@ class Operations:
         """The counts of an all_gather_v or a gather_v, checked."""
         if counts is None:
             size = -1 if out is None else output(out, send, None, options.stream).count
-            rows = self._counts_of_all(name, "counts", options, send, (send.count, size), 6)
-            counts = [row[0] for row in rows]
-            check_totals("out", [row[1] for row in rows], [sum(counts)] * self.size)
+            counts, sizes = self._counts_of_all(name, "counts", options, send, (send.count, size), 6)
+            check_totals("out", sizes, [sum(counts)] * self.size)
         counts = check_counts("counts", counts, self.size)
         if counts[self.rank] != send.count:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
@@ -648,13 +644,14 @@ class Operations:
 
     def _counts_of_all(
         self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int], depth: int = 5
-    ) -> list[list[int]]:
-        """The numbers of every rank for a call without ``what``, made ``depth`` frames up.  The host waits for them."""
+    ) -> list[tuple[int, ...]]:
+        """Each number of every rank for a call without ``what``, made ``depth`` frames up.  The host waits for them."""
         if self._deferred:
             raise InvalidArgument(f"{what}: expected numbers in a batch and for a persistent operation, got None")
         if buffer.device is not None and streams.capture_of(buffer.stream):
             raise InvalidArgument(f"{what}: expected numbers while a CUDA graph is captured, got None")
-        return self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout, depth)
+        rows = self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout, depth)
+        return list(zip(*rows, strict=True))
 
     @overload
     def barrier(self, *, stream: Any = ..., async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
@@ -756,7 +753,7 @@ class Operations:
         options = self._options("send_recv", stream, async_op, timeout)
         dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
         send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
-        expect_place("out", recv, send)
+        expect_place(recv, send)
         refuse_overlap(send, recv)
         message = Message(dst, src, check_tag(tag), tag)
         return self._submit(Operation("send_recv", self.rank, options, send, recv, message=message))

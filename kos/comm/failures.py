@@ -130,7 +130,7 @@ class Board:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
             self.last = error
-            self._tables.failures[self._rank] = error, now()
+            self._tables.failures[self._rank] = error, time.monotonic()
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
@@ -155,7 +155,7 @@ class Board:
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
         known = self._tables.failures.get(rank)
-        return None if known is None else (known[0], now() - known[1])
+        return None if known is None else (known[0], time.monotonic() - known[1])
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
@@ -266,8 +266,8 @@ class Ledger:
         ``message`` is the failed call if it is a send or receive.  The text of such a call names only the peer, so
         this rank is put in front.
         """
-        me = self._names([self.world[self.rank]])
         shared, mine = failure, [self.world[self.rank]]
+        me = self._names(mine)
         if lost:
             shared = blaming(RankLost(f"{me} is gone: {failure}"), mine)
         elif isinstance(failure, CudaError | Interrupted) or (type(failure) is CollectiveError and failure.__cause__):
@@ -291,10 +291,7 @@ class Ledger:
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
         """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""
-        me = self._names([self.world[self.rank]])
-        if cause is not None:
-            return again(cause, f"{cause}; {me} aborted because of it")
-        return blaming(RankLost(f"{me} is gone: {reason}"), [self.world[self.rank]])
+        return self.lost(self.rank, reason, None, cause, 0.0)
 
     def suspects(self) -> list[int]:
         """The ranks of this group that are known to have ended or failed; ended ones first."""
@@ -338,8 +335,3 @@ class Ledger:
 
 def _prefixed(what: object, text: str) -> str:
     return text if what is None else f"{what}: {text}"
-
-
-def now() -> float:
-    """Seconds on a clock that the processes of a host share."""
-    return time.clock_gettime(time.CLOCK_MONOTONIC)

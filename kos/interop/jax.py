@@ -25,12 +25,10 @@ import numpy as np
 
 import kos
 from kos.errors import InvalidArgument
+from kos.memory.arena import allocate_host
 from kos.memory.array import Array
 from kos.memory.dlpack import ON_GPU
 from kos.memory.libraries import as_jax
-
-_ALIGNMENT = 64
-"""Bytes: JAX copies memory of the CPU that is aligned to less."""
 
 Shape = tuple[int, ...]
 
@@ -134,7 +132,5 @@ def _empty(leaf: Any, shape: Shape) -> Any:
         raise InvalidArgument(f"tree: expected arrays on one device, got {leaf.sharding}: {error}") from error
     if kind in ON_GPU:
         return Array.empty(shape, leaf.dtype, device)
-    size = math.prod(shape) * leaf.dtype.itemsize
-    memory = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(leaf.dtype).reshape(shape)
+    memory = allocate_host(math.prod(shape) * leaf.dtype.itemsize)  # JAX copies memory aligned to less than 64 bytes
+    return memory.view(leaf.dtype).reshape(shape)

@@ -73,7 +73,7 @@ def spawn(
     world_size, timeout = number_in("world_size", world_size, 1, 1 << 16), check_timeout(timeout)
     if not isinstance(buffer_bytes, int | float) or not buffer_bytes >= 0:
         raise InvalidArgument(f"buffer_bytes: expected a number of bytes from 0 on, got {buffer_bytes!r}")
-    plan = FaultPlan(faults, world_size) if faults else None
+    plan = FaultPlan(faults or (), world_size)
     watch = Watch(world_size, plan, buffer_bytes, check_deadlock, check_arrays)
     group = ThreadGroup(world_size, ThreadWorld(world_size, watch))
     results: list[Any] = [None] * world_size
@@ -124,12 +124,12 @@ def spawn(
         rank, error = errors[0]
         error.add_note(f"raised on rank {rank} of {world_size}")
         raise error
-    if plan is not None and plan.pending:
+    if plan.pending:
         raise InvalidArgument(
             f"faults: expected all to happen, got none of {sorted(plan.pending, key=str)} in "
             f"{plan.operations} operations of the ranks (or nothing was sent in those)"
         )
-    if check_messages and (plan is None or plan.harmless) and (unreceived := watch.unreceived()):
+    if check_messages and plan.harmless and (unreceived := watch.unreceived()):
         raise CollectiveError(f"spawn: messages that no rank received: {'; '.join(unreceived[:8])}")
     return results
 

@@ -41,7 +41,7 @@ class Watch:
     is alive: it may compute, sleep, or serve a communicator.
     """
 
-    def __init__(self, size: int, plan: FaultPlan | None, buffer_bytes: float, deadlock: bool, arrays: bool) -> None:
+    def __init__(self, size: int, plan: FaultPlan, buffer_bytes: float, deadlock: bool, arrays: bool) -> None:
         self.plan, self.buffer_bytes = plan, buffer_bytes
         self._deadlock, self._arrays = deadlock, arrays
         self.threads: list[threading.Thread] = []  # of the ranks
@@ -50,10 +50,6 @@ class Watch:
         self._waiting: dict[threading.Thread, tuple[int, int, float, Callable[[], Waits]]] = {}
         self._backends: list[tuple[ThreadGroup, MockBackend]] = []
         self._size = size
-
-    def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
-        """See ``FaultPlan.inject``."""
-        return None if self.plan is None else self.plan.inject(world, rank, call)
 
     def begin_wait(
         self, world: ThreadWorld, rank: int, seconds: float | None, waits_for: Callable[[], Waits]
@@ -72,8 +68,7 @@ class Watch:
             return seconds
         idle = stuck | self._others | set(self.threads)
         if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
-            culprits = () if self.plan is None else self.plan.culprits()
-            world.fail(blaming(Deadlock(self._describe(world)), culprits))
+            world.fail(blaming(Deadlock(self._describe(world)), self.plan.culprits()))
             return 0.0
         return _POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS)
 
@@ -90,7 +85,7 @@ class Watch:
             for what, peers in waits.get(rank, []):
                 named = f" waits for rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))} in" if peers else ":"
                 lines.append(f"rank {rank}{named} {what}")
-        for rank, operation in () if self.plan is None else self.plan.lost:
+        for rank, operation in self.plan.lost:
             lines.append(f"the messages of rank {rank}'s {operation} were lost, as the test's plan says")
         if cycle := _cycle(waits):
             lines.append("the cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))

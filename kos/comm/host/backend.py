@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import Any, Protocol
@@ -30,6 +31,8 @@ from kos.memory import Buffer
 class MessagingBackend(ScheduledBackend):
     """Names the ranks that a call waits for, and shares the arrays of ``allocate`` between the ranks of one host."""
 
+    transport: Any
+    """It names the messages in flight too (``awaited``, ``in_flight``)."""
     arrays: SharedArrays | None = None
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
@@ -40,21 +43,13 @@ class MessagingBackend(ScheduledBackend):
             raise BackendUnavailable(f"views: expected ranks that share memory, got {self.name} on several hosts")
         return list(self.arrays.views(x))
 
+    @abstractmethod
     def absent(self, call: Call) -> list[int]:
         """The ranks that are known not to have begun a collective."""
-        return []
 
     def behind(self) -> list[int]:
         """The ranks that the current collective in shared memory waits for."""
         return []
-
-    def awaited(self, call: Call) -> list[int]:
-        """The peers of a collective's messages in flight."""
-        return []
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight or posted."""
-        return True
 
     def late(self, call: Call) -> tuple[list[int], str | None]:
         """The ranks that ``call`` waits for, as far as known, and the text for an error."""
@@ -64,14 +59,18 @@ class MessagingBackend(ScheduledBackend):
             return late, timeouts.late(self.ledger.names(late))
         if late := self.behind():
             return late, timeouts.stuck(self.ledger.names(late))
-        late = self.awaited(call)
+        late = self.transport.awaited(self._tag(call))
         return late, timeouts.awaited(self.ledger.names(late)) if late else None
+
+    def waits_for(self, call: Call) -> list[int]:
+        """The ranks of the world that ``call`` waits for, as far as known."""
+        return [self.ledger.world[rank] for rank in self.late(call)[0]]
 
     def _late_in_message(self, message: Message) -> tuple[list[int], str]:
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
         if src and dst:
-            src = [rank for rank in src if self.in_flight(rank, message.recv_tag, receives=True)]
-            dst = [rank for rank in dst if self.in_flight(rank, message.tag, receives=False)]
+            src = [rank for rank in src if self.transport.in_flight(rank, message.recv_tag, receives=True)]
+            dst = [rank for rank in dst if self.transport.in_flight(rank, message.tag, receives=False)]
         names = self.ledger.names
         words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
         words += [timeouts.unreceived(names(dst, False))] if dst else []
@@ -82,8 +81,7 @@ class MessagingBackend(ScheduledBackend):
         return self.ledger.overdue(late, call, seconds, words) if late else super().timed_out(call, seconds)
 
     def report_wait(self, call: Call | None) -> None:
-        late = None if call is None else self.late(call)[0]
-        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
+        self.ledger.board.post_wait(None if call is None else self.waits_for(call))
 
     def failed(self, call: Call, error: Exception) -> KosError:
         failure = super().failed(call, error)
@@ -94,9 +92,6 @@ class MessagingBackend(ScheduledBackend):
 
 class HostBackend(MessagingBackend):
     """Adds shared memory to a Backend that has a transport."""
-
-    transport: Any
-    """It names the messages in flight too (``awaited``, ``in_flight``)."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
@@ -202,12 +197,6 @@ class HostBackend(MessagingBackend):
 
     def behind(self) -> list[int]:
         return self._shared.behind() if self._shared is not None else []
-
-    def awaited(self, call: Call) -> list[int]:
-        return list(self.transport.awaited(self._tag(call)))
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        return bool(self.transport.in_flight(rank, tag, receives))
 
     def failed(self, call: Call, error: Exception) -> KosError:
         if self._aborting:  # another thread frees what it uses

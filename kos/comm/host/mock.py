@@ -48,8 +48,7 @@ class MockBackend(MessagingBackend):
         assert rendezvous.threads is not None
         self._group = rendezvous.threads
         self._state = self._group.shared("mock", _State)
-        self._mailboxes = _Mailboxes(self._group, self._state, self.rank, self.ledger)
-        self.transport = self._mailboxes
+        self.transport = _Mailboxes(self._group, self._state, self.rank, self.ledger)
         self.arrays = SharedArrays(rendezvous)
         self._idle = _WakeUp(self._group, self.rank, self.engine)
         self._watch = self._group.world.watch
@@ -68,10 +67,10 @@ class MockBackend(MessagingBackend):
     def start(self, call: Call) -> Work[Any] | None:
         if self._watch is not None and self.broken is None and call.name not in ("split", "duplicate"):
             try:
-                on_discard = self._watch.inject(self._group.world, self._group.members[self.rank], call)
+                on_discard = self._watch.plan.inject(self._group.world, self._group.members[self.rank], call)
             except CollectiveError as error:
                 raise self.failed(call, error) from None
-            self._mailboxes.discard(self._tag(call) if call.collective else call.operation.message.tag, on_discard)
+            self.transport.discard(self._tag(call) if call.collective else call.operation.message.tag, on_discard)
         return super().start(call)
 
     def _steps(self, call: Call) -> Steps:
@@ -79,23 +78,10 @@ class MockBackend(MessagingBackend):
             return self._watch.guard(call, self._by_messages)
         return self._by_messages(call)
 
-    def waits_for(self, call: Call) -> list[int]:
-        """The world ranks that an operation in flight waits for."""
-        return [self._group.members[rank] for rank in self.late(call)[0]]
-
     def absent(self, call: Call) -> list[int]:
         with self._group.world.lock:
             calls = self._state.calls.get(call.sequence)
             return [rank for rank in range(self.size) if rank not in calls] if calls else []
-
-    def awaited(self, call: Call) -> list[int]:
-        tag = self._tag(call)
-        with self._group.world.lock:
-            return sorted({src for src, dst, t in self._state.posted if (dst, t) == (self.rank, tag)})
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        state, me = self._state, self.rank
-        return (rank, me, tag) in state.posted if receives else (me, rank, tag) in state.sent
 
     def unreceived(self) -> list[str]:
         """The messages that were sent and not received."""
@@ -195,6 +181,16 @@ class _Mailboxes:
             else:
                 self._state.posted.setdefault(key, deque()).append(receive)
         return receive
+
+    def awaited(self, tag: int) -> list[int]:
+        """Peers of the messages in flight with that tag."""
+        with self.group.world.lock:
+            return sorted({src for src, dst, t in self._state.posted if (dst, t) == (self._rank, tag)})
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message with that tag from or to that rank is in flight or posted."""
+        me = self._rank
+        return (rank, me, tag) in self._state.posted if receives else (me, rank, tag) in self._state.sent
 
     def discard(self, tag: int, on_discard: Callable[[], None] | None) -> None:
         """Discard messages with that tag from now on, and call ``on_discard`` for each; None: deliver them again."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kos.comm.failures import Board, from_record, now, to_record
+from kos.comm.failures import Board, from_record, to_record
 from kos.comm.host.shared.segment import (
     FAILED,
     FAILED_AT,
@@ -52,7 +53,7 @@ class SharedBoard(Board):
             words[at + FAILED] = 0
             data = fitting(to_record(error))
             self._bytes[self._my_text : self._my_text + len(data)] = data
-            words[at + FAILED_AT] = int(now() * 1e6)
+            words[at + FAILED_AT] = int(time.monotonic() * 1e6)  # of a clock that the processes of a host share
             words[at + FAILED] = len(data)
 
     def clear_failure(self) -> None:
@@ -75,7 +76,7 @@ class SharedBoard(Board):
         line = self._lines.get(rank)
         if line is None or not (length := self._words[line + FAILED]):
             return None
-        at, age = self._texts[rank], now() - self._words[line + FAILED_AT] / 1e6
+        at, age = self._texts[rank], time.monotonic() - self._words[line + FAILED_AT] / 1e6
         with contextlib.suppress(ValueError):  # its rank may be writing it
             return from_record(json.loads(bytes(self._bytes[at : at + length]))), age
         return None

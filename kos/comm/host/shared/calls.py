@@ -160,8 +160,7 @@ class Calls(Fingerprints):
 
         The first failure is kept.  This one is lost if a rank was stopped while it wrote its own.
         """
-        kind, *rest = to_record(error)
-        data = fitting([kind, *rest, sequence])
+        data = fitting([*to_record(error), sequence])
         at = self.segment.layout.failure_text
         with contextlib.suppress(TimeoutError), self.segment.locked():
             if not self._words[self._failure]:

@@ -6,7 +6,7 @@ Contributions are added in rank order, so the bits are the same on all ranks, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,10 +88,10 @@ class Plans:
 
     def make(self, o: Operation) -> Plan | Sum | None:
         """The plan of ``o``, or None if it is not supported here."""
-        make = _PLANS.get(o.name)
+        make: Callable[[Operation], Plan | Sum] | None = getattr(self, f"_{o.name}", None)
         if make is None or o.options.algorithm != AUTO:
             return None
-        plan = make(self, o)
+        plan = make(o)
         if isinstance(plan, Plan):
             flags = [self._puts[rank] for rank in plan.sources] if plan.elements else []
             plan = plan._replace(flags=flags, reads_all=len(flags) == len(self.peers))
@@ -182,6 +182,8 @@ class Plans:
         get = None if out is None else self._adds(reduction, x.size, x.size, contributions, out)
         return Plan(x.size, x.size or 1, self.peers if get else (), put=put, get=get)
 
+    _reduce = _all_reduce
+
     def _adds(
         self, reduction: Reduction, count: int, per_stage: int, contributions: Callable[[int, int, int], list[Array]],
         out: Array, marks: bool = False,
@@ -192,16 +194,13 @@ class Plans:
         def add(slot: int, a: int, b: int) -> None:
             each = contributions(slot, a, b)
             self.sum(reduction, each, out[a:b])
-            for part in each if marks else ():
-                if (lines := self._lines(part)) is not None:
-                    lines[...] = 0
+            for lines in self._lines(each) if marks else ():
+                lines[...] = 0
 
         if count > per_stage:
             return add
         every = [contributions(slot, 0, count) for slot in range(TURNS)]
-        marked = [[lines for part in each if (lines := self._lines(part)) is not None] for each in every]
-        if not marks:
-            marked = [[]] * TURNS
+        marked = [self._lines(each) if marks else [] for each in every]
         if len(every[0]) != 2 or reduction.carrier is not reduction.dtype.numpy or reduction.op is ReduceOp.AVG:
             ufunc = None
 
@@ -266,6 +265,8 @@ class Plans:
             get = self._adds(reduction, count, per_stage, contributions, out, lone)
         return Plan(count, per_stage, [r for r in inputs if r != rank], put=put, get=get)
 
+    _exscan = _scan
+
     def _broadcast(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None
         x, out, root = o.send.flat, o.recv.flat, self._root(o)
@@ -292,8 +293,11 @@ class Plans:
             theirs = [(out[r, a:b], slots[r][slot][: b - a]) for r in self.peers]
             return theirs if in_place else [(out[rank, a:b], x[a:b]), *theirs]
 
-        get_all, root = self._moves(x.size, per_stage, get, o.root is not None), o.root is not None
-        return Plan(x.size, per_stage, self.peers, put=None if root else put, get=get_all)
+        rooted = o.root is not None
+        get_all = self._moves(x.size, per_stage, get, rooted)
+        return Plan(x.size, per_stage, self.peers, put=None if rooted else put, get=get_all)
+
+    _gather = _all_gather
 
     def _all_to_all(self, o: Operation) -> Plan:
         """all_to_all, and scatter, where only the root has ``send``."""
@@ -323,6 +327,8 @@ class Plans:
             get=self._moves(count, per_stage, get, o.root is not None),
         )  # fmt: skip
 
+    _scatter = _all_to_all
+
     def _moves(self, count: int, per_stage: int, pairs: Callable[[int, int, int], Pairs], marks: bool = False) -> Step:
         """Copies the second array of each of the ``pairs`` of a stage to the first.
 
@@ -333,10 +339,11 @@ class Plans:
         if count > per_stage:
 
             def move(slot: int, a: int, b: int) -> None:
-                for to, source in pairs(slot, a, b):
+                each = pairs(slot, a, b)
+                for to, source in each:
                     to[...] = source
-                    if marks and (lines := self._lines(source)) is not None:
-                        lines[...] = 0
+                for lines in self._lines(source for _, source in each) if marks else ():
+                    lines[...] = 0
 
             return move
         views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(TURNS)]
@@ -347,7 +354,7 @@ class Plans:
                 each = pairs(slot, a, b)
                 views[slot] = [(to.view(np.uint8).data, source.view(np.uint8).data) for to, source in each]
                 if marks:
-                    marked[slot] = [lines for _, source in each if (lines := self._lines(source)) is not None]
+                    marked[slot] = self._lines(source for _, source in each)
             for to, source in views[slot]:
                 to[:] = source
             for lines in marked[slot]:
@@ -355,14 +362,17 @@ class Plans:
 
         return move_all
 
-    def _lines(self, x: Array) -> Array | None:
-        """A byte of each cache line of ``x``; None if it is short, or not in a slot."""
-        if x.nbytes < MARKED_BYTES or not np.may_share_memory(x, self._data):
-            return None
-        return x.view(np.uint8)[::ALIGN]
+    def _lines(self, arrays: Iterable[Array]) -> list[Array]:
+        """A byte of each cache line of those arrays that are long and lie in a slot."""
+        return [
+            x.view(np.uint8)[::ALIGN] for x in arrays
+            if x.nbytes >= MARKED_BYTES and np.may_share_memory(x, self._data)
+        ]  # fmt: skip
 
     def _barrier(self, o: Operation) -> Plan:
         return Plan(0, 1, ())
+
+    _split = _duplicate = _barrier
 
     def _root(self, o: Operation) -> int:
         assert o.root is not None
@@ -376,20 +386,3 @@ class Plans:
         """Elements of each rank's part of a slot, of whole cache lines where they fit."""
         part = self.block // self.size
         return max(part // ALIGN * ALIGN, itemsize) // itemsize
-
-
-_PLANS: dict[str, Callable[[Plans, Operation], Plan | Sum]] = {
-    "all_reduce": Plans._all_reduce,
-    "reduce": Plans._all_reduce,
-    "reduce_scatter": Plans._reduce_scatter,
-    "scan": Plans._scan,
-    "exscan": Plans._scan,
-    "broadcast": Plans._broadcast,
-    "all_gather": Plans._all_gather,
-    "gather": Plans._all_gather,
-    "all_to_all": Plans._all_to_all,
-    "scatter": Plans._all_to_all,
-    "barrier": Plans._barrier,
-    "split": Plans._barrier,
-    "duplicate": Plans._barrier,
-}

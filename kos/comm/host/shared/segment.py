@@ -146,8 +146,6 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     A rank that is alone on its host has a segment too: ranks of other hosts compare its calls (``hosts.py``).
     """
     refusal = "" if platform.machine() in ("x86_64", "AMD64") else f"{platform.machine()} reorders stores"
-    if not refusal and not hasattr(os, "memfd_create"):
-        refusal = "this system has no memfd_create"
     hosts = rendezvous.allgather(json.dumps([_host(), refusal]).encode())
     mine = json.loads(hosts[rendezvous.rank])[0]
     ranks = [rank for rank, host in enumerate(hosts) if json.loads(host)[0] == mine]
