@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kos.comm.recorder.analysis import Dump, absent, analyze, load
-from kos.comm.schedules.schedule import plural
+from kos.comm.recorder.analysis import Dump, absent, analyze, load, plural
 from kos.commands import program
 from kos.errors import DataError
 from kos.files import printing

@@ -142,6 +142,11 @@ def _load(file: Path) -> Dump:
         raise DataError(f"{file}: expected a flight record of version 2, got {got}") from error
 
 
+def plural(number: int, what: str) -> str:
+    """``1 dump``, ``2 dumps``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 def absent(dumps: list[Dump]) -> str:
     """The ranks of the job without a dump, as text; empty if there are none."""
     ranks = sorted(set(range(dumps[0].size)) - {dump.rank for dump in dumps})
