@@ -14,12 +14,14 @@ import pytest
 
 import kos
 from kos.comm.host.shared import direct
+from kos.comm.host.shared.segment import DEPTH, _Layout
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import end_process, run
 from tests.comm.tcp_ranks import TCPRanks
 
 COUNT = 16384  # elements of float64
+SLOW = 32  # bytes above the source's place in a page, to which an EPYC 9004 copies slowly
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,37 @@ def test_counts_that_two_ranks_see_differently(comm: kos.Communicator, /) -> Non
     expected = [2, 1, 2] if comm.rank == 2 else [2, 2, 2]  # rank 1 sends it 2
     with pytest.raises(CollectiveMismatch, match="rank 2 expected 1 elements of float64 from rank 1, got 2 ele"):
         comm.all_to_all_v(x, [2, 2, 2], expected)
+
+
+def test_no_slot_lies_where_copies_to_arrays_of_numpy_are_slow() -> None:
+    """Large ones lie 16 bytes above a page's start."""
+    for size in range(2, 10):
+        layout = _Layout(size)
+        starts = [layout.data + turn * layout.block for turn in range(DEPTH * size)]
+        assert all((16 - start) % 4096 >= SLOW and (start - 16) % 4096 >= SLOW for start in starts), size
+
+
+@pytest.mark.parametrize("above", [0, 1, 16, 31, 32, 4095])
+@pytest.mark.parametrize("nbytes", [1, 70_000, 131_072, 400_001])
+def test_reads_to_every_place_in_a_page(above: int, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through other memory where one long copy would be slow: every byte, and no other one."""
+    through = []
+    two_copies = direct.Direct._read_in_two_copies
+    monkeypatch.setattr(direct.Direct, "_read_in_two_copies", lambda *of: (through.append(of), two_copies(*of))[1])
+
+    def body(comm: kos.Communicator) -> None:
+        whole = np.random.default_rng().integers(1, 256, nbytes + 8192, np.uint8)
+        start = -direct.address_of(whole) % 4096
+        source = whole[start : start + nbytes]
+        memory = np.zeros(nbytes + 8192, np.uint8)
+        at = (direct.address_of(source) + above - direct.address_of(memory)) % 4096
+        reader = comm.backend._shared.direct.reader(comm.rank, direct.address_of(memory) + at)
+        reader(direct.address_of(source), nbytes)
+        assert (memory[at : at + nbytes] == source).all()
+        assert not memory[:at].any() and not memory[at + nbytes :].any()
+
+    run(body, 2)
+    assert len(through) == 2 * (nbytes > 65536 and 0 < above < SLOW)
 
 
 CALLS = {
@@ -165,9 +198,7 @@ def test_a_read_that_fails(comm: kos.Communicator, /, how: str, ended: bool, mon
         ("broadcast", r"ranks \[1\] went no further"),
     ],
 )
-def test_data_of_a_rank_that_has_failed_is_no_result(
-    monkeypatch: pytest.MonkeyPatch, how: str, message: str
-) -> None:
+def test_data_of_a_rank_that_has_failed_is_no_result(monkeypatch: pytest.MonkeyPatch, how: str, message: str) -> None:
     """The program of that rank may change its array as soon as the call has failed."""
     given_up, reader = threading.Event(), direct.Direct.reader
 
