@@ -21,7 +21,7 @@ from tests.comm.shared_ranks import end_process, run
 from tests.comm.tcp_ranks import TCPRanks
 
 COUNT = 16384  # elements of float64
-SLOW = 32  # bytes above the source's place in a page, to which an EPYC 9004 copies slowly
+SLOW = 32  # bytes above the source's place in a page, to which an EPYC 7003 copies slowly
 
 
 @pytest.fixture(autouse=True)

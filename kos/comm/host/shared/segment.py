@@ -55,7 +55,7 @@ SLOTS_BYTES = 16 << 20
 APART = 2048
 """Bytes from a page's start to that of a slot.
 
-An EPYC 9004 copies at a fifth of its speed (``rep movsb``, in the C library and in Linux; glibc bug 30994) to addresses
+An EPYC 7003 copies at a fifth of its speed (``rep movsb``, in the C library and in Linux; glibc bug 30994) to addresses
 that lie 1 to 31 bytes above the source's, modulo 4096.  Large arrays of NumPy lie 16 bytes above a page's start.
 """
 MAX_RANKS = 256
