@@ -66,19 +66,26 @@ def test_twice() -> None:
     assert run_ranks(4, body) == [0, 2, 0, 2]
 
 
-def test_a_rank_that_lives_and_does_not_come() -> None:
-    """All that come name it, and none goes on without it."""
+@pytest.mark.parametrize("of_a_part", [False, True])
+def test_a_rank_that_lives_and_does_not_come(of_a_part: bool) -> None:
+    """All that come name it, by its rank in the world, and none goes on without it."""
     refused = threading.Barrier(3)
 
     def body(rendezvous: EnvRendezvous) -> None:
-        rendezvous.barrier()
-        rendezvous.timeout = 0.5
-        if rendezvous.rank != 1:
-            with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.5 s"):
-                rendezvous.shrink()
+        group: Any = rendezvous.split(int(rendezvous.rank > 0)) if of_a_part else rendezvous
+        rank = 1 + of_a_part
+        if group.size == 1:
+            return
+        group.barrier()
+        group.timeout = 0.5
+        if rendezvous.rank != rank:
+            name = rf"ranks \[{rank}\]" + " of world" * of_a_part
+            with pytest.raises(RendezvousError, match=f"^shrink: {name} did not arrive within 0.5 s$") as caught:
+                group.shrink()
+            assert caught.value.ranks == (rank,)
         refused.wait(20)
 
-    run_ranks(3, body)
+    run_ranks(3 + of_a_part, body)
 
 
 @pytest.mark.parametrize("gone", [0, 1])

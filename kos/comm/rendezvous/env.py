@@ -135,9 +135,9 @@ class TCPRendezvous(Rendezvous):
             answer = json.loads(drive(connection.receive(), connection.sock, deadline))
         except TimeoutError as error:
             raise self.absent([leader], "shrink") from error
-        if isinstance(answer, str):
-            raise RendezvousError(answer)
-        ranks, hub_address = answer
+        missing, ranks, hub_address = answer
+        if missing:
+            raise self._unseen(missing)
         return self._child(ranks, hub_address, None)
 
     def _lead(self, purpose: bytes, deadline: float) -> TCPRendezvous:
@@ -148,15 +148,19 @@ class TCPRendezvous(Rendezvous):
         key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
         others, missing = admit_all(self._listener, key, above, self.size, deadline, gone)
         ranks, (listener, hub_address) = sorted([self.rank, *others]), self._listen()
-        problem = timeouts.late(f"shrink: ranks {missing}", within=self.timeout) if missing else ""
         for connection in others.values():
-            connection.post(json.dumps(problem or [ranks, hub_address]).encode())
+            connection.post(json.dumps([missing, ranks, hub_address]).encode())
             with contextlib.suppress(OSError):  # the rank has ended since: the new group will name it
                 drive(connection.flush(), connection.sock, deadline + GRACE_SECONDS)
-        if problem:
+        if missing:
             listener.close()
-            raise RendezvousError(problem)
+            raise self._unseen(missing)
         return self._child(ranks, hub_address, listener)
+
+    def _unseen(self, missing: Sequence[int]) -> KosError:
+        """The error of a shrink to which live ranks did not come."""
+        text = timeouts.late(f"shrink: {self.ledger.names(missing)}", within=self.timeout)
+        return blaming(RendezvousError(text), [self.ledger.world[rank] for rank in missing])
 
     def _listens(self, rank: int) -> bool:
         """Whether that rank is alive: connections to one that has ended are refused."""
