@@ -465,6 +465,32 @@ comm.close()
 
 
 @needs_mpirun
+def test_an_interrupted_exchange_is_reported(tmp_path: Path) -> None:
+    """By a rank that goes on after Ctrl-C: the others do not wait for their timeout."""
+    text = f"""
+import pathlib
+comm = kos.init("mpi", timeout=60)
+group, began = comm.rendezvous, time.monotonic()
+def told(): return pathlib.Path({str(tmp_path)!r}).glob("told *")
+def interrupted(*_): raise KeyboardInterrupt
+if comm.rank == 1:
+    group._transfer = interrupted
+try:
+    group.barrier()
+except kos.errors.KosError as error:
+    print(error.ranks, error, time.monotonic() - began < 30, flush=True)
+    pathlib.Path({str(tmp_path)!r}, f"told {{comm.rank}}").touch()
+except KeyboardInterrupt:
+    pass
+while len(list(told())) < 2 and time.monotonic() - began < 100:
+    time.sleep(0.01)
+os._exit(0)
+"""
+    error = "rendezvous: init was cut short by KeyboardInterrupt; rank 1 aborted because of it"
+    assert job(tmp_path, 3, text) == [f"(1,) {error} True"] * 2
+
+
+@needs_mpirun
 def test_a_rank_that_died_before_init_is_named(tmp_path: Path) -> None:
     text = f"""
 import pathlib, time

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.failures import Ledger, again
+from kos.comm.failures import Ledger, again, blaming
 from kos.comm.rendezvous.notices import Notices
 from kos.cuda.devices import process_numa_node
 from kos.errors import CollectiveMismatch, KosError, RendezvousError
@@ -79,10 +79,16 @@ class Rendezvous(ABC):
             if not all(part.startswith(head) for part in parts):
                 raise CollectiveMismatch(_difference(parts))
         except BaseException as error:
-            cut_short = RendezvousError(f"rendezvous: {self.call} was cut short by {type(error).__name__}")
-            self.failure = self.failure or (error if isinstance(error, KosError) else cut_short)
+            self.failure = self.failure or self._as_failure(error)
             raise
         return [part[len(head) :] for part in parts]
+
+    def _as_failure(self, error: BaseException) -> KosError:
+        """The failure of this rank, whose exchange ``error`` ended, Ctrl-C perhaps."""
+        if isinstance(error, KosError):
+            return error
+        cut_short = f"rendezvous: {self.call} was cut short by {type(error).__name__}"
+        return blaming(RendezvousError(cut_short), [self.ledger.world[self.rank]])
 
     @abstractmethod
     def _exchange(self, message: bytes) -> list[bytes]:

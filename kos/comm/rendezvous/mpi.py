@@ -111,8 +111,8 @@ class MPIGroup(Rendezvous):
             to, source = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             try:
                 answer = self._wait("allgather", partial(self._transfer, data, to, source))
-            except KosError as error:
-                self._report(error)
+            except BaseException as error:
+                self._report(self._as_failure(error))
                 raise
             ends = list(itertools.accumulate(lengths.unpack_from(answer), initial=lengths.size))
             parts += [bytes(answer[start:end]) for start, end in itertools.pairwise(ends)]
