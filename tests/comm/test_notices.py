@@ -1,4 +1,4 @@
-"""Notices over MPI, whose communicator several groups and threads share; a stand-in has its messages."""
+"""An MPI communicator that groups and threads share: notices over it, and who frees it.  Stand-ins take its place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
 
+from kos.comm.rendezvous.mpi import MPIGroup, SharedComm
 from kos.comm.rendezvous.notices import MPINotices
 
 WAIT = 20.0  # seconds
@@ -60,3 +61,21 @@ def test_notices_of_a_rank_keep_their_order_where_threads_read_for_two_groups() 
     for thread in threads:
         thread.join(WAIT)
     assert [*got, *b.receive()] == [[0], [1], [2]]
+
+
+def test_two_threads_close_the_last_two_groups() -> None:
+    """One of them frees the communicator that the groups share."""
+    freed, both = [], threading.Barrier(2)
+    shared: Any = SharedComm.__new__(SharedComm)
+    shared.comm = SimpleNamespace(Free=lambda: freed.append(threading.get_ident()))
+    shared.lock, shared.users, shared.orderly = threading.Lock(), 2, True
+    groups = [MPIGroup.__new__(MPIGroup) for _ in range(2)]
+    for group in groups:
+        group.shared, group._own = shared, None
+        group._MPI = SimpleNamespace(Is_finalized=lambda: both.wait(WAIT) < 0)  # once both have left
+    threads = [threading.Thread(target=group._free, args=(True, None)) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(freed) == 1

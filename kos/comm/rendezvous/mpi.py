@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -44,6 +45,7 @@ class SharedComm:
         self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first tag of groups
         self._groups = itertools.count()
         self.numbers = itertools.count()  # of messages of backends
+        self.lock = threading.Lock()  # of the next two: threads may open and close groups at the same time
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
@@ -76,7 +78,8 @@ class MPIGroup(Rendezvous):
         self._MPI = mpi_job.load_mpi()
         self.shared, self.ranks, self._tag = shared, list(ranks), tag or shared.tag
         self.rank, self.size, self.timeout, self._ledger = rank, len(self.ranks), timeout, ledger
-        shared.users += 1
+        with shared.lock:
+            shared.users += 1
         self._own: Any = None  # a communicator of exactly these ranks, made on first use
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
         self._reports: dict[int, tuple[Any, bytearray]] = {}  # by rank: the request and data of its report
@@ -330,10 +333,12 @@ class MPIGroup(Rendezvous):
 
     def _free(self, orderly: bool, code: int | None) -> None:
         shared = self.shared
-        shared.users -= 1
-        shared.orderly &= orderly  # MPI_Comm_free is collective: only if no rank is lost
+        with shared.lock:
+            shared.users -= 1
+            shared.orderly &= orderly  # MPI_Comm_free is collective: only if no rank is lost
+            unused = shared.comm if shared.users == 0 else None
         if not self._MPI.Is_finalized() and shared.orderly:
-            for comm in self._own, None if shared.users else shared.comm:
+            for comm in self._own, unused:
                 if comm is not None:
                     comm.Free()
         if self._is_job and code is not None:
