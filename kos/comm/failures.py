@@ -310,7 +310,7 @@ class Ledger:
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
         known = self.board.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
-        return None if known is None or known[1] > window else known[0]
+        return None if known is None or known[1] >= window else known[0]
 
     def _blocking(self, late: list[int], arrived: Sequence[int]) -> list[int]:
         """The ranks, among the ``late`` ones and those they wait for, transitively, that do not wait themselves."""

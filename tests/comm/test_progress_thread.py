@@ -99,7 +99,8 @@ def test_the_progress_thread_sleeps_while_the_program_waits() -> None:
     counts, x = list[int](), np.zeros(3)
 
     def send_later() -> None:
-        while not progress.paused:  # the program has not begun to wait
+        deadline = time.monotonic() + TIMEOUT
+        while not progress.paused and time.monotonic() < deadline:  # the program has not begun to wait
             time.sleep(0.001)
         for _ in range(2):
             counts.append(wakes(progress._thread))

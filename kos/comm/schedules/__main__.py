@@ -22,7 +22,10 @@ MAX_SHOWN = 256
 """The largest number of ranks whose steps are printed and verified."""
 
 MAX_CHUNKS = 1024
-"""The largest number of chunks; of ranks times chunks whose steps are printed and verified, eight times as many."""
+"""The largest number of chunks."""
+
+MAX_BLOCKS = 8192
+"""The largest product of ranks and chunks whose steps are printed and verified."""
 
 MAX_PREDICTED = 1 << 16
 """The largest number of ranks in --scales.  The prediction of some algorithms takes minutes at this size."""
@@ -114,9 +117,9 @@ def _build(args: argparse.Namespace, name: str, ranks: int, chunks: int) -> Sche
 def _show(args: argparse.Namespace) -> None:
     if args.ranks > MAX_SHOWN:
         raise InvalidArgument(f"--ranks: expected up to {MAX_SHOWN}, got {args.ranks}; --predict accepts more")
-    if args.ranks * (args.chunks or 1) > 8 * MAX_CHUNKS:
+    if args.ranks * (args.chunks or 1) > MAX_BLOCKS:
         shown = f"{args.ranks} ranks with {plural(args.chunks, 'chunk')}"
-        raise InvalidArgument(f"--ranks times --chunks: expected up to {8 * MAX_CHUNKS:,}, got {shown}")
+        raise InvalidArgument(f"--ranks times --chunks: expected up to {MAX_BLOCKS:,}, got {shown}")
     schedule = _build(args, args.algorithm, args.ranks, 1 if args.chunks is None else args.chunks)
     verify(schedule)
     print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")

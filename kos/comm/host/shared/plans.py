@@ -339,11 +339,10 @@ class Plans:
         if count > per_stage:
 
             def move(slot: int, a: int, b: int) -> None:
-                each = pairs(slot, a, b)
-                for to, source in each:
+                for to, source in pairs(slot, a, b):
                     to[...] = source
-                for lines in self._lines(source for _, source in each) if marks else ():
-                    lines[...] = 0
+                    for lines in self._lines([source]) if marks else ():
+                        lines[...] = 0
 
             return move
         views: list[list[tuple[memoryview, memoryview]]] = [[] for _ in range(TURNS)]

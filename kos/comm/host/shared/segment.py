@@ -53,7 +53,7 @@ BLOCK_BYTES = 512 * 1024
 SLOTS_BYTES = 16 << 20
 """Bytes of all slots of a segment: with many ranks, slots are smaller."""
 APART = 2048
-"""Bytes from a page's start to that of a slot.
+"""Bytes from a page's start to that of a slot; the room of a mailbox begins a little behind.
 
 An EPYC 7003 copies at a fifth of its speed (``rep movsb``, in the C library and in Linux; glibc bug 30994) to addresses
 that lie 1 to 31 bytes above the source's, modulo 4096.  Large arrays of NumPy lie 16 bytes above a page's start.
@@ -127,7 +127,8 @@ class _Layout:
         self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
         self.mail, self._size = self.data + DEPTH * self.block * size, size
         self.room = max(4096, min(ROOM_BYTES, ROOMS_BYTES // size**2 // 4096 * 4096))
-        self.total = self.mail + (MAIL_HEAD + self.room) * size**2
+        self._pitch = -(-(MAIL_HEAD + self.room) // 4096) * 4096
+        self.total = self.mail + self._pitch * size**2
 
     def line(self, rank: int) -> int:
         return self.lines + _LINE * rank
@@ -140,7 +141,7 @@ class _Layout:
 
     def mailbox(self, sender: int, receiver: int) -> int:
         """In bytes from ``mail`` on."""
-        return (MAIL_HEAD + self.room) * (self._size * sender + receiver)
+        return self._pitch * (self._size * sender + receiver)
 
     def failure_of(self, rank: int) -> int:
         return self.failures + FAILURE_BYTES * rank
