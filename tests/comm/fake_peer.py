@@ -155,6 +155,11 @@ def communicator(rendezvous: Rendezvous, timeout: float = WAIT) -> kos.Communica
     return kos.Communicator(PeerBackend(rendezvous, 0), rendezvous, {}, timeout)
 
 
+def meet(rendezvous: ThreadRendezvous) -> None:
+    """Wait for all ranks outside of kos, which blames no rank that waits in its own barrier."""
+    rendezvous.threads.shared("meeting", lambda: threading.Barrier(rendezvous.size)).wait(3 * WAIT)
+
+
 class ThreadRanks:
     """Ranks on threads that live as long as the tests, each with a GPU that is a stand-in."""
 

@@ -34,7 +34,7 @@ from kos.errors import (
     RankLost,
 )
 from kos.memory.array import Array
-from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, no_gpus
+from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus
 from tests.comm.gpu_ranks import Prepared
 from tests.comm.peer_storm import FLOAT
 from tests.comm.ranks import on_each_rank
@@ -126,7 +126,6 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
     """The kernels end, the error names the rank, and a new communicator of the others works."""
     monkeypatch.setattr(watchdog, "TICK", 0.03)
     began: dict[int, float] = {}
-    ended = threading.Barrier(SIZE)
     timeout = 2.5
 
     def body(rendezvous: Rendezvous) -> None:
@@ -146,7 +145,7 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
 
         comm.all_reduce(x)
         comm.synchronize()  # the timeout below is not for this one
-        rendezvous.barrier()
+        meet(rendezvous)
         comm.timeout = timeout
         rendezvous.timeout = 20.0
         if rank < SIZE - 1:
@@ -166,9 +165,9 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
                 assert late == SIZE - 1 or began.get(late, 1e9) > began[rank] + 0.8 * timeout, message
             with pytest.raises(CollectiveError, match="failed before"):
                 comm.all_reduce(x)
-        ended.wait(40)  # outside kos: the rank that does not come waits for nobody
+        meet(rendezvous)
         rest = rendezvous.split(None if rank == SIZE - 1 else 0)
-        rendezvous.barrier()
+        meet(rendezvous)
         comm.abort()
         if rest is not None:
             again = communicator(rest, 20.0)
@@ -187,7 +186,7 @@ def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypat
         x = Array.zeros(4, np.float32, 0)
         comm.all_reduce(x)
         comm.synchronize()
-        rendezvous.barrier()
+        meet(rendezvous)
         comm.timeout, rendezvous.timeout = 0.5, 20.0
         if rendezvous.rank == 0:
             found = threading.Event()
@@ -196,7 +195,7 @@ def test_a_message_that_the_watchdog_ends_is_named(ranks: ThreadRanks, monkeypat
             assert found.wait(20)
             with pytest.raises(CollectiveError, match=rf"recv #0 .*rank {SIZE - 1} did not arrive within 0.5 s"):
                 comm.synchronize()
-        rendezvous.barrier()
+        meet(rendezvous)
         comm.abort()
 
     ranks.run_bare(body)
@@ -211,18 +210,18 @@ def test_a_timeout_of_one_call_is_that_call_s_alone(
     comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
     x = Array.zeros(4 * SIZE, np.float32, 0)
     comm.all_reduce(x)
-    rendezvous.barrier()
+    meet(rendezvous)
     comm.timeout = usual
     rendezvous.timeout = 20.0
     if late is None:
-        rendezvous.barrier()
+        meet(rendezvous)
         getattr(comm, kind)(x, timeout=own)
-        rendezvous.barrier()
+        meet(rendezvous)
     if rank < SIZE - 1:
         getattr(comm, kind)(x, timeout=None if late is None else own)
         with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|ended early|is gone"):
             comm.synchronize(20.0)
-    rendezvous.barrier()
+    meet(rendezvous)
     comm.abort()
 
 
@@ -243,13 +242,13 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /,
             if turn == 0:
                 engine.check("x")
                 engine.timeout = 0.3 if how == "timeout" else 20.0
-        rendezvous.barrier()
+        meet(rendezvous)
     if rendezvous.rank < SIZE - 1:
         timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
         why = timed_out if how == "timeout" else "aborted"
         with pytest.raises(CollectiveError, match=f"{why}|kernel of rank [01] ended early"):
             engine.check("x")
-    rendezvous.barrier()
+    meet(rendezvous)
 
 
 @on_each_rank("ranks.run_bare")
@@ -269,7 +268,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezv
             comm.synchronize(until=lambda: True)
         with pytest.raises(CollectiveError, match="failed before"):
             comm.synchronize(until=lambda: True)
-    rendezvous.barrier()
+    meet(rendezvous)
     comm.abort()
 
 
@@ -362,7 +361,7 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) ->
     comm = communicator(part, 20.0)
     x, y = Array.zeros(4, np.float32, 0), Array.zeros(4, np.float32, 0)
     comm.send_recv(x, y, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)  # all compile what recv runs
-    part.barrier()
+    meet(rendezvous)
     comm.timeout, part.timeout = 0.3, 20.0
     if rank == 1:
         comm.recv(x, 0)  # returns when its kernel has given up
@@ -370,7 +369,7 @@ def test_errors_of_kernels_name_ranks_of_the_world(rendezvous: Rendezvous, /) ->
             comm.synchronize()
         assert "rank 2 of world did not arrive within 0.3 s (channel 0" in str(raised.value)
         assert raised.value.ranks == (2,)
-    rendezvous.barrier()
+    meet(rendezvous)
     comm.abort()
 
 
