@@ -166,6 +166,34 @@ def test_the_first_failure_is_raised_again(run: Any, how: str, monkeypatch: pyte
     assert re.search(expected[how], first[0]), first
 
 
+@KINDS
+@pytest.mark.parametrize("where", ["exchange", "part"])
+def test_a_rank_that_gives_up_says_so(run: Any, where: str) -> None:
+    """Ctrl-C within an exchange, and a group that one rank cannot use: nobody waits for the timeout."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        group = rendezvous.split(0, -rendezvous.rank) if where == "part" else rendezvous
+        if rendezvous.rank == 1:
+            if where == "part":
+                group.give_up(MemoryError("all is used"))
+            else:
+                group._exchange = Mock(side_effect=KeyboardInterrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    group.barrier()
+            with pytest.raises(RendezvousError, match="cut short by"):
+                group.barrier()
+        else:
+            why = "KeyboardInterrupt" if where == "exchange" else "MemoryError: all is used"
+            told = rf"rendezvous: exchange was cut short by {why}; rank 1( of world)? aborted because of it"
+            for _ in range(2):
+                with pytest.raises(RendezvousError, match=told) as caught:
+                    group.barrier()
+                assert caught.value.ranks == (1,)
+        group.close()
+
+    run(3, body)
+
+
 def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def admit_but_2(
         listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float

@@ -17,6 +17,7 @@ from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    KosError,
     RankLost,
 )
 from tests.comm.ranks import on_each_rank, time_out_beside_others
@@ -183,6 +184,24 @@ def interrupt_a_launch(comm: kos.Communicator, name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_interrupted_before_it_starts(several: Any, name: str) -> None:
     several.run(lambda comm: interrupt_a_launch(comm, name))
+
+
+def fail_to_make_a_part(comm: kos.Communicator) -> None:
+    """The others do not wait for a rank that cannot make its part of a new group's backend."""
+    usual = comm.backend.split
+    if comm.rank == 1:
+        comm.backend.split = Mock(side_effect=MemoryError("all is used"))
+    with pytest.raises(MemoryError if comm.rank == 1 else KosError) as caught:
+        comm.split(0).rendezvous.barrier()
+    if comm.rank != 1:
+        assert "was cut short by MemoryError: all is used; rank 1 aborted because of it" in str(caught.value)
+        assert caught.value.ranks == (1,)  # type: ignore[union-attr]
+    comm.backend.split = usual
+    assert comm.all_reduce(np.ones(2)).tolist() == [comm.size] * 2
+
+
+def test_a_rank_that_cannot_make_its_part_of_a_group(several: Any) -> None:
+    several.run(fail_to_make_a_part)
 
 
 def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:

@@ -17,7 +17,7 @@ from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, time_out_beside_others
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
-from tests.comm.test_message_failures import CALLS, give_up_a_send, interrupt_a_launch
+from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, give_up_a_send, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
 OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
@@ -219,6 +219,10 @@ def test_a_call_that_is_interrupted_before_it_starts(memory: str, name: str) -> 
     TCPRanks(2).run(lambda comm: interrupt_a_launch(comm, name))
 
 
+def test_a_rank_that_cannot_make_its_part_of_a_group(memory: str) -> None:
+    TCPRanks(3).run(fail_to_make_a_part)
+
+
 def test_all_hear_of_a_collective_that_one_failed_in() -> None:
     """In their turn: one that was before it goes on, though its messages come after that news."""
     transports: dict[int, Any] = {}
@@ -333,6 +337,28 @@ os._exit(0)
 def test_a_rank_that_ended_because_of_another_is_not_blamed_later(memory: str) -> None:
     results = run_processes(ENDS_FOR_IT, 4)
     assert all(results[rank][1].startswith("(3,) ") for rank in (0, 2)), results
+
+
+DIES_WITHIN_A_SPLIT = """
+import os, signal
+import kos
+from kos.comm.rendezvous.env import TCPRendezvous
+comm = kos.init("tcp", timeout=30)
+if comm.rank == 2:
+    TCPRendezvous._child = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    comm.split(0)
+except kos.errors.KosError as error:
+    print(type(error).__name__, error.ranks, error, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_rank_that_dies_within_a_split_is_not_awaited() -> None:
+    """It has no connection yet that could be lost."""
+    results = run_processes(DIES_WITHIN_A_SPLIT, 3)
+    for _, output in results[:2]:
+        assert output.startswith("RankLost (2,) world: rendezvous: rank 2 is gone: its process ended"), results
 
 
 LIMITED = """

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.failures import Ledger, again, blaming
+from kos.comm.failures import Ledger, again
 from kos.comm.rendezvous.notices import Notices
 from kos.cuda.devices import process_numa_node
 from kos.errors import CollectiveMismatch, KosError, RendezvousError
@@ -78,17 +78,33 @@ class Rendezvous(ABC):
             parts = self._exchange(message) if self.size > 1 else [message]
             if not all(part.startswith(head) for part in parts):
                 raise CollectiveMismatch(_difference(parts))
+        except KosError as error:
+            self.failure = self.failure or error
+            raise
         except BaseException as error:
-            self.failure = self.failure or self._as_failure(error)
+            self._cut_short(error)
             raise
         return [part[len(head) :] for part in parts]
 
-    def _as_failure(self, error: BaseException) -> KosError:
-        """The failure of this rank, whose exchange ``error`` ended, Ctrl-C perhaps."""
+    def give_up(self, error: BaseException) -> None:
+        """Join no more exchanges because of ``error``: the other ranks raise it in theirs."""
+        if self.failure is None:
+            self._exchanges += 1  # the first that this rank does not join
+            self._cut_short(error)
+
+    def _cut_short(self, error: BaseException) -> None:
+        """Keep ``error``, Ctrl-C perhaps, as the failure of this rank, and report it."""
         if isinstance(error, KosError):
-            return error
-        cut_short = f"rendezvous: {self.call} was cut short by {type(error).__name__}"
-        return blaming(RendezvousError(cut_short), [self.ledger.world[self.rank]])
+            self.failure = again(error)
+        else:
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self.failure = RendezvousError(f"rendezvous: {self.call} was cut short by {what}")
+        self.failure.ranks = self.failure.ranks or (self.ledger.world[self.rank],)
+        if self.size > 1:
+            self._report(self.failure)
+
+    def _report(self, failure: KosError) -> None:  # noqa: B027 -- not every kind can
+        """Report to the other ranks that this one joins no more exchanges."""
 
     @abstractmethod
     def _exchange(self, message: bytes) -> list[bytes]:

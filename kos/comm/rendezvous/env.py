@@ -64,6 +64,10 @@ class TCPRendezvous(Rendezvous):
             start += length
         return parts
 
+    def _report(self, failure: KosError) -> None:
+        if self._connection is not None:
+            _send(self._connection, _abort("its exchange was cut short", failure))
+
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
         leads = len(ranks) > 1 and ranks[0] == self.rank
@@ -210,7 +214,7 @@ class TCPRendezvous(Rendezvous):
             if not self.network.loopback:
                 where = f"port {port}, which others find by {self._address or 'the address they know'}"
             self._connection, hubs_end = pair()
-            self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
+            self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.ledger, self.timeout, where)
             # At the end of the process, the hub still sends the last answers if the group was not closed.
             self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
             hub.start()
@@ -259,9 +263,8 @@ class TCPRendezvous(Rendezvous):
         if connection is None:
             return
         last = None if orderly else self.ledger.board.last
-        cause = None if last is None else to_record(last)
         why = "it closed the group" if code is None else "it aborted the group"
-        _send(connection, CLOSE if code is None and cause is None else ABORT + json.dumps([why, cause]).encode())
+        _send(connection, CLOSE if code is None and last is None else _abort(why, last))
         connection.close()
         if self._hub is None:
             return
@@ -418,6 +421,11 @@ def _listen(network: Network, place: Place) -> socket.socket:
                 "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
             ) from problem
         time.sleep(0.05)
+
+
+def _abort(why: str, cause: KosError | None) -> bytes:
+    """The message to the hub of a rank that leaves the group before the others."""
+    return ABORT + json.dumps([why, None if cause is None else to_record(cause)]).encode()
 
 
 def _send(connection: Connection, message: bytes) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kos.comm import timeouts
+from kos.comm.failures import Ledger
 from kos.comm.rendezvous.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
 from kos.errors import RendezvousError
 
@@ -42,16 +43,16 @@ class _Aborted(_Failure):
 
 
 class Hub(threading.Thread):
-    """Serves one group until its rank 0 closes it.
+    """Serves one group, the one of ``ledger``, until its rank 0 closes it.
 
     ``own`` is the hub's end of rank 0's connection; other ranks call at ``listener``, with ``key``.
     """
 
     def __init__(
-        self, own: Connection, listener: socket.socket, key: bytes, size: int, timeout: float, where: str
+        self, own: Connection, listener: socket.socket, key: bytes, ledger: Ledger, timeout: float, where: str
     ) -> None:
         super().__init__(name="kos rendezvous", daemon=True)
-        self._size, self.timeout, self._where = size, timeout, where
+        self._size, self._ledger, self.timeout, self._where = len(ledger.world), ledger, timeout, where
         self._members = {0: own}
         self._reading: dict[int, Waiting[bytes]] = {}  # ranks of whose message a part has come
         self._closed: set[int] = set()
@@ -102,6 +103,7 @@ class Hub(threading.Thread):
                 except _Failure:  # a lost connection: found again once all ranks have come
                     pass
             if caller is None:
+                self._look_for_ended(present)
                 continue
             rank, size, connection = caller
             problem = ""
@@ -117,6 +119,13 @@ class Hub(threading.Thread):
                 raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
             self._members[rank] = connection
         return slots
+
+    def _look_for_ended(self, present: list[int]) -> None:
+        """Raise _Failure for a rank of this host that has ended before it joined: it has no connection to lose."""
+        board, world = self._ledger.board, self._ledger.world
+        for rank in range(self._size):
+            if rank not in present and board.ended(world[rank]):
+                raise _Failure(LOST, [rank], "its process ended")
 
     def _exchange(self, slots: dict[int, bytes]) -> bool:
         """Collect a message of each rank, and send all of them to all; False once rank 0 has closed the group.

@@ -45,7 +45,7 @@ class SharedComm:
         self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first tag of groups
         self._groups = itertools.count()
         self.numbers = itertools.count()  # of messages of backends
-        self.lock = threading.Lock()  # of the next two: threads may open and close groups at the same time
+        self.lock = threading.Lock()  # of the next two and of reports: each group may be used by a thread of its own
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
@@ -114,8 +114,8 @@ class MPIGroup(Rendezvous):
             to, source = (self.rank - distance) % self.size, (self.rank + distance) % self.size
             try:
                 answer = self._wait("allgather", partial(self._transfer, data, to, source))
-            except BaseException as error:
-                self._report(self._as_failure(error))
+            except KosError as error:
+                self._report(error)
                 raise
             ends = list(itertools.accumulate(lengths.unpack_from(answer), initial=lengths.size))
             parts += [bytes(answer[start:end]) for start, end in itertools.pairwise(ends)]
@@ -159,12 +159,9 @@ class MPIGroup(Rendezvous):
                 mpi_job.keep_unfinished(incoming)
         return None
 
-    def _report(self, error: KosError) -> None:
-        """Report to the other ranks that this rank joins no more exchanges.
-
-        A failure that another rank reported is sent on unchanged.
-        """
-        cause = error.__cause__ if isinstance(error.__cause__, KosError) else error
+    def _report(self, failure: KosError) -> None:
+        """A failure that another rank reported is sent on unchanged."""
+        cause = failure.__cause__ if isinstance(failure.__cause__, KosError) else failure
         data = json.dumps([self._exchanges, to_record(cause)]).encode()
         for rank in (each for each in self.ranks if each != self.ranks[self.rank]):
             with contextlib.suppress(self._MPI.Exception):  # the rank may be lost
@@ -187,13 +184,14 @@ class MPIGroup(Rendezvous):
     def _report_of(self, rank: int) -> tuple[int, list[Any]]:
         """The failed exchange of a rank of the shared communicator, and its failure as a record; (0, []) if none."""
         status = self._MPI.Status()
-        probed = None if rank in self._reports else self.shared.comm.Improbe(rank, self._tag + 2, status)
-        if probed is not None:
-            data = bytearray(status.Get_count(self._MPI.BYTE))
-            self._reports[rank] = probed.Irecv([data, self._MPI.BYTE]), data
-        request, data = self._reports.get(rank, (None, bytearray()))
-        if request is None or not request.Test():
-            return 0, []
+        with self.shared.lock:  # groups that were split from this one ask too, on threads of their own
+            probed = None if rank in self._reports else self.shared.comm.Improbe(rank, self._tag + 2, status)
+            if probed is not None:
+                data = bytearray(status.Get_count(self._MPI.BYTE))
+                self._reports[rank] = probed.Irecv([data, self._MPI.BYTE]), data
+            request, data = self._reports.get(rank, (None, bytearray()))
+            if request is None or not request.Test():
+                return 0, []
         number, record = json.loads(data)
         return number, record
 

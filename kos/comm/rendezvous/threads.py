@@ -160,6 +160,9 @@ class ThreadRendezvous(Rendezvous):
             self._slots.pop(number - 1, None)
             return [slots[rank] for rank in range(self.size)]
 
+    def _report(self, failure: KosError) -> None:
+        self.threads.fail(self.ledger.lost(self.rank, "", None, failure))
+
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)
         if not ranks:
