@@ -10,7 +10,8 @@ from kos.comm.watchdog import TICK
 
 def messages() -> str:
     """``kos.comm.host.tcp_messages``."""
-    note = f"up to {EAGER_BYTES >> 10} KiB, and within {CREDIT_BYTES >> 20} MiB of credits: eager; else: rendezvous"
+    limits = f"up to {EAGER_BYTES >> 10} KiB, and within {CREDIT_BYTES >> 20} MiB of credits"
+    note = f"between hosts, {limits}: eager; else: rendezvous"
     return exchange("Messages over TCP", note, ["rank 0: program", "rank 0: socket", "rank 1: socket",
                                                 "rank 1: program"], [
         (0, 1, "send(short)"), (1, 2, "EAGER and data"), (2, 2, "no receive yet: buffered"),

@@ -231,7 +231,7 @@ class Communicator(Operations):
         """
         members = check_ranks("ranks", ranks, self.size)
         color, key = (0, members.index(self.rank)) if self.rank in members else (None, 0)
-        return self._split(color, key, "group", f" of group {members}", nccl)
+        return self._split(color, key, "group", f"group {members}", nccl)
 
     def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> tuple[Communicator, ...]:
         """A communicator for each axis of a grid of all ranks, whose last axis varies fastest.
@@ -249,7 +249,7 @@ class Communicator(Operations):
         place, axes = np.unravel_index(self.rank, sizes), []
         for axis in range(len(sizes)):
             first = np.ravel_multi_index([0 if a == axis else at for a, at in enumerate(place)], sizes)
-            group = self._split(int(first), self.rank, f"axis{axis}-{first}", f" of grid {sizes}", nccl)
+            group = self._split(int(first), self.rank, f"axis{axis}-{first}", f"grid {sizes}", nccl)
             assert group is not None
             axes.append(group)
         return tuple(axes)
@@ -274,13 +274,14 @@ class Communicator(Operations):
         self, color: int | None, key: int, label: str, purpose: str = "", nccl: NCCLOptions | None = None,
         call: str = "split",
     ) -> Communicator | None:  # fmt: skip
-        """``purpose``, after the name of the call, is the same on all ranks, as the options of NCCL are."""
+        """``purpose``, which errors name after the call, is the same on all ranks, as the options of NCCL are."""
         options = self._nccl_options(nccl)
         if nccl is not None:
-            purpose += f" with nccl {options}"
+            purpose = ", ".join(filter(None, (purpose, f"nccl {options}")))
         self._check_open()
         self.synchronize()
-        self._agree(Operation(call, self.rank, replace(self._defaults, purpose=purpose.strip())), call + purpose, 4)
+        operation = Operation(call, self.rank, replace(self._defaults, purpose=purpose))
+        self._agree(operation, f"{call} for {purpose}" if purpose else call, 4)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
         with self._exchange(call):
             rendezvous = self.rendezvous.split(color, key)

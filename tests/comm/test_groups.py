@@ -106,6 +106,7 @@ def test_groups_that_differ_raise_on_all_ranks(one: Any, other: Any) -> None:
 
     for text in spawn(body, 2):
         assert "rank 0 called split #0" in text and "but rank 1 called split #0" in text, text
+        assert "for of" not in text and "purpose of" not in text, text
 
 
 def test_product_is_the_name_of_torch() -> None:
@@ -172,7 +173,7 @@ def test_options_that_differ_raise_on_all_ranks(gpus: None) -> None:
         return str(caught.value)
 
     for text in on_nccl(2, body):
-        assert "split with nccl {'max_ctas': 8}" in text and "split with nccl {'max_ctas': 9}" in text, text
+        assert "split for nccl {'max_ctas': 8}" in text and "split for nccl {'max_ctas': 9}" in text, text
 
 
 @pytest.mark.parametrize(

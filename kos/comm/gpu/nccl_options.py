@@ -19,7 +19,7 @@ class NCCLOptions(TypedDict, total=False):
     cga_cluster_size: int
     """Thread blocks of a cluster, from 0 to 8."""
     cta_policy: int
-    """0: default; 1: efficiency; 2: no thread blocks where copy engines can move the data."""
+    """0: default; 1: efficiency; 2: no thread blocks where copy engines can move the data; 3: 1 and 2."""
     nvls_ctas: int
     """Thread blocks of kernels that use NVLink SHARP, from 1."""
     n_channels_per_net_peer: int

@@ -29,7 +29,7 @@ _LLAMA3: dict[str, Any] = {
 
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(
-        "the default: about half a minute on two cores",
+        "the default: about a minute on two cores",
         {
             "steps": 600, "batch_size": 16, "seq_len": 128, "lr": 3e-3, "warmup_steps": 30,
             "model": {
