@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +44,12 @@ def test_signatures_show_every_keyword(name: str) -> None:
         assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
         assert (call.__name__, call.__qualname__.rpartition(".")[2]) == (form, form)
         assert name in call.__doc__ or form == name
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_communicator_stays_in_its_process(way: Callable[[Any], Any]) -> None:
+    with kos.init("mock") as comm, pytest.raises(TypeError, match="<Communicator world.*> cannot be copied or pickled"):
+        way(comm)
 
 
 def test_keywords_that_are_none() -> None:
