@@ -114,13 +114,15 @@ def init(
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
     log.info("backend %s: %s", chosen, probes[chosen].reason)
-    made = BACKENDS[chosen](rendezvous)
+    with rendezvous.reporting():
+        made = BACKENDS[chosen](rendezvous)
     if progress_thread:
         made.check_threads()
     if backend == "auto":
-        if gpus := _for_gpus(rendezvous, probes, made):
-            made = AutoBackend(rendezvous, made, gpus)
-        elif requested is not None:
+        with rendezvous.reporting():
+            gpus = _for_gpus(rendezvous, probes, made)
+            made = AutoBackend(rendezvous, made, gpus) if gpus else made
+        if not gpus and requested is not None:
             made.close()
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
             raise BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}")

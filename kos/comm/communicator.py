@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -290,21 +290,13 @@ class Communicator(Operations):
             rendezvous = self.rendezvous.split(color, key)
             if rendezvous is not None:
                 rendezvous.nccl = options
-            backend = self._part_of_backend(rendezvous, color, key)
+            with nullcontext() if rendezvous is None else rendezvous.reporting():
+                backend = self.backend.split(rendezvous, color, key)
             if rendezvous is None or backend is None:
                 return None
             group = self._descendant(f"{name}:{label}", rendezvous, backend)
             self._groups.add(group)
             return group
-
-    def _part_of_backend(self, rendezvous: Rendezvous | None, color: int | None, key: int) -> Backend | None:
-        """The backend of a new group.  A rank that fails to make it says so to the others, which wait for it."""
-        try:
-            return self.backend.split(rendezvous, color, key)
-        except BaseException as error:
-            if rendezvous is not None:
-                rendezvous.give_up(error)
-            raise
 
     def _nccl_options(self, given: NCCLOptions | None) -> dict[str, Any]:
         """Those of this communicator, replaced by those given."""
@@ -355,7 +347,8 @@ class Communicator(Operations):
             with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 rendezvous.nccl = self.rendezvous.nccl
-                backend = self._part_of_backend(rendezvous, 0, rendezvous.rank)
+                with rendezvous.reporting():
+                    backend = self.backend.split(rendezvous, 0, rendezvous.rank)
                 assert backend is not None
         # Without a number: a split in which a rank was lost advanced the count on some ranks only.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)

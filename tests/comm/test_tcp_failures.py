@@ -13,10 +13,12 @@ import pytest
 
 import kos
 from kos.comm.host import tcp_messages as backend
+from kos.comm.host.tcp import TCPBackend
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.errors import CollectiveMismatch, CollectiveTimeout, RankLost
+from kos.comm.rendezvous.env import EnvRendezvous
+from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, time_out_beside_others
-from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
 from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, give_up_a_send, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
@@ -221,6 +223,26 @@ def test_a_call_that_is_interrupted_before_it_starts(memory: str, name: str) -> 
 
 def test_a_rank_that_cannot_make_its_part_of_a_group(memory: str) -> None:
     TCPRanks(3).run(fail_to_make_a_part)
+
+
+def test_a_rank_whose_backend_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it: it says so, though its process goes on."""
+    make = TCPBackend.__init__
+
+    def make_but_on_1(self: TCPBackend, rendezvous: EnvRendezvous) -> None:
+        if rendezvous.rank == 1:
+            raise MemoryError("all is used")
+        make(self, rendezvous)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        with pytest.raises(MemoryError if rendezvous.rank == 1 else KosError) as caught:
+            kos.init("tcp", rendezvous=rendezvous)
+        if rendezvous.rank != 1:
+            told = "init was cut short by MemoryError: all is used; rank 1 aborted because of it"
+            assert told in str(caught.value) and caught.value.ranks == (1,), caught.value
+
+    monkeypatch.setattr(TCPBackend, "__init__", make_but_on_1)
+    run_ranks(3, body)
 
 
 def test_all_hear_of_a_collective_that_one_failed_in() -> None:

@@ -16,7 +16,7 @@ from kos.comm import timeouts
 from kos.comm.failures import Ledger, again
 from kos.comm.rendezvous.notices import Notices
 from kos.cuda.devices import process_numa_node
-from kos.errors import CollectiveMismatch, KosError, RendezvousError
+from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RendezvousError
 
 _HEAD = struct.Struct("!IH")  # of a message: the number of the exchange, and the length of the call's name
 
@@ -86,11 +86,21 @@ class Rendezvous(ABC):
             raise
         return [part[len(head) :] for part in parts]
 
-    def give_up(self, error: BaseException) -> None:
-        """Join no more exchanges because of ``error``: the other ranks raise it in theirs."""
-        if self.failure is None:
-            self._exchanges += 1  # the first that this rank does not join
-            self._cut_short(error)
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """A context whose exceptions the other ranks, which would wait for this one, raise in their exchanges.
+
+        BackendUnavailable is not reported, because every rank raises it.
+        """
+        try:
+            yield
+        except BackendUnavailable:
+            raise
+        except BaseException as error:
+            if self.failure is None:
+                self._exchanges += 1  # the first that this rank does not join
+                self._cut_short(error)
+            raise
 
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, Ctrl-C perhaps, as the failure of this rank, and report it."""
