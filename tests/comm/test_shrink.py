@@ -486,7 +486,7 @@ while len(list(told())) < 2 and time.monotonic() - began < 100:
     time.sleep(0.01)
 os._exit(0)
 """
-    error = "rendezvous: init was cut short by KeyboardInterrupt; rank 1 aborted because of it"
+    error = "rendezvous: init was cut short on rank 1 by KeyboardInterrupt; rank 1 aborted because of it"
     assert job(tmp_path, 3, text) == [f"(1,) {error} True"] * 2
 
 

@@ -104,11 +104,12 @@ class Rendezvous(ABC):
 
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, Ctrl-C perhaps, as the failure of this rank, and report it."""
+        me = self.ledger.names([self.rank], False)
         if isinstance(error, KosError):
-            self.failure = again(error)
+            self.failure = again(error, None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self.failure = RendezvousError(f"rendezvous: {self.call} was cut short by {what}")
+            self.failure = RendezvousError(f"rendezvous: {self.call} was cut short on {me} by {what}")
         self.failure.ranks = self.failure.ranks or (self.ledger.world[self.rank],)
         if self.size > 1:
             self._report(self.failure)
