@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.ops import Array
@@ -202,6 +200,9 @@ class FixedTensor(TensorParallel):
         """(D, F) as (parts, F / parts, D)."""
         return weight.reshape(len(weight), self.parts, -1).transpose(1, 2, 0)
 
+    def scatter_sum(self, term_ND: Array, out_nD: Array, arena: Arena) -> None:
+        self.order.scatter_over_ranks(self.axis, term_ND, out_nD, arena)
+
     # --- vocabulary ------------------------------------------------------------------------------------
 
     def _by_vocabulary(self, logits_nv: Array) -> Array:
@@ -260,25 +261,8 @@ class FixedContext(ContextParallel):
     ops: Any
 
     def __init__(self, order: FixedOrder) -> None:
-        super().__init__(order.ops, order.cp)
-        self.order, self.pieces = order, order.pieces
-        self.chunks = 2 * order.split.tokens
-        self.mine = range(self.pieces * self.axis.rank, self.pieces * (self.axis.rank + 1))
-
-    def positions(self, tokens: int) -> Sequence[int]:
-        """Where the ``tokens`` of a sample of this rank stand, piece by piece."""
-        if self.chunks == 2:
-            return range(tokens)
-        c = tokens // (2 * self.pieces)
-        return [at for p in self.mine for chunk in (p, self.chunks - 1 - p) for at in range(chunk * c, (chunk + 1) * c)]
-
-    def take(self, tokens: Any) -> Any:
-        """This rank's columns of (B, T) as (pieces B, 2 chunk)."""
-        if self.chunks == 2:
-            return tokens
-        samples, length = tokens.shape
-        mine = tokens[:, self.positions(length // self.size)].reshape(samples, self.pieces, -1)
-        return np.ascontiguousarray(mine.swapaxes(0, 1)).reshape(samples * self.pieces, -1)
+        super().__init__(order.ops, order.cp, order.pieces)
+        self.order = order
 
     def mean_loss(self, losses: Array, count: Array, out: Array, arena: Arena) -> None:
         """Of the tokens of all ranks, on the first; 0 on the others."""
