@@ -503,7 +503,7 @@ class Llama:
         """Tokens or targets (B, T), as (N,) where ``ops`` has its arrays."""
         return self.ops.indices(numbers.reshape(-1), arena or self.arena)
 
-    def _loss_arrays(self, x_ND: Array, targets_N: Array, count: Array | None = None) -> tuple[Array, Array]:
+    def _loss_arrays(self, x_ND: Array, targets_N: Array, count: Array | None) -> tuple[Array, Array]:
         wide = self.ops.statistics_dtype(x_ND.dtype)
         losses_N = self.arena.take((len(targets_N),), wide)
         if count is None:

@@ -275,14 +275,13 @@ class FixedContext(ContextParallel):
         if self.axis.rank > 0:
             self.ops.zero(out)
 
-    def _each(self, log_sum_exp: Array) -> list[tuple[int, list[tuple[slice, slice, int]]]]:
+    def _each(self, log_sum_exp: Array) -> list[list[tuple[slice, slice, int]]]:
         """Of each piece its two chunks, the later one first: samples, queries, how many keys come before."""
         samples, c = len(log_sum_exp) // self.pieces, log_sum_exp.shape[-1] // 2
         found = []
         for index, p in enumerate(self.mine):
             here = slice(index * samples, (index + 1) * samples)
-            chunks = ((slice(c, 2 * c), (self.chunks - 1 - p) * c), (slice(0, c), p * c))
-            found.append((index, [(here, queries, before) for queries, before in chunks]))
+            found.append([(here, slice(c, 2 * c), (self.chunks - 1 - p) * c), (here, slice(0, c), p * c)])
         return found
 
     def _chunks(self, whole: Array, of_ranks: Array, samples: int) -> Iterator[tuple[Array, Array]]:
@@ -312,7 +311,7 @@ class FixedContext(ContextParallel):
             return
         with arena.scope():
             kv = self._whole(qkv, heads, kv_heads, len(log_sum_exp) // self.pieces, arena)
-            for _, chunks in self._each(log_sum_exp):
+            for chunks in self._each(log_sum_exp):
                 for chunk in chunks:
                     self.ops.attention_after(qkv, kv, heads, kv_heads, *chunk, out, log_sum_exp, arena)
 
@@ -324,7 +323,7 @@ class FixedContext(ContextParallel):
             self.ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
             return
         ops, samples = self.ops, len(log_sum_exp) // self.pieces
-        each = dict(self._each(log_sum_exp))
+        each = self._each(log_sum_exp)
 
         def of_piece(piece: int, d_kv: Array) -> None:
             ops.zero(d_kv)
