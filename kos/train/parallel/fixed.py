@@ -237,8 +237,7 @@ class FixedTensor(TensorParallel):
                 tokens_N, d_out_ND = (arena.take((cp.size * len(x), *x.shape[1:]), x.dtype) for x in mine)
                 cp.comm.all_gather(mine[0], tokens_N)
                 cp.comm.all_gather(mine[1], d_out_ND)
-            first = None if self.size == 1 else self._first
-            self.ops.embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena, first)
+            super().embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena)
 
     def cross_entropy(
         self, logits_Nv: Array, targets_N: Array, losses_N: Array, arena: Arena, count: Array | None = None
