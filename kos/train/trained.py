@@ -6,7 +6,6 @@ import os
 import reprlib
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -73,11 +72,10 @@ class TrainedModel:
         for name, value in {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}.items():
             if not value >= 0:
                 raise InvalidArgument(f"{name}: expected 0 or more, got {value}")
-        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
-        next_logits = partial(self._model.next_logits, self.weights)
         return sample_text(
-            next_logits, self.config.max_position_embeddings, self.tokenizer, prompt, tokens, **options
-        )
+            partial(self._model.next_logits, self.weights), self.config.max_position_embeddings, self.tokenizer, prompt,
+            tokens, temperature=temperature, top_k=top_k, seed=seed,
+        )  # fmt: skip
 
     def _ids(self, tokens: str | ArrayLike, more: int = 0) -> NDArray[np.int32]:
         given = np.asarray(self.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens)

@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -121,8 +120,8 @@ def _preset_table() -> str:
     return "\n".join(lines)
 
 
-def parse(argv: Sequence[str] | None = None) -> TrainConfig:
-    """The configuration of a command line (default: this process's).
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """The configuration of a command line.
 
     Raises:
         ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
@@ -154,10 +153,10 @@ def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], i
     return config, given, words, ranks, getattr(arguments, "gpu", None)
 
 
-def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
+def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
     """The layers of a command line: the values of ``--config``'s file, the flags, the model of ``--init-from``."""
     parser = make_parser()
-    arguments, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].partition("=")[0]
         near = closest(word, [*map(flag_of, KEYS), "--config"])

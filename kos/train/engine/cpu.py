@@ -68,16 +68,11 @@ class Sizing:
     def zeros(self, shape: Any, dtype: Any) -> np.ndarray:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    def indices(self, source: np.ndarray, arena: Arena) -> np.ndarray:
-        return source
-
-    def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> np.ndarray:
-        return arena.take((columns, rows), dtype).T
-
     def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> Any:
         return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
 
     step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
+    indices, empty_columns = staticmethod(numpy_ops.indices), staticmethod(numpy_ops.empty_columns)
     keys_and_values = staticmethod(numpy_ops.keys_and_values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -37,36 +37,24 @@ class FixedLlama(Llama):
         tensor, context = kinds[1](self.order, local.vocabulary.start, stacked), kinds[2](self.order)
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
 
-    def head_loss_and_gradients(
-        self, weights: Weights, x_nD: Array, targets_N: Array, count: Array, losses_N: Array, dx_nD: Array,
+    def _head_gradients(
+        self, weights: Weights, normed_ND: Array, targets_N: Array, count: Array, losses_N: Array, d_normed_ND: Array,
         into: Gradients,
     ) -> None:  # fmt: skip
-        arena, name, norm = self.arena, self.config.head, self.config.final_norm
-        with arena.scope():
-            rstd_n = self._norm_statistics(x_nD, arena)
-            normed_ND = self.tensor.gather(self._normed(weights, norm, x_nD, arena, rstd_n), arena)
-            d_normed_ND = arena.take(normed_ND.shape, x_nD.dtype)
-            chunks = self._chunks(len(targets_N))
-            each = len(chunks) // self.order.pieces
+        arena, name, chunks = self.arena, self.config.head, self._chunks(len(targets_N))
+        each = len(chunks) // self.order.pieces
 
-            def of_piece(piece: int, d_table: Array) -> None:
-                for number, rows in enumerate(chunks[piece * each : (piece + 1) * each]):
-                    with arena.scope():
-                        logits = self._logits(weights, normed_ND[rows])
-                        self.tensor.cross_entropy(logits, targets_N[rows], losses_N[rows], arena, count)
-                        self.tensor.logits_backward(
-                            logits, normed_ND[rows], weights[name], d_normed_ND[rows], d_table, number > 0, arena
-                        )
+        def of_piece(piece: int, d_table: Array) -> None:
+            for number, rows in enumerate(chunks[piece * each : (piece + 1) * each]):
+                with arena.scope():
+                    logits = self._logits(weights, normed_ND[rows])
+                    self.tensor.cross_entropy(logits, targets_N[rows], losses_N[rows], arena, count)
+                    self.tensor.logits_backward(
+                        logits, normed_ND[rows], weights[name], d_normed_ND[rows], d_table, number > 0, arena
+                    )
 
-            self.order.tree(of_piece, into.of[name], arena)
-            self.order.over_ranks(self.context.axis, into.of[name], arena)
-            into.final(name)
-            self.ops.zero(dx_nD)
-            d_normed_nD = d_normed_ND
-            if self.tensor.size > 1:
-                d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
-                self.order.scatter_over_ranks(self.tensor.axis, d_normed_ND, d_normed_nD, arena)
-            self._norm_backward(weights, norm, d_normed_nD, x_nD, rstd_n, dx_nD, into)
+        self.order.tree(of_piece, into.of[name], arena)
+        self.order.over_ranks(self.context.axis, into.of[name], arena)
 
     def _norm_backward(
         self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients

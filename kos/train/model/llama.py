@@ -421,34 +421,42 @@ class Llama:
         into: Gradients,
     ) -> None:  # fmt: skip
         """Forward and backward in one, so that only ``head_rows`` rows of logits exist.  Writes ``dx_nD``."""
-        ops, arena, name, norm = self.ops, self.arena, self.config.head, self.config.final_norm
+        arena, norm = self.arena, self.config.final_norm
         with arena.scope():
             rstd_n = self._norm_statistics(x_nD, arena)
             normed_ND = self.tensor.gather(self._normed(weights, norm, x_nD, arena, rstd_n), arena)
             d_normed_ND = arena.take(normed_ND.shape, x_nD.dtype)
-            chunks, d_weight = self._chunks(len(targets_N)), into.of[name]
-            wide = ops.statistics_dtype(x_nD.dtype)
-            in_place = len(chunks) == 1 or d_weight.dtype == wide
-            sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not once a chunk
-            if into.accumulate and not in_place:
-                ops.copy(d_weight, sum_VD)
-            for rows in chunks:
-                with arena.scope():
-                    logits_NV = self._logits(weights, normed_ND[rows])
-                    self.tensor.cross_entropy(logits_NV, targets_N[rows], losses_N[rows], arena, count)
-                    ops.linear_input_gradient(logits_NV, weights[name], d_normed_ND[rows])
-                    add = into.accumulate or rows.start > 0
-                    ops.linear_weight_gradient(logits_NV, normed_ND[rows], sum_VD, add, arena)
-            if not in_place:
-                ops.copy(sum_VD, d_weight)
+            self._head_gradients(weights, normed_ND, targets_N, count, losses_N, d_normed_ND, into)
             if not self.config.tie_word_embeddings or not self.holds_first or LOOKUPS in into.of:
-                into.final(name)
-            ops.zero(dx_nD)
+                into.final(self.config.head)
+            self.ops.zero(dx_nD)
             d_normed_nD = d_normed_ND
             if self.tensor.size > 1:
                 d_normed_nD = arena.take(x_nD.shape, x_nD.dtype)
-                self.tensor.start_sum(d_normed_ND, d_normed_nD)()
+                self.tensor.scatter_sum(d_normed_ND, d_normed_nD, arena)
             self._norm_backward(weights, norm, d_normed_nD, x_nD, rstd_n, dx_nD, into)
+
+    def _head_gradients(
+        self, weights: Weights, normed_ND: Array, targets_N: Array, count: Array, losses_N: Array, d_normed_ND: Array,
+        into: Gradients,
+    ) -> None:  # fmt: skip
+        """The losses and the gradients of the head's matrix and of its input, chunk by chunk."""
+        ops, arena, name = self.ops, self.arena, self.config.head
+        chunks, d_weight = self._chunks(len(targets_N)), into.of[name]
+        wide = ops.statistics_dtype(normed_ND.dtype)
+        in_place = len(chunks) == 1 or d_weight.dtype == wide
+        sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not once a chunk
+        if into.accumulate and not in_place:
+            ops.copy(d_weight, sum_VD)
+        for rows in chunks:
+            with arena.scope():
+                logits_NV = self._logits(weights, normed_ND[rows])
+                self.tensor.cross_entropy(logits_NV, targets_N[rows], losses_N[rows], arena, count)
+                ops.linear_input_gradient(logits_NV, weights[name], d_normed_ND[rows])
+                add = into.accumulate or rows.start > 0
+                ops.linear_weight_gradient(logits_NV, normed_ND[rows], sum_VD, add, arena)
+        if not in_place:
+            ops.copy(sum_VD, d_weight)
 
     # --- what makes it a LLaMA: RMSNorm, RoPE, SwiGLU --------------------------------------------------
 
@@ -495,7 +503,7 @@ class Llama:
         """Tokens or targets (B, T), as (N,) where ``ops`` has its arrays."""
         return self.ops.indices(numbers.reshape(-1), arena or self.arena)
 
-    def _loss_arrays(self, x_ND: Array, targets_N: Array, count: Array | None = None) -> tuple[Array, Array]:
+    def _loss_arrays(self, x_ND: Array, targets_N: Array, count: Array | None) -> tuple[Array, Array]:
         wide = self.ops.statistics_dtype(x_ND.dtype)
         losses_N = self.arena.take((len(targets_N),), wide)
         if count is None:

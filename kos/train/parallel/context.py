@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.parallel.mesh import Axis
@@ -32,24 +34,30 @@ def seen(owner: int, rank: int, length: int) -> tuple[slice, slice]:
 
 
 class ContextParallel:
-    """Attention of the tokens that this rank of ``axis`` holds. With one rank: the plain operations."""
+    """Attention of the tokens that this rank of ``axis`` holds. With one rank: the plain operations.
 
-    pieces = 1  # of a sequence, which ``take`` gives as samples of their own
+    A piece of a sequence is its chunks p and last - p. ``mine`` are this rank's ``pieces``: one, but for a fixed order.
+    """
 
-    def __init__(self, ops: Ops, axis: Axis = ALONE) -> None:
-        self.ops, self.axis, self.size = ops, axis, axis.size
+    def __init__(self, ops: Ops, axis: Axis = ALONE, pieces: int = 1) -> None:
+        self.ops, self.axis, self.size, self.pieces = ops, axis, axis.size, pieces
+        self.chunks = 2 * pieces * axis.size
+        self.mine = range(pieces * axis.rank, pieces * (axis.rank + 1))
 
     def positions(self, tokens: int) -> Sequence[int]:
-        """Where in the whole sequence the ``tokens`` of this rank stand."""
-        if self.size == 1:
+        """Where in the whole sequence the ``tokens`` of this rank stand, piece by piece."""
+        if self.chunks == 2:
             return range(tokens)
-        chunk = tokens // 2
-        starts = (self.axis.rank * chunk, (2 * self.size - 1 - self.axis.rank) * chunk)
-        return [position for start in starts for position in range(start, start + chunk)]
+        c = tokens // (2 * self.pieces)
+        return [at for p in self.mine for chunk in (p, self.chunks - 1 - p) for at in range(chunk * c, (chunk + 1) * c)]
 
     def take(self, tokens: Any) -> Any:
-        """This rank's columns of tokens or targets (B, T), on the host."""
-        return tokens if self.size == 1 else tokens[:, self.positions(tokens.shape[1] // self.size)]
+        """This rank's columns of tokens or targets (B, T), on the host: each piece as a sample, (pieces B, 2 chunk)."""
+        if self.chunks == 2:
+            return tokens
+        samples, length = tokens.shape
+        mine = tokens[:, self.positions(length // self.size)].reshape(samples, self.pieces, -1)
+        return np.ascontiguousarray(mine.swapaxes(0, 1)).reshape(samples * self.pieces, -1)
 
     def mean_loss(self, losses: Array, count: Array, out: Array, arena: Arena) -> None:
         """out (1,), float64, = the sum of this rank's ``losses`` / ``count``."""

@@ -20,8 +20,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.ops import Array
@@ -202,6 +200,9 @@ class FixedTensor(TensorParallel):
         """(D, F) as (parts, F / parts, D)."""
         return weight.reshape(len(weight), self.parts, -1).transpose(1, 2, 0)
 
+    def scatter_sum(self, term_ND: Array, out_nD: Array, arena: Arena) -> None:
+        self.order.scatter_over_ranks(self.axis, term_ND, out_nD, arena)
+
     # --- vocabulary ------------------------------------------------------------------------------------
 
     def _by_vocabulary(self, logits_nv: Array) -> Array:
@@ -236,8 +237,7 @@ class FixedTensor(TensorParallel):
                 tokens_N, d_out_ND = (arena.take((cp.size * len(x), *x.shape[1:]), x.dtype) for x in mine)
                 cp.comm.all_gather(mine[0], tokens_N)
                 cp.comm.all_gather(mine[1], d_out_ND)
-            first = None if self.size == 1 else self._first
-            self.ops.embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena, first)
+            super().embedding_backward(d_out_ND, tokens_N, d_table_vD, accumulate, arena)
 
     def cross_entropy(
         self, logits_Nv: Array, targets_N: Array, losses_N: Array, arena: Arena, count: Array | None = None
@@ -260,25 +260,8 @@ class FixedContext(ContextParallel):
     ops: Any
 
     def __init__(self, order: FixedOrder) -> None:
-        super().__init__(order.ops, order.cp)
-        self.order, self.pieces = order, order.pieces
-        self.chunks = 2 * order.split.tokens
-        self.mine = range(self.pieces * self.axis.rank, self.pieces * (self.axis.rank + 1))
-
-    def positions(self, tokens: int) -> Sequence[int]:
-        """Where the ``tokens`` of a sample of this rank stand, piece by piece."""
-        if self.chunks == 2:
-            return range(tokens)
-        c = tokens // (2 * self.pieces)
-        return [at for p in self.mine for chunk in (p, self.chunks - 1 - p) for at in range(chunk * c, (chunk + 1) * c)]
-
-    def take(self, tokens: Any) -> Any:
-        """This rank's columns of (B, T) as (pieces B, 2 chunk)."""
-        if self.chunks == 2:
-            return tokens
-        samples, length = tokens.shape
-        mine = tokens[:, self.positions(length // self.size)].reshape(samples, self.pieces, -1)
-        return np.ascontiguousarray(mine.swapaxes(0, 1)).reshape(samples * self.pieces, -1)
+        super().__init__(order.ops, order.cp, order.pieces)
+        self.order = order
 
     def mean_loss(self, losses: Array, count: Array, out: Array, arena: Arena) -> None:
         """Of the tokens of all ranks, on the first; 0 on the others."""
@@ -291,14 +274,13 @@ class FixedContext(ContextParallel):
         if self.axis.rank > 0:
             self.ops.zero(out)
 
-    def _each(self, log_sum_exp: Array) -> list[tuple[int, list[tuple[slice, slice, int]]]]:
+    def _each(self, log_sum_exp: Array) -> list[list[tuple[slice, slice, int]]]:
         """Of each piece its two chunks, the later one first: samples, queries, how many keys come before."""
         samples, c = len(log_sum_exp) // self.pieces, log_sum_exp.shape[-1] // 2
         found = []
         for index, p in enumerate(self.mine):
             here = slice(index * samples, (index + 1) * samples)
-            chunks = ((slice(c, 2 * c), (self.chunks - 1 - p) * c), (slice(0, c), p * c))
-            found.append((index, [(here, queries, before) for queries, before in chunks]))
+            found.append([(here, slice(c, 2 * c), (self.chunks - 1 - p) * c), (here, slice(0, c), p * c)])
         return found
 
     def _chunks(self, whole: Array, of_ranks: Array, samples: int) -> Iterator[tuple[Array, Array]]:
@@ -328,7 +310,7 @@ class FixedContext(ContextParallel):
             return
         with arena.scope():
             kv = self._whole(qkv, heads, kv_heads, len(log_sum_exp) // self.pieces, arena)
-            for _, chunks in self._each(log_sum_exp):
+            for chunks in self._each(log_sum_exp):
                 for chunk in chunks:
                     self.ops.attention_after(qkv, kv, heads, kv_heads, *chunk, out, log_sum_exp, arena)
 
@@ -340,7 +322,7 @@ class FixedContext(ContextParallel):
             self.ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
             return
         ops, samples = self.ops, len(log_sum_exp) // self.pieces
-        each = dict(self._each(log_sum_exp))
+        each = self._each(log_sum_exp)
 
         def of_piece(piece: int, d_kv: Array) -> None:
             ops.zero(d_kv)

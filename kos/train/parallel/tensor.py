@@ -95,6 +95,10 @@ class TensorParallel:
 
         return wait
 
+    def scatter_sum(self, term_ND: Array, out_nD: Array, arena: Arena) -> None:
+        """out_nD = the sum of all ranks' terms, for this rank's rows."""
+        self.start_sum(term_ND, out_nD)()
+
     # --- products ----------------------------------------------------------------------------------------
 
     def column_linear(self, weights: Mapping[str, Array], name: str, x_ND: Array, out_NF: Array) -> None:

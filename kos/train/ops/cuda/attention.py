@@ -166,18 +166,18 @@ def attention_backward(
 
 
 def take_scratch(
-    log_sum_exp: Array, kv_heads: int, head_dim: int, family: str, arena: Arena, queries: int = 0, keys: int = 0
+    log_sum_exp: Array, kv_heads: int, head_dim: int, family: str, arena: Arena, queries: int, keys: int
 ) -> tuple[Array, Array | None, Array | None]:
-    """What the backward takes: statistics, and where dQ is added up in integers, bounds of keys and values and dQ.
+    """What the backward takes for so many ``queries`` and ``keys`` of each sample.
 
-    ``queries`` and ``keys`` of each sample: as many as it has tokens, if not given.
+    Statistics; and where dQ is added up in integers, the bounds of keys and values, and dQ.
     """
-    samples, heads, length = log_sum_exp.shape
-    rows = samples * heads * _padded(queries or length)
+    samples, heads, _ = log_sum_exp.shape
+    rows = samples * heads * _padded(queries)
     statistics = arena.take((3 * rows,), np.float32)
     if family != "hopper":
         return statistics, None, None
-    bounds = arena.take((2 * samples * kv_heads * _padded(keys or length) // _PAD,), np.float32)
+    bounds = arena.take((2 * samples * kv_heads * _padded(keys) // _PAD,), np.float32)
     return statistics, bounds, arena.take((rows * head_dim,), np.int32)
 
 
