@@ -195,6 +195,30 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str) -> None:
     run(3, body)
 
 
+def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hears of the death, though rank 0 has left the group meanwhile."""
+    left, child = threading.Event(), EnvRendezvous._child
+
+    def join(self: EnvRendezvous, *arguments: Any) -> Any:
+        if self.rank == 2:
+            raise KeyError("as if its process had ended")
+        assert self.rank == 0 or left.wait(TIMEOUT)
+        return child(self, *arguments)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        monkeypatch.setattr(rendezvous.ledger.board, "ended", lambda rank: rank == 2)
+        with pytest.raises(KeyError if rendezvous.rank == 2 else RankLost) as caught:
+            rendezvous.split(0)
+        if rendezvous.rank == 0:
+            left.set()
+        if rendezvous.rank != 2:
+            assert caught.value.ranks == (2,), caught.value
+        rendezvous.barrier()
+
+    monkeypatch.setattr(EnvRendezvous, "_child", join)
+    run_ranks(3, body)
+
+
 def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def admit_but_2(
         listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float

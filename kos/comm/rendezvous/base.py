@@ -90,7 +90,7 @@ class Rendezvous(ABC):
     def reporting(self) -> Iterator[None]:
         """A context whose exceptions the other ranks, which would wait for this one, raise in their exchanges.
 
-        BackendUnavailable is not reported, because every rank raises it.
+        BackendUnavailable is not reported, for ranks that refuse a backend together raise it.
         """
         try:
             yield

@@ -123,9 +123,10 @@ class Hub(threading.Thread):
     def _look_for_ended(self, present: list[int]) -> None:
         """Raise _Failure for a rank of this host that has ended before it joined: it has no connection to lose."""
         board, world = self._ledger.board, self._ledger.world
-        for rank in range(self._size):
-            if rank not in present and board.ended(world[rank]):
-                raise _Failure(LOST, [rank], "its process ended")
+        missing = [rank for rank in range(self._size) if rank not in present]
+        if ended := [rank for rank in missing if board.ended(world[rank])]:
+            self._expected = len(missing) - len(ended)
+            raise _Failure(LOST, ended[:1], "its process ended")
 
     def _exchange(self, slots: dict[int, bytes]) -> bool:
         """Collect a message of each rank, and send all of them to all; False once rank 0 has closed the group.
