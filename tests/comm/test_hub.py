@@ -19,7 +19,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.env import EnvRendezvous, TCPRendezvous
 from kos.comm.rendezvous.hub import Hub, pair
 from kos.comm.rendezvous.wire import Connection, Network, admit_all
-from kos.errors import CollectiveMismatch, RankLost, RendezvousError
+from kos.errors import CollectiveMismatch, CudaError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
     TIMEOUT,
@@ -167,25 +167,29 @@ def test_the_first_failure_is_raised_again(run: Any, how: str, monkeypatch: pyte
 
 
 @KINDS
-@pytest.mark.parametrize("where", ["exchange", "part"])
-def test_a_rank_that_gives_up_says_so(run: Any, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [("exchange", KeyboardInterrupt()), ("part", MemoryError("all is used")), ("part", CudaError("out of memory"))],
+    ids=["exchange", "part", "GPU"],
+)
+def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException) -> None:
     """Ctrl-C within an exchange, and a group that one rank cannot use: nobody waits for the timeout."""
 
     def body(rendezvous: Rendezvous) -> None:
         group = rendezvous.split(0, -rendezvous.rank) if where == "part" else rendezvous
         if rendezvous.rank == 1:
             if where == "part":
-                with pytest.raises(MemoryError), group.reporting():
-                    raise MemoryError("all is used")
+                with pytest.raises(type(error)), group.reporting():
+                    raise error
             else:
-                group._exchange = Mock(side_effect=KeyboardInterrupt)
-                with pytest.raises(KeyboardInterrupt):
+                group._exchange = Mock(side_effect=error)
+                with pytest.raises(type(error)):
                     group.barrier()
             with pytest.raises(RendezvousError, match="cut short on rank 1"):
                 group.barrier()
         else:
-            why = "KeyboardInterrupt" if where == "exchange" else "MemoryError: all is used"
-            told = rf"rendezvous: exchange was cut short on rank 1( of world)? by {why}; rank 1"
+            me, what = "rank 1( of world)?", f"{type(error).__name__}.*{error}"
+            told = f"rendezvous: exchange was cut short on {me} by {what}; {me} aborted because of it"
             for _ in range(2):
                 with pytest.raises(RendezvousError, match=told) as caught:
                     group.barrier()
@@ -197,24 +201,31 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str) -> None:
 
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of the death, though rank 0 has left the group meanwhile."""
-    left, child = threading.Event(), EnvRendezvous._child
+    found, report, child = threading.Event(), Hub._report, EnvRendezvous._child
+
+    def tell(self: Hub, failure: bytes) -> None:
+        found.set()
+        report(self, failure)
 
     def join(self: EnvRendezvous, *arguments: Any) -> Any:
         if self.rank == 2:
             raise KeyError("as if its process had ended")
-        assert self.rank == 0 or left.wait(TIMEOUT)
+        if self.rank == 1:
+            assert found.wait(TIMEOUT)
+            time.sleep(0.5)  # rank 0 leaves
         return child(self, *arguments)
 
     def body(rendezvous: EnvRendezvous) -> None:
         monkeypatch.setattr(rendezvous.ledger.board, "ended", lambda rank: rank == 2)
         with pytest.raises(KeyError if rendezvous.rank == 2 else RankLost) as caught:
             rendezvous.split(0)
-        if rendezvous.rank == 0:
-            left.set()
         if rendezvous.rank != 2:
             assert caught.value.ranks == (2,), caught.value
         rendezvous.barrier()
 
+    for module in ("hub", "env"):  # the hub awaits rank 1, however late it is
+        monkeypatch.setattr(f"kos.comm.rendezvous.{module}.CLOSE_SECONDS", TIMEOUT)
+    monkeypatch.setattr(Hub, "_report", tell)
     monkeypatch.setattr(EnvRendezvous, "_child", join)
     run_ranks(3, body)
 

@@ -16,7 +16,7 @@ from kos.comm import timeouts
 from kos.comm.failures import Ledger, again
 from kos.comm.rendezvous.notices import Notices
 from kos.cuda.devices import process_numa_node
-from kos.errors import BackendUnavailable, CollectiveMismatch, KosError, RendezvousError
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
 
 _HEAD = struct.Struct("!IH")  # of a message: the number of the exchange, and the length of the call's name
 
@@ -90,7 +90,7 @@ class Rendezvous(ABC):
     def reporting(self) -> Iterator[None]:
         """A context whose exceptions the other ranks, which would wait for this one, raise in their exchanges.
 
-        BackendUnavailable is not reported, for ranks that refuse a backend together raise it.
+        BackendUnavailable is not reported: ranks that refuse a backend raise it together.
         """
         try:
             yield
@@ -105,7 +105,7 @@ class Rendezvous(ABC):
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, Ctrl-C perhaps, as the failure of this rank, and report it."""
         me = self.ledger.names([self.rank], False)
-        if isinstance(error, KosError):
+        if isinstance(error, CollectiveError | RendezvousError):
             self.failure = again(error, None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
