@@ -45,6 +45,7 @@ class SharedComm:
         self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first tag of groups
         self._groups = itertools.count()
         self.numbers = itertools.count()  # of messages of backends
+        self.unreceived: set[int] = set()  # those in use: MPI would give a receive the first message of its number
         self.lock = threading.Lock()  # of the next two and of reports: each group may be used by a thread of its own
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
