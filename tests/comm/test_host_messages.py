@@ -114,6 +114,21 @@ os._exit(0)
     assert job(tmp_path, 2, text) == ["[2]" if given_up else "[2, 1]"]
 
 
+@needs_mpirun
+def test_empty_messages_over_mpi(tmp_path: Path) -> None:
+    """Those with which all_to_all_v ends: a send is complete once received, so no rank waits for its send first."""
+    text = """
+from kos.comm.host.shared import direct, messages
+direct.Direct._read_token, messages.CREDIT_BYTES = lambda *_: b"", 0  # all messages are sent over MPI
+with kos.init("mpi", timeout=60) as comm:
+    x = np.full(comm.size, float(comm.rank))
+    with comm.batch():
+        out = comm.all_to_all_v(x, [1] * comm.size, [1] * comm.size)
+    print(out.tolist(), flush=True)
+"""
+    assert job(tmp_path, 3, text) == ["[0.0, 1.0, 2.0]"] * 3
+
+
 @pytest.mark.parametrize(
     ("count", "dtype"), [(0, np.uint8), (4, np.uint8), (LONG, np.uint8), (3, np.int8), (LONG, np.float32)]
 )
