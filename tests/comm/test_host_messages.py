@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from kos.comm.host.shared.segment import ANSWERS
 from kos.errors import CollectiveError, CollectiveMismatch, RankLost
 from tests.comm.ranks import on_each_rank, receive_in_another_order
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
+from tests.comm.test_shared_failures import job
+from tests.launcher import needs_mpirun
 
 EAGER, LONG = 256 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
 MODULES = {"tcp": tcp_messages, "shared": shared_messages}
@@ -73,6 +76,57 @@ def test_messages_that_arrive_before_their_receive(comm: kos.Communicator, /, co
 def test_messages_if_the_senders_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(direct.Direct, "_read_token", lambda *_: b"")
     TCPRanks(2).run(lambda comm: (receive_in_another_order(comm, count), assert_nothing_is_left(comm)))
+
+
+@needs_mpirun
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize("count", [1, EAGER])
+def test_a_message_that_is_not_received_while_its_number_comes_round(
+    tmp_path: Path, count: int, given_up: bool
+) -> None:
+    """MPI would give its data to the receive of a later message with that number."""
+    text = f"""
+import itertools
+from kos.comm.host.shared import direct, messages
+direct.Direct._read_token, messages.CREDIT_BYTES = lambda *_: b"", 0  # all messages are sent over MPI
+comm = kos.init("mpi", timeout=60)
+part = comm.duplicate()  # whose messages have the same numbers
+if comm.rank == 0:
+    works = [part.send(np.full({count}, 1.0), 1, tag=1, async_op=True)]
+    if {given_up}:
+        try:
+            works.pop().wait(0.01)
+        except kos.errors.CollectiveTimeout:
+            pass
+    shared = comm.rendezvous.shared
+    shared.numbers = itertools.count(next(shared.numbers) - 1 + 2**20)
+    works.append(comm.send(np.full({count}, 2.0), 1, tag=2, async_op=True))
+    for work in works:
+        work.wait()
+else:
+    got = [comm.recv(np.zeros({count}), 0, tag=2)]
+    if not {given_up}:
+        got.append(part.recv(np.zeros({count}), 0, tag=1))
+    print([int(x[-1]) for x in got], flush=True)
+comm.barrier()
+os._exit(0)
+"""
+    assert job(tmp_path, 2, text) == ["[2]" if given_up else "[2, 1]"]
+
+
+@needs_mpirun
+def test_empty_messages_over_mpi(tmp_path: Path) -> None:
+    """Those with which all_to_all_v ends: a send is complete once received, so no rank waits for its send first."""
+    text = """
+from kos.comm.host.shared import direct, messages
+direct.Direct._read_token, messages.CREDIT_BYTES = lambda *_: b"", 0  # all messages are sent over MPI
+with kos.init("mpi", timeout=60) as comm:
+    x = np.full(comm.size, float(comm.rank))
+    with comm.batch():
+        out = comm.all_to_all_v(x, [1] * comm.size, [1] * comm.size)
+    print(out.tolist(), flush=True)
+"""
+    assert job(tmp_path, 3, text) == ["[0.0, 1.0, 2.0]"] * 3
 
 
 @pytest.mark.parametrize(

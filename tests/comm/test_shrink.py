@@ -287,6 +287,42 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
+def test_a_rank_that_dies_within_the_shrink_of_a_split_group(tmp_path: Path) -> None:
+    """The lowest rank's second message reaches one survivor and not the other: they form the same group."""
+    text = f"""
+import pathlib
+from kos.comm.rendezvous.mpi import MPIGroup
+usual, received, round = MPIGroup._exchange_with_survivors, pathlib.Path({str(tmp_path / "received")!r}), 0
+def exchange(self, ranks, *arguments):
+    global round
+    round += 1
+    if round == 2 and self.rank == 0:
+        usual(self, [1], *arguments)
+        while not received.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), 9)
+    if round == 2 and self.rank == 1:
+        first = usual(self, [0], *arguments)
+        received.touch()
+        return {{**first, **usual(self, [2], *arguments)}}
+    return usual(self, ranks, *arguments)
+with kos.init("mpi", timeout=60) as comm:
+    part = comm.split(comm.rank // 3)
+    part.barrier()
+    if part.size == 3:
+        MPIGroup._exchange_with_survivors = exchange
+        part = part.shrink()
+        print(part.world_ranks, part.all_reduce(np.full(3, comm.rank)), flush=True)
+    try:
+        comm.barrier()
+    except kos.errors.RankLost as error:
+        assert error.ranks == (0,), error
+    os._exit(0)
+"""
+    assert job(tmp_path, 4, text, *ULFM) == ["[1, 2] [3 3 3]"] * 2
+
+
+@needs_mpirun
 def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path: Path) -> None:
     """In Open MPI 5.0.11 a rank may crash if another one dies while a communicator is created."""
     text = """

@@ -44,7 +44,8 @@ class Messages:
 
     In a group that spans hosts, ranks report failures and ends to each other by ``notices``; on one host, by ``calls``.
     On one host, groups share a communicator, in which this group has the ranks ``ranks``.  There the shared segment
-    announces each message and its tag, which is unique (``tag_of``).
+    announces each message and its tag, which is unique (``tag_of``).  So that a number is used again only once its
+    message is received, the send is synchronous (MPI_Issend).  A message that is given up keeps its number.
     """
 
     def __init__(
@@ -63,12 +64,15 @@ class Messages:
 
     def tag_of(self, array: Array, tag: int) -> int:
         """A tag for a message that the segment announces; no other message in flight between the ranks has it."""
-        number = next(self._shared.numbers) % COLLECTIVE_TAGS
+        while (number := next(self._shared.numbers) % COLLECTIVE_TAGS) in self._shared.unreceived:
+            pass
+        self._shared.unreceived.add(number)
         return tag & COLLECTIVE_TAGS | number | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         message = _Message(self, array, peer, tag)
-        message.post(self._comm.Isend(as_bytes(array, self._MPI), self._ranks[peer], message.wire_tag))
+        send = self._comm.Issend if self._any_tag is None else self._comm.Isend
+        message.post(send(as_bytes(array, self._MPI), self._ranks[peer], message.wire_tag))
         return message
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
@@ -222,7 +226,9 @@ class _Message:
             if self.complete:
                 self.request = None
                 transport.active.discard(self)
-                if self.receives and self.tag < COLLECTIVE_TAGS:
+                if not self.receives:
+                    transport._shared.unreceived.discard(self.tag % COLLECTIVE_TAGS)
+                elif self.tag < COLLECTIVE_TAGS:
                     transport.check_sender(self.peer)
         if not self.complete:
             if time.monotonic() >= transport.next_check:

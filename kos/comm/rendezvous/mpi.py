@@ -45,6 +45,7 @@ class SharedComm:
         self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first tag of groups
         self._groups = itertools.count()
         self.numbers = itertools.count()  # of messages of backends
+        self.unreceived: set[int] = set()  # those in use: MPI would give a receive the first message of its number
         self.lock = threading.Lock()  # of the next two and of reports: each group may be used by a thread of its own
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
@@ -268,14 +269,20 @@ class MPIGroup(Rendezvous):
         Open MPI 5.0.11 may report a rank that exits with a nonzero code to some ranks only, or to none.  Then
         MPI_Comm_shrink would spin without a timeout.  So the survivors first exchange messages twice: the first time a
         rank may find that another one is lost, and the second time all ranks learn of it.
+
+        A split group has no communicator for MPI_Comm_shrink, which agrees on the members.  Its survivors exchange a
+        third time, because a rank that died within the second may have reached only some of them: a rank that one
+        survivor lacks is no member.  A rank that dies later is a member, and the new group names it.
         """
         self.check_shrink()
         began = time.monotonic()
         tag = self.shared.new_tag()
-        arrived = self._exchange_with_survivors([rank for rank in range(self.size) if rank != self.rank], tag, began)
-        tags = {self.rank: tag, **self._exchange_with_survivors(arrived, tag, began)}
+        arrived = self._exchange_with_survivors([rank for rank in range(self.size) if rank != self.rank], [tag], began)
+        tags = self._exchange_with_survivors(arrived, [tag], began)
         if not self._is_all:
-            return self._child(sorted(tags), tags[min(tags)])
+            known = {self.rank: [tag], **tags}
+            members = set(known).intersection(*self._exchange_with_survivors(tags, [*known], began).values())
+            return self._child(sorted(members), known[min(members)][0])
         part = mpi_job.shrink(self.shared.comm, self.timeout)
         if part is None:
             missing = timeouts.survivors(self.timeout)
@@ -283,11 +290,13 @@ class MPIGroup(Rendezvous):
         members = self._MPI.Group.Translate_ranks(part.Get_group(), range(part.size), self.shared.comm.Get_group())
         return self._child_with_comm(part, list(members))
 
-    def _exchange_with_survivors(self, ranks: Iterable[int], new_tag: int, began: float) -> dict[int, int]:
-        """Exchange a message with each of ``ranks``.  Returns those that are not lost, with the new tag of each.
+    def _exchange_with_survivors(
+        self, ranks: Collection[int], numbers: Sequence[int], began: float
+    ) -> dict[int, list[int]]:
+        """Exchange 1 to ``size`` numbers with each of ``ranks``.  Returns those of each rank that is not lost.
 
-        ``began`` is when the shrink began, on ``time.monotonic``.  A message holds a new tag of its sender, and -1 or
-        the rank for which the sender has waited in vain.  In the latter case RankLost is raised.
+        ``began`` is when the shrink began, on ``time.monotonic``.  A message begins with -1 or the rank for which the
+        sender has waited in vain.  In the latter case RankLost is raised.
         """
         comm, tag = self.shared.comm, self._tag + 1
         awaited: dict[int, tuple[Any, np.ndarray]] = {}
@@ -295,14 +304,14 @@ class MPIGroup(Rendezvous):
         def send(unreported: int) -> None:
             for rank in ranks:
                 with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
-                    mpi_job.keep_unfinished(comm.Isend(np.array([new_tag, unreported]), self.ranks[rank], tag))
+                    mpi_job.keep_unfinished(comm.Isend(np.array([unreported, *numbers]), self.ranks[rank], tag))
 
         send(-1)
         for rank in ranks:
             with contextlib.suppress(self._MPI.Exception):
-                received = np.zeros(2, np.int64)
+                received = np.full(1 + self.size, -1)
                 awaited[rank] = comm.Irecv(received, self.ranks[rank], tag), received
-        backoff, unreported_at, arrived = mpi_job.Backoff(), None, dict[int, int]()
+        backoff, unreported_at, arrived = mpi_job.Backoff(), None, dict[int, list[int]]()
         with self.waiting():
             while awaited:
                 failed, now = self.failed(), time.monotonic()
@@ -311,10 +320,10 @@ class MPIGroup(Rendezvous):
                         continue
                     del awaited[rank]
                     mpi_job.keep_unfinished(request)
-                    if received[0]:  # else the rank is lost
-                        arrived[rank] = int(received[0])
-                        if received[1] >= 0:
-                            raise self._unreported(int(received[1]))
+                    if received[1] >= 0:  # else the rank is lost
+                        arrived[rank] = [int(each) for each in received[1:] if each >= 0]
+                        if received[0] >= 0:
+                            raise self._unreported(int(received[0]))
                 unreported = self._ended(awaited)
                 unreported_at = (unreported_at or now) if unreported else None
                 if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
