@@ -279,6 +279,7 @@ def test_dtype_table() -> None:
 # Every parameter of every function, given what it is not.
 
 NAN = float("nan")
+SECONDS = np.timedelta64(5, "s")  # to NumPy an integer
 NO_ARRAY = [None, "x", 1, [1.0], object(), np.float32(1)]
 NO_NUMBER = [None, "0", 1.5, True, [0], NAN, np.zeros(2)]
 WRONG: dict[str, list[Any]] = {
@@ -289,10 +290,10 @@ WRONG: dict[str, list[Any]] = {
     "src": [*NO_NUMBER, -1, 0, 2],
     "tag": [*NO_NUMBER, -1, 1 << 20],
     "counts": [4, "ab", [4], [4, 4, 4], [4, -4], [4, "4"], [4.0, 4.0], [True, 4], np.zeros((2, 2), int)],
-    "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2")],
+    "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2"), PremulSum(SECONDS)],
     "stream": [0, 5, "x", object()],
     "until": [0, "x", lambda: True],
-    "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1), np.complex64(1), np.timedelta64(5, "s")],
+    "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1), np.complex64(1), SECONDS],
     "algorithm": [None, 5, "", "magic", ["ring"], np.zeros(2)],
     "async_op": [None, 2, "yes", [], np.zeros(2)],
     "deterministic": [None, -1, "yes", [], np.zeros(2)],
