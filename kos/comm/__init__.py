@@ -92,6 +92,7 @@ def init(
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     timeout = check_timeout(timeout)
     device = None if device is None else number_in("device", device, 0, 1 << 16)
+    process_hooks = check_bool("process_hooks", process_hooks)
     progress_thread = check_bool("progress_thread", progress_thread)
     options = check_nccl(nccl)
     dump_on_env_signal()

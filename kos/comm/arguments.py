@@ -22,10 +22,14 @@ _LONGEST_TIMEOUT = 1e6
 _MOST_ELEMENTS = 1 << 58
 """Elements of an array: its bytes fit in 63 bits for any dtype, so a larger request fails for lack of memory."""
 
+_MOST_DIMENSIONS = 64
+"""NumPy's limit."""
+
 
 def check_timeout(timeout: Any) -> float:
     """``timeout`` in seconds, capped at 1e6 (12 days); raises InvalidArgument unless it is positive."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number) or not timeout > 0:
+    real = isinstance(timeout, int | float | np.integer | np.floating)
+    if not real or isinstance(timeout, bool | np.timedelta64) or not timeout > 0:
         raise InvalidArgument(f"timeout: expected a positive number of seconds, got {timeout!r}")
     return float(min(timeout, _LONGEST_TIMEOUT))
 
@@ -50,6 +54,7 @@ def check_bool(what: str, value: Any) -> bool:
 def check_shape(shape: Any) -> tuple[int, ...]:
     """The shape as a tuple; a number is a shape of one dimension."""
     dimensions = shape if isinstance(shape, tuple | list) else (shape,)
+    number_in("shape", len(dimensions), 0, _MOST_DIMENSIONS, kind="number of dimensions")
     sizes = tuple(number_in("shape", size, 0, _MOST_ELEMENTS) for size in dimensions)
     number_in("shape", math.prod(size or 1 for size in sizes), 0, _MOST_ELEMENTS, kind="product")
     return sizes

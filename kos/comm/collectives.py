@@ -514,7 +514,7 @@ class Operations:
             rows = comm.gather(mine, root=0)
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
-        known = plain and (out is not None or self.rank != root)
+        known = plain and (out is not None) is (self.rank == root)
         if known and self._cache.repeat(self, "gather", x, out, None, root):
             return out
         options = self._options("gather", stream, async_op, timeout, algorithm)
@@ -542,7 +542,7 @@ class Operations:
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
         plain = stream is timeout is None and async_op is False and type(root) is int
-        known = plain and (out is not None or self.rank != root)
+        known = plain and (out is not None) is (self.rank == root)
         if known and self._cache.repeat(self, "gather_v", x, out, None, (root, None, _key(counts))):
             return out
         options = self._options("gather_v", stream, async_op, timeout)

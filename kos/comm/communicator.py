@@ -26,7 +26,7 @@ from kos.comm.recorder import Group, Recorder
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tracing import trace
 from kos.comm.work import ProgressThread, Work, forked_from
-from kos.errors import CollectiveError, Interrupted, InvalidArgument, KosError, RendezvousError
+from kos.errors import CollectiveError, Interrupted, InvalidArgument, KosError, OutOfMemory, RendezvousError
 from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
 
@@ -220,7 +220,7 @@ class Communicator(Operations):
         key = number_in("key", key, -largest - 1, largest)
         if isinstance(color, str) and color == "host":
             host = self.node[0]
-            return self._split(host, key, f"host{host}", " by host", nccl)
+            return self._split(host, key, f"host{host}", "each host", nccl)
         color = None if color is None else number_in("color", color, 0, largest, ' or None or "host"')
         return self._split(color, key, str(color), nccl=nccl)
 
@@ -419,7 +419,10 @@ class Communicator(Operations):
         if self.device is not None:
             return self.backend.allocate(shape, kind.numpy)
         with self._exchange(call):
-            return self.backend.allocate(shape, kind.numpy)
+            try:
+                return self.backend.allocate(shape, kind.numpy)
+            except MemoryError as error:
+                raise OutOfMemory(f"{call}: {error}") from error
 
     def views(self, x: T) -> list[T]:
         """Every rank's memory at the place of ``x``, an array of ``allocate`` or ``register``, or a part of one.

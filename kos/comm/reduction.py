@@ -130,13 +130,13 @@ class Reduction:
             np.copyto(out, x, casting="unsafe")
         if self.op is ReduceOp.PREMUL_SUM:
             parts = out.view(out.real.dtype)  # of complex numbers: NumPy's products of those round differently
-            np.multiply(parts, parts.dtype.type(self.factor), out=parts)
+            _quiet.run(np.multiply, parts, parts.dtype.type(self.factor), out=parts)
         return out
 
     def finish(self, reduced: Array, out: Array) -> None:
         """Write the reduced carrier values to ``out`` (which may be the same array)."""
         if self.op is ReduceOp.AVG:
-            np.divide(reduced, self.carrier.type(self.size), out=reduced)
+            _quiet.run(np.divide, reduced, self.carrier.type(self.size), out=reduced)
         if out is not reduced:
             with np.errstate(all="ignore"):
                 np.copyto(out, reduced, casting="unsafe")
@@ -150,7 +150,8 @@ def resolve(op: Any, dtype: DType, size: int) -> Reduction:
 def _factor(given: Any, dtype: DType) -> float:
     """The factor of a PremulSum, which must not overflow in ``dtype``."""
     if isinstance(given, numbers.Real):
-        with suppress(OverflowError), np.errstate(all="ignore"):  # float() of a whole number beyond float64
+        # float() of a whole number beyond float64; NumPy counts its durations among the real numbers
+        with suppress(OverflowError, TypeError), np.errstate(all="ignore"):
             factor = float(given)
             if not math.isfinite(factor) or np.isfinite(np.array(factor).astype(dtype.numpy)):
                 return factor

@@ -7,6 +7,7 @@ memory, by DLPack or ``__cuda_array_interface__``.
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,18 @@ def as_dtype(dtype: Any) -> DType:
         raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}") from None
 
 
+def _whole(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{what}: expected a whole number, got {value!r:.80}") from None
+
+
+def _sizes(what: str, shape: Any) -> tuple[int, ...]:
+    """The sizes of a shape; a number is a shape of one dimension."""
+    return tuple(_whole(what, size) for size in (shape if isinstance(shape, tuple | list) else (shape,)))
+
+
 class Array:
     """Shape, dtype and address of device memory, and the object that keeps it alive.
 
@@ -61,7 +74,7 @@ class Array:
 
         ``shape`` is in elements of ``dtype``, which is NumPy's, a DType or its name.
         """
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = _sizes("Array.empty", shape)
         if any(size < 0 for size in shape):
             raise InvalidArgument(f"Array.empty: expected sizes of 0 or more, got shape {shape}")
         dtype = as_dtype(dtype)
@@ -139,7 +152,7 @@ class Array:
 
     def reshape(self, *shape: Any) -> Array:
         """A view of another shape with as many elements; one size may be -1."""
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        sizes = _sizes("reshape", shape[0] if len(shape) == 1 else shape)
         if sizes.count(-1) == 1:
             rest = -math.prod(sizes)
             sizes = tuple(self.size // rest if size == -1 and rest else size for size in sizes)
@@ -166,6 +179,7 @@ class Array:
                 raise InvalidArgument(f"slice: expected step 1 (a contiguous view), got {step}")
             count = max(stop - start, 0)
             return self._view(self.pointer + start * row_bytes, (count, *self.shape[1:]), self.dtype)
+        index = _whole("index", index)
         if not -rows <= index < rows:
             raise IndexError(f"index: expected {-rows}..{rows - 1}, got {index}")
         return self._view(self.pointer + index % rows * row_bytes, self.shape[1:], self.dtype)

@@ -14,7 +14,7 @@ from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, ON_GPU, host_array
-from kos.memory.libraries import current_stream, immutable, library_of, plain_array
+from kos.memory.libraries import current_stream, immutable, library_of, negated, plain_array
 
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 
@@ -170,6 +170,8 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
             raise InvalidArgument(f"{what}: expected an array without a mask, got {type(x).__name__}")
         return x.view(np.ndarray)
     if hasattr(x, "__dlpack_device__"):
+        if negated(x):
+            raise InvalidArgument(f"{what}: expected a tensor of resolve_neg(), got one with torch's negative bit")
         try:
             device, index = x.__dlpack_device__()
             if device == CPU:
@@ -177,7 +179,7 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
                 if immutable(x):
                     array.flags.writeable = False
                 return array
-        except (BufferError, RuntimeError, TypeError, ValueError, InvalidArgument) as error:  # ValueError: meta tensors
+        except Exception as error:  # whatever its library raises: torch, ValueError for meta tensors
             raise InvalidArgument(
                 f"{what}: expected an array that DLPack can share, got {type(x).__name__}: {error}"
             ) from error

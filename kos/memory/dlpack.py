@@ -140,8 +140,9 @@ class ImportedTensor:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Of memory on the host; elements as bytes, for NumPy has no names of the short floats."""
-        place, kind = (self.pointer or 1, self.readonly), f"|V{self.dtype.itemsize}"
-        return {"version": 3, "data": place, "shape": self.shape, "typestr": kind}
+        # Empty memory may have no address. NumPy would take a null pointer for none, and 1 is MPI_IN_PLACE of Open MPI.
+        place = self.pointer or ctypes.addressof(self._managed), self.readonly
+        return {"version": 3, "data": place, "shape": self.shape, "typestr": f"|V{self.dtype.itemsize}"}
 
     def __del__(self) -> None:
         if self._managed.deleter:

@@ -112,6 +112,11 @@ def _torch_dtype(dtype: Any) -> DType | None:
     return None if found is None or found.kind == "complex" else found  # complex tensors may be lazily conjugated
 
 
+def negated(x: Any) -> bool:
+    """Whether ``x`` is a torch tensor that holds its values with the other sign, which DLPack does not tell."""
+    return library_of(x) == "torch" and bool(x.is_neg())
+
+
 def plain_array(x: Any) -> Array | None:
     """The GPU memory of a contiguous torch or CuPy array, on the current stream of its library.
 
@@ -122,7 +127,7 @@ def plain_array(x: Any) -> Array | None:
         torch: Any = sys.modules["torch"]
         if type(x) is torch.Tensor and x.is_cuda and x.layout is torch.strided and not x.requires_grad:
             dtype, device = _torch_dtype(x.dtype), x.get_device()
-            if dtype is not None and x.is_contiguous():
+            if dtype is not None and x.is_contiguous() and not x.is_neg():
                 return Array(x.data_ptr(), tuple(x.shape), dtype, device, owner=x, stream=torch_stream(device))
     elif library == "cupy" and type(x) is sys.modules["cupy"].ndarray and x.flags.c_contiguous:
         return Array(x.data.ptr, x.shape, dtype_of(x.dtype), x.device.id, owner=x, stream=_cupy_stream(x.device.id))

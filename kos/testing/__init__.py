@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import sysconfig
 import threading
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import kos
 from kos.comm import Communicator, init, timeouts
-from kos.comm.arguments import check_timeout, number_in
+from kos.comm.arguments import check_bool, check_timeout, number_in
 from kos.comm.failures import blaming
 from kos.comm.rendezvous.threads import RankThread, ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
@@ -70,11 +71,15 @@ def spawn(
     """
     if not callable(fn):
         raise InvalidArgument(f"fn: expected a function of a communicator, got {fn!r}")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):  # a call of it runs nothing
+        raise InvalidArgument(f"fn: expected a function without async and yield, got {fn!r}")
     world_size, timeout = number_in("world_size", world_size, 1, 1 << 16), check_timeout(timeout)
     if not isinstance(buffer_bytes, int | float) or not buffer_bytes >= 0:
         raise InvalidArgument(f"buffer_bytes: expected a number of bytes from 0 on, got {buffer_bytes!r}")
+    deadlock, arrays = check_bool("check_deadlock", check_deadlock), check_bool("check_arrays", check_arrays)
+    messages = check_bool("check_messages", check_messages)
     plan = FaultPlan(faults or (), world_size)
-    watch = Watch(world_size, plan, buffer_bytes, check_deadlock, check_arrays)
+    watch = Watch(world_size, plan, buffer_bytes, deadlock, arrays)
     group = ThreadGroup(world_size, ThreadWorld(world_size, watch))
     results: list[Any] = [None] * world_size
     comms: dict[int, Communicator] = {}
@@ -129,7 +134,7 @@ def spawn(
             f"faults: expected all to happen, got none of {sorted(plan.pending, key=str)} in "
             f"{plan.operations} operations of the ranks (or nothing was sent in those)"
         )
-    if check_messages and plan.harmless and (unreceived := watch.unreceived()):
+    if messages and plan.harmless and (unreceived := watch.unreceived()):
         raise CollectiveError(f"spawn: messages that no rank received: {'; '.join(unreceived[:8])}")
     return results
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from threading import TIMEOUT_MAX
 
 from kos.comm.arguments import check_int
 from kos.comm.operation import Call
@@ -45,7 +46,7 @@ class Fault:
             raise InvalidArgument(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         if check_int("fault: rank", self.rank) < 0 or check_int("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
-        timed = self.kind == "delay" and isinstance(self.seconds, int | float) and self.seconds > 0
+        timed = self.kind == "delay" and isinstance(self.seconds, int | float) and 0 < self.seconds <= TIMEOUT_MAX
         if self.call is not None and not isinstance(self.call, str):
             raise InvalidArgument(f"fault: expected the name of an operation as call, got {self.call!r}")
         if self.seconds is not None and not timed:

@@ -15,7 +15,7 @@ import kos
 from kos import PremulSum, ReduceOp
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.dtypes import DTYPES, dtype_of
-from kos.errors import InvalidArgument
+from kos.errors import InvalidArgument, OutOfMemory
 from kos.memory import as_buffer
 from kos.testing import Fault, spawn
 
@@ -51,6 +51,19 @@ class OnGPU:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         return {}
+
+
+class Refusing:
+    """As a library whose export raises errors of its own."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise self.error
 
 
 class OnDevice:
@@ -189,6 +202,30 @@ def test_memory_behind_dlpack(dtype: str, old: bool) -> None:
         as_buffer(Wrapped(np.zeros((2, 3), dtype).T, old), "x", True)
 
 
+@pytest.mark.parametrize("error", [AttributeError("lost"), KeyError("lost"), AssertionError("lost")], ids=repr)
+def test_whatever_an_export_raises_names_the_argument(error: Exception) -> None:
+    with pytest.raises(InvalidArgument, match="x: expected an array that DLPack can share, got Refusing: .*lost"):
+        as_buffer(Refusing(error), "x", writable=False)
+
+
+def test_a_tensor_with_the_negative_bit_is_refused() -> None:
+    """torch shares its memory, which holds the values with the other sign."""
+    torch = pytest.importorskip("torch")
+    x = torch.ones(1, dtype=torch.complex64).conj().imag
+    assert x.is_neg() and x.is_contiguous()
+    with pytest.raises(InvalidArgument, match=r"x: expected a tensor of resolve_neg\(\), got one with"):
+        as_buffer(x, "x", writable=False)
+    assert as_buffer(x.resolve_neg(), "x", writable=False).flat[0] == 0
+
+
+def test_allocate_without_enough_memory() -> None:
+    alone = kos.init("mock")
+    with pytest.raises(OutOfMemory, match=r"allocate of uint8\[1125899906842624\]: "):
+        alone.allocate(1 << 50, np.uint8)
+    alone.allocate(1, np.uint8)
+    alone.close()
+
+
 def test_arrays_that_never_change_are_read_only() -> None:
     """Though their library's capsules cannot say so."""
 
@@ -242,6 +279,7 @@ def test_dtype_table() -> None:
 # Every parameter of every function, given what it is not.
 
 NAN = float("nan")
+SECONDS = np.timedelta64(5, "s")  # to NumPy an integer
 NO_ARRAY = [None, "x", 1, [1.0], object(), np.float32(1)]
 NO_NUMBER = [None, "0", 1.5, True, [0], NAN, np.zeros(2)]
 WRONG: dict[str, list[Any]] = {
@@ -252,17 +290,17 @@ WRONG: dict[str, list[Any]] = {
     "src": [*NO_NUMBER, -1, 0, 2],
     "tag": [*NO_NUMBER, -1, 1 << 20],
     "counts": [4, "ab", [4], [4, 4, 4], [4, -4], [4, "4"], [4.0, 4.0], [True, 4], np.zeros((2, 2), int)],
-    "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2")],
+    "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2"), PremulSum(SECONDS)],
     "stream": [0, 5, "x", object()],
     "until": [0, "x", lambda: True],
-    "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1)],
+    "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1), np.complex64(1), SECONDS],
     "algorithm": [None, 5, "", "magic", ["ring"], np.zeros(2)],
     "async_op": [None, 2, "yes", [], np.zeros(2)],
     "deterministic": [None, -1, "yes", [], np.zeros(2)],
     "color": ["0", 1.5, True, [0], NAN, -1, 1 << 31],
     "key": [*NO_NUMBER, 1 << 31],
     "data": [None, "abc", 5, [1], np.zeros(2)],
-    "shape": [None, "4", -1, 1.5, (2, -1), (2, "2"), True],
+    "shape": [None, "4", -1, 1.5, (2, -1), (2, "2"), True, (1,) * 65],
     "dtype": [None, 5, "float99", object, "M8[s]", [1]],
     "code": NO_NUMBER,
     "ranks": [None, 5, "ab", [], [0, 0], [2], [-1], [True], [0.0], np.zeros((2, 2), int)],
@@ -285,6 +323,16 @@ RIGHT |= {f"{name}_init": given for name, given in RIGHT.items()} | {
     "allocate": {"shape": 3, "dtype": "float32"}, "abort": {}, "register": {"x": F},
     "group": {"ranks": [0, 1]}, "grid": {"shape": 2},
 }  # fmt: skip
+
+
+async def _a_coroutine(comm: kos.Communicator) -> None:
+    raise AssertionError("run")
+
+
+def _a_generator(comm: kos.Communicator) -> Iterator[None]:
+    yield
+
+
 NOT_CHECKED = {"abort": ["reason"], "synchronize": []}
 
 
@@ -311,14 +359,16 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
     (kos.init, "nccl", WRONG["nccl"]),
     (kos.init, "device", ["0", -1, 1.5, True]),
     (kos.init, "progress_thread", [None, 2, "yes"]),
-    (spawn, "fn", [None, 5, "f"]),
+    (kos.init, "process_hooks", [None, 2, "no"]),
+    (spawn, "fn", [None, 5, "f", _a_coroutine, _a_generator]),
+    *((spawn, f"check_{what}", [None, 2, "no"]) for what in ("deadlock", "messages", "arrays")),
     (spawn, "world_size", [*NO_NUMBER, 0, -1]),
     (spawn, "timeout", [None, *WRONG["timeout"]]),
     (spawn, "faults", [5, "x", [5], [None]]),
     (Fault, "kind", [None, "x", 5]),
     (Fault, "rank", [*NO_NUMBER, -1]),
     (Fault, "operation", [*NO_NUMBER, -1]),
-    (Fault, "seconds", ["1", 0, -1.0, NAN]),
+    (Fault, "seconds", ["1", 0, -1.0, NAN, float("inf")]),
 ])  # fmt: skip
 def test_every_parameter_of_functions(call: Callable[..., Any], parameter: str, wrong: list[Any]) -> None:
     rights = {kos.init: {}, spawn: {"fn": lambda comm: None, "world_size": 2}, Fault: {"kind": "delay", "rank": 0}}

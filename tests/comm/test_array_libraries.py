@@ -36,6 +36,9 @@ class Tensor:
     def get_device(self) -> int:
         return 0
 
+    def is_neg(self) -> bool:
+        return False
+
     def new_empty(self, shape: tuple[int, ...]) -> Tensor:
         return type(self)(Array.empty(shape, self.memory.dtype, 0))
 
@@ -201,6 +204,9 @@ def test_results_for_a_host_tensor_are_tensors(monkeypatch: pytest.MonkeyPatch) 
 
         def __init__(self, memory: np.ndarray) -> None:
             self.memory = memory
+
+        def is_neg(self) -> bool:
+            return False
 
         def new_empty(self, shape: tuple[int, ...]) -> HostTensor:
             return HostTensor(np.empty(shape, self.memory.dtype))

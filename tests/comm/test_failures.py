@@ -252,6 +252,27 @@ def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
     spawn(body, 2, timeout=60)
 
 
+@pytest.mark.parametrize("returns", [False, True])
+def test_the_reason_of_an_abort_outlives_the_rank(returns: bool) -> None:
+    """Also for a rank that waits after the thread of the aborted one has ended."""
+
+    def body(comm: kos.Communicator) -> None:
+        part = comm.split(0)
+        if comm.rank == 1:
+            comm.abort(reason="the data are damaged")
+            assert returns or heard.wait(40)
+            return
+        while returns and 1 not in comm.rendezvous.threads.world.ends:
+            time.sleep(0.001)
+        for call in (lambda: part.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
+            with pytest.raises(RankLost, match="rank 1 is gone: the data are damaged"):
+                call()
+        heard.set()
+
+    heard = threading.Event()
+    spawn(body, 2, timeout=60)
+
+
 @pytest.mark.parametrize("wait", WAITS)
 def test_closing_a_group_after_a_failure_in_another_names_its_cause(wait: str) -> None:
     MockRanks(3).run(lambda comm: closes_because_of_another(comm, wait))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import socket
 import sys
 import threading
@@ -159,6 +160,7 @@ GIVEN = {
     "size": ({"rank": 0, "size": 0, "address": "h:1"}, "rendezvous: size: expected a number from 1"),
     "local rank": ({"rank": 0, "size": 1, "address": "h:1", "local_rank": 3}, "rendezvous: local_rank: expected"),
     "port": ({"rank": 0, "size": 1, "address": "host"}, 'address: expected "host:port" of rank 0, got \'host\''),
+    "rank of an object": (Member(Threads(2), 5), "rendezvous: rank: expected a number from 0 to 1, got 5"),
     "large port": ({"rank": 0, "size": 1, "address": "host:70000"}, "expected \"host:port\""),
     "secret": ({"rank": 0, "size": 1, "address": "h:1", "secret": 5}, "secret: expected a text or bytes, got int"),
 }
@@ -172,8 +174,24 @@ def test_what_is_no_rendezvous(case: str) -> None:
 
 
 def test_an_exchange_that_returns_something_else() -> None:
-    with pytest.raises(RendezvousError, match="allgather: expected a list of 2 bytes, got b'"):
+    with pytest.raises(RendezvousError, match="allgather: expected a list of 2 bytes, got bytes$"):
         kos.init(rendezvous=Short(Threads(2), 0))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda parts: parts[::-1], lambda parts: [b"other"] * len(parts)], ids=["order", "data"]
+)
+def test_an_exchange_in_another_order(change: Any) -> None:
+    """Also where the ranks of one host have sent equal bytes before."""
+
+    class Changed(Member):
+        def allgather(self, data: bytes) -> list[bytes]:
+            return list(change(super().allgather(data)))
+
+    group = Threads(2)
+    for error in run_threads(*(lambda r=r: kos.init(rendezvous=Changed(group, r), timeout=TIMEOUT) for r in range(2))):
+        assert isinstance(error, RendezvousError), error
+        assert re.search("allgather: expected the bytes of rank . at place ., got other bytes$", str(error)), error
 
 
 def test_a_rank_0_that_cannot_listen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,3 +309,16 @@ def test_errors_name_the_ranks_of_the_world():
 def test_a_store_that_has_no_keys_of_rank_0_is_waited_for():
     with pytest.raises(RendezvousError, match="did not join the store within 0.3 s"):
         StoreRendezvous(DictStore(), 1, 2, 0.3)
+
+
+@pytest.mark.parametrize("value", ["no JSON", "[1]", 5])
+def test_a_store_that_returns_something_else(value):
+    class Wrong(DictStore):
+        def wait(self, keys, timeout):
+            pass
+
+        def get(self, key):
+            return value
+
+    with pytest.raises(RendezvousError, match="rendezvous: store: expected what rank 0 has set, got another "):
+        StoreRendezvous(Wrong(), 1, 2, 0.3)

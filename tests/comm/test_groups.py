@@ -72,6 +72,7 @@ WRONG: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "twice": (lambda comm: comm.group([1, 1]), r"ranks: expected different ranks from 0 to 1, got \[1, 1\]"),
     "far": (lambda comm: comm.group([0, 2]), "ranks: expected a rank from 0 to 1, got 2"),
     "small grid": (lambda comm: comm.grid((1, 1)), r"shape: expected a product of 2, .*, got \(1, 1\)"),
+    "deep grid": (lambda comm: comm.grid((2, *[1] * 64)), "shape: expected a number of dimensions .*, got 65"),
     "nccl on a host": (lambda comm: comm.split(0, nccl={"max_ctas": 4}), "expected None without the backend nccl"),
 }
 
@@ -106,7 +107,7 @@ def test_groups_that_differ_raise_on_all_ranks(one: Any, other: Any) -> None:
 
     for text in spawn(body, 2):
         assert "rank 0 called split #0" in text and "but rank 1 called split #0" in text, text
-        assert "for of" not in text and "purpose of" not in text, text
+        assert "for of" not in text and "purpose of" not in text and "  " not in text, text
 
 
 def test_product_is_the_name_of_torch() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import mmap
 import pickle
 import threading
 import time
@@ -18,8 +19,11 @@ from kos import ReduceOp
 from kos.comm.operation import POINT_TO_POINT
 from kos.comm.schedules import collectives
 from kos.comm.work import Work
+from kos.dtypes import DTYPES
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RendezvousError
+from kos.memory import as_buffer
 from kos.memory.array import Array
+from kos.memory.dlpack import CPU, export_capsule
 from kos.testing import spawn
 from tests.comm import model, shared_ranks
 from tests.comm.fake_nccl import FakeRanks, no_gpu
@@ -367,3 +371,28 @@ def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
         return comm.name, part.name, copy.name
 
     assert run(body, 2) == [("world", "world.0:0", "world.0:0.0:duplicate")] * 2
+
+
+class Empty:
+    """As torch's empty tensors, which have no address."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return export_capsule(0, (0, 3), DTYPES["float32"], 0, self, readonly=False, versioned=True, kind=CPU)
+
+
+def test_an_array_without_an_address() -> None:
+    """Gets one that no library knows as a special value, such as MPI_IN_PLACE."""
+    buffer = as_buffer(Empty(), "x", writable=True)
+    assert buffer.shape == (0, 3) and buffer.flat.size == 0 and buffer.address > mmap.PAGESIZE
+
+
+@pytest.mark.mpi
+def test_an_array_without_an_address_on_mpi(ranks_of_mpi: Any, apart: None) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = Empty()
+        assert comm.all_reduce(x) is x and comm.all_gather(x).shape == (comm.size, 0, 3)
+
+    ranks_of_mpi.run(body)

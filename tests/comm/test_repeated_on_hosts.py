@@ -245,3 +245,15 @@ def test_a_cached_scatter_takes_no_input_of_another_rank_than_the_root(comm: kos
         if comm.rank:
             with pytest.raises(InvalidArgument, match="x: expected None on rank 1"):
                 call(out, *counts, out)
+
+
+@on_each_rank(shared_ranks.run, 2)
+def test_a_cached_gather_takes_no_output_of_another_rank_than_the_root(comm: kos.Communicator, /) -> None:
+    x, out = np.ones(1), np.empty(2)
+    for name, counts in (("gather", ()), ("gather_v", ([1, 1],))):
+        call = getattr(comm, name)
+        for _ in range(3):
+            call(x, *counts, out=None if comm.rank else out)
+        if comm.rank:
+            with pytest.raises(InvalidArgument, match="out: expected None on rank 1"):
+                call(x, *counts, out=x)

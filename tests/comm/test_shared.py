@@ -124,7 +124,10 @@ def test_scans(seed: int, size: int, dtype: Any, op: Any) -> None:
 @on_each_rank(run, 2)
 def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communicator, /) -> None:
     with np.errstate(all="raise"):
-        assert np.isinf(comm.all_reduce(np.full(5, 3e38, np.float32))).all()
+        for op in (ReduceOp.SUM, ReduceOp.AVG, PremulSum(2.0)):
+            assert np.isinf(comm.all_reduce(np.full(5, 3e38, np.float32), op)).all()
+        assert (comm.all_reduce(np.full(5, 1e-45, np.float32), ReduceOp.AVG) > 0).all()
+        assert np.isnan(comm.all_reduce(np.full(5, np.inf, np.float16), PremulSum(0.0))).all()
         with pytest.raises(FloatingPointError):
             np.full(5, 3e38, np.float32) * np.float32(10)
 

@@ -167,6 +167,25 @@ def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm: kos.Communic
         comm.close()
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_rank_that_is_done_and_closes_names_its_last_call(count: int) -> None:
+    """The root of a broadcast waits for no one, nor does a rank whose array is empty."""
+    closed = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            comm.broadcast(np.zeros(count))
+            comm.close()
+            closed.set()
+            return
+        assert closed.wait(TIMEOUT)
+        with pytest.raises(CollectiveMismatch, match="rank 0 called broadcast #1 .* but rank 1 called all_reduce #1"):
+            comm.all_reduce(np.zeros(3))
+
+    TCPRanks(2).run(body)
+
+
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_counts_of_two_ranks_that_disagree(ranks: TCPRanks, counts: tuple[int, int]) -> None:
     ranks.run(lambda comm: disagree_about_counts(comm, *counts))

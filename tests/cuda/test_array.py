@@ -124,6 +124,16 @@ def test_shape_rules_need_no_gpu() -> None:
         array[::2]
     with pytest.raises(IndexError, match=r"expected -4\.\.3, got 4"):
         array[4]
+    assert array.reshape(np.int64(24)).shape == (24,) and array[np.int64(1)].pointer == array[1].pointer
+    uses = {
+        "reshape": lambda wrong: array.reshape(wrong, 2),
+        "Array.empty": lambda wrong: Array.empty((2, wrong), "float32", 0),
+        "index": lambda wrong: array[wrong],
+    }
+    for what, use in uses.items():
+        for wrong in (12.0, "24", None):
+            with pytest.raises(InvalidArgument, match=f"^{what}: expected a whole number, got {wrong!r}"):
+                use(wrong)
     with pytest.raises(InvalidArgument, match="2 bytes, got float32"):
         array.view("float32")
 

@@ -184,7 +184,9 @@ class Mesh:
         if (failure := self.ledger.failure) is not None:  # perhaps only this rank has received it
             self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
         data = json.dumps([why[:REASON_LENGTH], None if cause is None else _short(cause)]).encode()
-        for peer in self.peers.values():
+        for rank, peer in self.peers.items():
+            if kind == CLOSE and self._complete:  # a rank that waits in another call reports both
+                self.describe(rank, self._complete[-1])
             peer.send_control(kind, 0, data)
         self._linger(lambda: any(peer.busy for peer in self.peers.values()))
         for peer in self.peers.values():

@@ -97,7 +97,8 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
 
 def _by_exchange(given: Exchange, timeout: float) -> Rendezvous:
     """Rank 0 listens at a free port, and sends its address and a secret through ``given``."""
-    rank, size, listener, offer = given.rank, given.size, None, dict[str, Any]()
+    size, listener, offer = number_in("rendezvous: size", given.size, 1, 1 << 20), None, dict[str, Any]()
+    rank = number_in("rendezvous: rank", given.rank, 0, size - 1)
     if size == 1:
         return JobRendezvous(Place(0, 1), timeout)
     hosts = _allgather(given, host_id().encode())
@@ -108,11 +109,15 @@ def _by_exchange(given: Exchange, timeout: float) -> Rendezvous:
 
 
 def _allgather(given: Exchange, data: bytes) -> list[bytes]:
-    """Every rank's bytes through ``given``, checked."""
-    parts = given.allgather(data)
-    if not isinstance(parts, list) or len(parts) != given.size or not all(isinstance(each, bytes) for each in parts):
-        raise RendezvousError(f"rendezvous: allgather: expected a list of {given.size} bytes, got {parts!r:.80}")
-    return parts
+    """Every rank's bytes through ``given``, checked.  Errors do not show them: one has the secret."""
+    parts: Any = given.allgather(data)
+    kinds = [type(each).__name__ for each in parts] if isinstance(parts, list) else type(parts).__name__
+    if kinds != ["bytes"] * given.size:
+        raise RendezvousError(f"rendezvous: allgather: expected a list of {given.size} bytes, got {kinds!s:.80}")
+    if parts[given.rank] != data:
+        at = f"expected the bytes of rank {given.rank} at place {given.rank}, got other bytes"
+        raise RendezvousError(f"rendezvous: allgather: {at}")
+    return list(parts)
 
 
 @runtime_checkable
@@ -177,6 +182,8 @@ def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socke
     prefix = f"kos/{store.add(f'kos/joined/{rank}', 1)}"
     store.set(f"{prefix}/host/{rank}", host_id())
 
+    offer: dict[str, Any]
+
     def get(key: str, more: float = 0.0) -> bytes | None:
         """The value of the key; None if it is not set at the deadline."""
         try:
@@ -186,9 +193,16 @@ def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socke
             return None
 
     if rank:
-        return None, json.loads(get("hub", GRACE_SECONDS) or json.dumps({"missing": [0]}))
+        found = get("hub", GRACE_SECONDS)
+        try:
+            offer = {"missing": [0]} if found is None else json.loads(found)
+            if isinstance(offer, dict):
+                return None, offer
+        except (TypeError, ValueError):  # of what a store has returned
+            pass
+        raise RendezvousError(f"rendezvous: store: expected what rank 0 has set, got another {type(found).__name__}")
     listener, hosts = None, [get(f"host/{other}") for other in range(size)]
-    offer: dict[str, Any] = {"missing": [other for other, host in enumerate(hosts) if host is None]}
+    offer = {"missing": [other for other, host in enumerate(hosts) if host is None]}
     if not offer["missing"]:
         listener, offer = _listen(hosts)
     store.set(f"{prefix}/hub", json.dumps(offer))

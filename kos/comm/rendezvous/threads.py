@@ -106,8 +106,9 @@ class ThreadGroup:
 
     def raise_end(self, rank: int, ledger: Ledger, what: object = None) -> None:
         """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
-        why = self.world.ends.get(self.members[rank])
-        end = self._closed.get(rank) if why is None else (why, None, None)
+        why, end = self.world.ends.get(self.members[rank]), self._closed.get(rank)
+        if why is not None and (end is None or end[0] == WHY_CLOSED):  # an abort has said more before the end
+            end = why, None, None
         if end is not None:
             why, cause, window = end
             raise ledger.lost(rank, why, what, cause, window)

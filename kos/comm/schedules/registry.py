@@ -8,6 +8,8 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from kos.comm.schedules.schedule import IN_PLACE, ROOTED, Rounds, Schedule
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument
@@ -93,6 +95,9 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
     listing the known ones, and for numbers out of range.
     """
     rounds, parts, ordered = _find(collective, algorithm)
+    for what, number in (("ranks", ranks), ("chunks", chunks), ("root", root), ("ranks_per_node", ranks_per_node or 1)):
+        if not isinstance(number, int | np.integer):
+            raise InvalidArgument(f"{what} must be a whole number, got {number!r}")
     local = next(d for d in range(8, 0, -1) if ranks % d == 0) if ranks_per_node is None else ranks_per_node
     for right, problem in (
         (ranks >= 1, f"ranks must be at least 1, got {ranks}"),

@@ -145,7 +145,11 @@ class Schedule:
         for m in families:
             if not isinstance(m, Moves):
                 raise ScheduleError(f"{self}: round {number}: expected Moves, got {type(m).__name__}")
-            for src, dst, chunk, to_chunk, count in zip(*(c.tolist() for c in m.transfers(self.ranks)), strict=True):
+            columns = m.transfers(self.ranks)
+            if wrong := {str(c.dtype) for c in columns if c.size and c.dtype.kind not in "iu"}:
+                got = ", ".join(sorted(wrong))
+                raise ScheduleError(f"{self}: round {number}: expected whole numbers in Moves, got {got}")
+            for src, dst, chunk, to_chunk, count in zip(*(c.tolist() for c in columns), strict=True):
                 if count == 0:
                     continue
                 if not (0 <= src < self.ranks and 0 <= dst < self.ranks):

@@ -162,6 +162,10 @@ def test_input_of_an_all_gather_may_be_its_block_of_the_output():
     (("allreduce", "ring", 4), "unknown collective 'allreduce', .* all_reduce"),
     (("all_reduce", "ring", 0), "ranks must be at least 1, got 0"),
     (("all_reduce", "ring", 4, 0), "chunks must be at least 1, got 0"),
+    (("all_reduce", "ring", 4.5), "ranks must be a whole number, got 4.5"),
+    (("all_reduce", "ring", "4"), "ranks must be a whole number, got '4'"),
+    (("all_reduce", "ring", 4, 1.5), "chunks must be a whole number, got 1.5"),
+    (("broadcast", "ring", 4, 1, None), "root must be a whole number, got None"),
     (("broadcast", "ring", 4, 1, 4), r"root must be in 0\.\.3, got 4"),
 ])
 def test_unknown_names_and_numbers_are_refused(arguments, message):

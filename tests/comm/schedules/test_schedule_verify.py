@@ -43,6 +43,8 @@ def test_hierarchical_proved_for_every_node_size(collective, algorithm):
 @pytest.mark.parametrize(("rounds", "message"), [
     *([[[Moves(src, dst, 0)]], "round 0: expected ranks from 0 to 1, got .* to "]
       for src, dst in ((0, 4), (4, 0), (-1, 0), (0, -1), (0, [1, 9]))),
+    ([[Moves(1, 0, 0.5)]], r"round 0: expected whole numbers in Moves, got float64"),
+    ([[Moves("1", 0, 0), Moves(1, True, 0)]], r"round 0: expected whole numbers in Moves, got <U1"),
     (None, r"wrong on 2 ranks, .*: expected rounds of Moves, got NoneType"),
     (3, r"expected rounds of Moves, got int"),
     ([Moves(0, 1, 0)], r"round 0: expected a list of Moves, got Moves"),
