@@ -38,6 +38,23 @@ class Exchange(Protocol):
         """Every rank's bytes, in rank order; returns once all ranks have called it."""
 
 
+def on_all(exchange: Exchange, what: str, step: Callable[[], bytes | None]) -> list[bytes]:
+    """Run a step that succeeds on all ranks or raises on all of them.  Returns the result of each rank.
+
+    A rank whose step fails raises its error, the others PeerMemoryError, which names the ranks that failed.
+    """
+    try:
+        mine = b"+" + (step() or b"")
+    except Exception as error:
+        exchange.allgather(b"-" + str(error).encode())
+        raise
+    reports = exchange.allgather(mine)
+    failed = [f"rank {rank}: {data[1:].decode()}" for rank, data in enumerate(reports) if data[:1] == b"-"]
+    if failed:
+        raise PeerMemoryError(f"symmetric memory: a rank could not {what}: {'; '.join(failed)}")
+    return [data[1:] for data in reports]
+
+
 class SymmetricMemory:
     """``nbytes`` on ``device`` of each rank, zero-initialised. Creating and closing are collective.
 
@@ -89,38 +106,25 @@ class SymmetricMemory:
                     if bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES]) != tokens[writer]:
                         raise PeerMemoryError(f"the bytes that rank {writer} wrote to rank {peer} differ here")
 
-        reports = self._on_all("share its memory" if self._given else "allocate its slab", allocate)
+        def finish() -> None:
+            if not self._given:
+                call(cu.cuMemsetD8, self.pointer, 0, len(slot))
+                call(cu.cuCtxSynchronize)
+            table = np.array(self.pointers, np.uint64)
+            self.peer_pointers = Array.from_numpy(table, self.device, label="peer pointers")
+            driver.synchronize(self.device)
+
+        reports = on_all(self.exchange, "share its memory" if self._given else "allocate its slab", allocate)
         tokens = [data[:_TOKEN_BYTES] for data in reports]
         handles = [ipc.IpcHandle.from_bytes(data[_TOKEN_BYTES:]) for data in reports]
         sizes = [other.nbytes for other in handles]
         if len(set(sizes)) > 1:
             raise InvalidArgument(f"SymmetricMemory: expected one size on all ranks, got {sizes} bytes")
         with driver.on_device(self.device):
-            self._on_all("map the slabs of its peers and write to them", write)
+            on_all(self.exchange, "map the slabs of its peers and write to them", write)
             if not self._given:
-                self._on_all("read what its peers wrote", check)
-                call(cu.cuMemsetD8, self.pointer, 0, len(slot))
-                call(cu.cuCtxSynchronize)
-        self.exchange.allgather(b"")
-        table = np.array(self.pointers, np.uint64)
-        self.peer_pointers = Array.from_numpy(table, self.device, label="peer pointers")
-        driver.synchronize(self.device)
-
-    def _on_all(self, what: str, step: Callable[[], bytes | None]) -> list[bytes]:
-        """Run a step that succeeds on all ranks or raises on all of them, naming the ranks that failed.
-
-        Returns the result of each rank.
-        """
-        try:
-            mine = b"+" + (step() or b"")
-        except Exception as error:
-            self.exchange.allgather(b"-" + str(error).encode())
-            raise
-        reports = self.exchange.allgather(mine)
-        failed = [f"rank {rank}: {data[1:].decode()}" for rank, data in enumerate(reports) if data[:1] == b"-"]
-        if failed:
-            raise PeerMemoryError(f"symmetric memory: a rank could not {what}: {'; '.join(failed)}")
-        return [data[1:] for data in reports]
+                on_all(self.exchange, "read what its peers wrote", check)
+            on_all(self.exchange, "clear its slab", finish)
 
     @property
     def pointer(self) -> int:

@@ -18,6 +18,8 @@ from kos import ReduceOp
 from kos.comm import watchdog
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu import shared as gpu_shared
+from kos.comm.gpu.peer import engine as peer_engine
+from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.engine import PeerEngine, _Word
 from kos.comm.gpu.peer.launches import Launch
 from kos.comm.operation import Call, Operation
@@ -25,13 +27,16 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver
 from kos.errors import (
+    BackendUnavailable,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     CompileError,
     CudaError,
     KosError,
+    OutOfMemory,
     RankLost,
+    RendezvousError,
 )
 from kos.memory.array import Array
 from tests.comm.fake_peer import HostMemory, ThreadRanks, communicator, meet, no_gpus
@@ -223,6 +228,37 @@ def test_a_timeout_of_one_call_is_that_call_s_alone(
             comm.synchronize(20.0)
     meet(rendezvous)
     comm.abort()
+
+
+@pytest.mark.parametrize("broken", [OutOfMemory("cuMemHostAlloc: out of memory"), KeyboardInterrupt()], ids=repr)
+def test_a_rank_that_cannot_prepare_its_kernels(
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch, broken: BaseException
+) -> None:
+    """Without memory all refuse the backend, and go on together, with another perhaps; after Ctrl-C nobody goes on."""
+    here = threading.local()
+
+    def pinned_empty(count: int, dtype: Any, device: int) -> Any:
+        if here.rank == 1:
+            raise broken
+        return np.zeros(count, dtype)
+
+    monkeypatch.setattr(peer_engine, "pinned_empty", pinned_empty)
+
+    def body(rendezvous: Rendezvous) -> None:
+        rank = here.rank = rendezvous.rank
+        kind: type[BaseException] = BackendUnavailable
+        told = "peer: " + "symmetric memory: a rank could not prepare .*: rank 1: " * (rank != 1) + str(broken)
+        if isinstance(broken, KeyboardInterrupt):
+            kind, told = KeyboardInterrupt if rank == 1 else RendezvousError, "^$" if rank == 1 else "rank 1 by Keyboard"
+        with pytest.raises(kind, match=told), rendezvous.reporting():
+            PeerBackend(rendezvous, 0)
+        if kind is BackendUnavailable:
+            here.rank = -1
+            comm = communicator(rendezvous, 20.0)
+            assert (comm.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == SIZE).all()
+            comm.close()
+
+    ranks.run_bare(body)
 
 
 @pytest.mark.parametrize("how", ["timeout", "abort"])

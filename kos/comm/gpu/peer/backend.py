@@ -83,10 +83,12 @@ class PeerBackend(DeviceBackend):
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
             self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
-            self._failure = self._engine.failure
-        except KosError as error:
+        except BaseException as error:
             super().close()
-            raise BackendUnavailable(f"peer: {error}") from error
+            if not isinstance(error, KosError) or rendezvous.failure is not None:
+                raise
+            raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
+        self._failure = self._engine.failure
         watchdog.add(self)
 
     @classmethod

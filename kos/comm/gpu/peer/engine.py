@@ -45,7 +45,7 @@ from kos.errors import (
 )
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty
-from kos.memory.symmetric import SymmetricMemory
+from kos.memory.symmetric import SymmetricMemory, on_all
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 MAX_RANKS = 8
@@ -136,11 +136,7 @@ class PeerEngine:
         self._macros = dict(macros, RANKS=self.size)
         self._memories: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._registered = 0
-        self._record = pinned_empty(16, np.uint64, device)
-        self._record[:] = 0
-        self.failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
         self._seen_waits, self._waits_until = 0, 0.0
-        self.timeout = timeout
         inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
         self._in = _INBOX + inboxes
         self._out = self._in + 2 * staging
@@ -154,12 +150,23 @@ class PeerEngine:
         self.relayed = min(self.blocks * _BOX_PACKETS * _PACKET_BYTES, _RELAYED_UP_TO // others)
         nbytes = self._boxes + slots * _BOX_PACKETS * 16
         self.memory = SymmetricMemory(rendezvous, nbytes, device)
-        self._loading = create_stream(device)  # no graph captures it
         self._contexts: dict[float | None, Array] = {}  # by the deadline of a launch
         self.deadline: float | None = None
-        self._context = self._context_of(None)
-        driver.synchronize(device)
-        rendezvous.barrier()
+
+        def prepare() -> None:
+            self._record = pinned_empty(16, np.uint64, device)
+            self._record[:] = 0
+            self.failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
+            self.timeout = timeout
+            self._loading = create_stream(device)  # no graph captures it
+            self._context = self._context_of(None)
+            driver.synchronize(device)
+
+        try:
+            on_all(rendezvous, "prepare what its kernels read", prepare)
+        except BaseException:
+            self.memory.abort()
+            raise
 
     @property
     def timeout(self) -> float:
