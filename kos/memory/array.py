@@ -53,8 +53,9 @@ class Array:
 
     The memory is used and freed in the order of ``stream`` (None: the legacy default stream); other libraries wait for
     it.  A stream that is given as a handle must outlive the array; a stream object is kept alive.
-    Copies are asynchronous, and the caller orders them against work on other streams.  The driver waits for copies
-    with pageable host memory, not for those with ``pinned_empty``.  An array does not change: a view is another array.
+    Copies are asynchronous, and the caller orders them against work on other streams.  When a copy from pageable host
+    memory returns, that memory may change, but the bytes may not have reached the GPU; with ``pinned_empty`` neither
+    has happened.  An array does not change: a view is another array.
     Methods raise InvalidArgument for shapes and dtypes that do not fit, OutOfMemory, and CudaError.
     """
 

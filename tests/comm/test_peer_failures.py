@@ -249,7 +249,7 @@ def test_a_rank_that_cannot_prepare_its_kernels(
         kind: type[BaseException] = BackendUnavailable
         told = "peer: " + "symmetric memory: a rank could not prepare .*: rank 1: " * (rank != 1) + str(broken)
         if isinstance(broken, KeyboardInterrupt):
-            kind, told = KeyboardInterrupt if rank == 1 else RendezvousError, "^$" if rank == 1 else "rank 1 by Keyboard"
+            kind, told = (KeyboardInterrupt, "^$") if rank == 1 else (RendezvousError, "rank 1 by KeyboardInterrupt")
         with pytest.raises(kind, match=told), rendezvous.reporting():
             PeerBackend(rendezvous, 0)
         if kind is BackendUnavailable:

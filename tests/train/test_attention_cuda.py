@@ -101,23 +101,30 @@ class Case:
         return {name: array.numpy(stream) for name, array in names.items()}
 
 
-def device_arena() -> Arena:
+def upload(x: np.ndarray, stream: Any) -> Array:
+    """``x`` on the device.  Kernels on another stream could run before the copy, even of pageable memory, has ended."""
+    return Array.from_numpy(x, 0, stream=stream)
+
+
+def device_arena(stream: Any) -> Arena:
     return Arena(
-        allocate=lambda nbytes: Array.empty(max(nbytes, 1), "uint8", 0),
+        allocate=lambda nbytes: Array.empty(max(nbytes, 1), "uint8", 0, stream=stream),
         view=lambda slab, offset, shape, dtype: Array(slab.pointer + offset, shape, dtype, 0, owner=slab),
     )
 
 
-def make_case(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, spread: float = 1.0) -> Case:
+def make_case(
+    rng: np.random.Generator, stream: Any, shape: tuple[int, ...], dtype: str, spread: float = 1.0
+) -> Case:
     samples, length, heads, kv_heads, d = shape
     tokens, width = samples * length, (heads + 2 * kv_heads) * d
     kind = DTYPES[dtype].numpy
     qkv = (rng.standard_normal((tokens, width)) * spread).astype(kind)
     d_out = rng.standard_normal((tokens, heads * d)).astype(kind)
     expected = expect(qkv, d_out, samples, length, heads, kv_heads)
-    empty = [Array.empty(s, t, 0) for s, t in (
+    empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
         ((tokens, heads * d), dtype), ((samples, heads, length), "float32"), ((tokens, width), dtype))]  # fmt: skip
-    return Case(heads, kv_heads, Array.from_numpy(qkv, 0), Array.from_numpy(d_out, 0), *empty, expected)
+    return Case(heads, kv_heads, upload(qkv, stream), upload(d_out, stream), *empty, expected)
 
 
 def expect(
@@ -170,8 +177,8 @@ def families() -> list[str]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", families())
 def test_tensor_cores(rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[int, ...]) -> None:
-    case = make_case(rng, shape, dtype)
-    assert_close(case, case.run(stream, device_arena(), family=family), dtype, shape[-1])
+    case = make_case(rng, stream, shape, dtype)
+    assert_close(case, case.run(stream, device_arena(stream), family=family), dtype, shape[-1])
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -189,7 +196,7 @@ def test_blocks_that_stay(
     rng: np.random.Generator, stream: Any, consumers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More tiles than the GPU has multiprocessors: every block works on several."""
-    case = make_case(rng, (3, 300, 32, 4, 64), "bfloat16")
+    case = make_case(rng, stream, (3, 300, 32, 4, 64), "bfloat16")
     for array in (case.out, case.log_sum_exp):
         array.fill_bytes(255, stream)
     operands = (case.qkv, case.heads, case.kv_heads, case.out, case.log_sum_exp, launcher(stream))
@@ -201,8 +208,8 @@ def test_blocks_that_stay(
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_simple(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...]) -> None:
-    case = make_case(rng, shape, dtype)
-    assert_close(case, case.run(stream, device_arena(), family="simple"), dtype, shape[-1])
+    case = make_case(rng, stream, shape, dtype)
+    assert_close(case, case.run(stream, device_arena(stream), family="simple"), dtype, shape[-1])
 
 
 @pytest.mark.parametrize("shape", TO_OTHERS, ids=str)
@@ -236,7 +243,7 @@ def check_to_others(
         kv.reshape(samples, length, -1)[:, keys][:, -9:, kv_heads * d :] *= 1000
     out64, lse64, d_qkv64, kv64 = columns(out), lse.astype(np.float64), columns(d_qkv), columns(kv).T
     reference.attention_to(columns(qkv), kv64, heads, kv_heads, queries, keys, out64, lse64, Arena())
-    on_device = [Array.from_numpy(x, 0) for x in (qkv, kv, out, lse, d_out, d_qkv)]
+    on_device = [upload(x, stream) for x in (qkv, kv, out, lse, d_out, d_qkv)]
     qkv_, kv_, out_, lse_, d_out_, d_qkv_ = on_device
     to = ops.Others(kv_, queries, keys)
     ops.attention(qkv_, heads, kv_heads, out_, lse_, launch, to=to, family=family)
@@ -252,9 +259,9 @@ def check_to_others(
     units, merged = 16 if dtype == "float32" else 2, out_.numpy(stream)
     np.testing.assert_allclose(lse_.numpy(stream), lse64, rtol=0, atol=1e-3 if unlike else 2e-5)
     close("out", of(merged, queries), of(out64, queries), units)
-    merged_kind, d_kv_ = merged.astype(kind), Array.from_numpy(np.zeros(kv.shape, np.float32), 0)
+    merged_kind, d_kv_ = merged.astype(kind), upload(np.zeros(kv.shape, np.float32), stream)
     ops.attention_backward(
-        d_out_, qkv_, Array.from_numpy(merged_kind, 0), lse_, heads, kv_heads, d_qkv_, device_arena(), launch,
+        d_out_, qkv_, upload(merged_kind, stream), lse_, heads, kv_heads, d_qkv_, device_arena(stream), launch,
         to=to, d_kv=d_kv_, family=family,
     )  # fmt: skip
     d_kv64 = np.empty(kv64.shape)
@@ -305,10 +312,10 @@ def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, famil
         *(np.asfortranarray(x.astype(np.float64)) for x in (d_out, qkv)), np.ascontiguousarray(kv.T),
         np.asfortranarray(out.astype(np.float64)), lse, 1, 1, every, every, d_qkv64, d_kv64, Arena(),
     )  # fmt: skip
-    of_kind = [Array.from_numpy(x.astype(kind), 0) for x in (d_out, qkv, out, kv)]
-    wide = [Array.from_numpy(x.astype(np.float32), 0) for x in (lse, 0 * qkv, 0 * kv)]
+    of_kind = [upload(x.astype(kind), stream) for x in (d_out, qkv, out, kv)]
+    wide = [upload(x.astype(np.float32), stream) for x in (lse, 0 * qkv, 0 * kv)]
     ops.attention_backward(
-        *of_kind[:3], wide[0], 1, 1, wide[1], device_arena(), launcher(stream),
+        *of_kind[:3], wide[0], 1, 1, wide[1], device_arena(stream), launcher(stream),
         to=ops.Others(of_kind[3], every, every), d_kv=wide[2], family=family,
     )  # fmt: skip
     error = np.linalg.norm(wide[1].numpy(stream) - d_qkv64) / np.linalg.norm(d_qkv64)
@@ -322,8 +329,8 @@ def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream
     kv[:, 64:] = 3
     for size, before, expected in ((1.0, -500.0, 3.0), (1.0, 500.0, 7.0), (16.0, 0.0, 3.0), (-16.0, 0.0, 7.0)):
         kv[:, :64] = size
-        on_device = [Array.from_numpy(x.astype(DTYPES["bfloat16"].numpy), 0) for x in (qkv, kv)]
-        out, lse = (Array.from_numpy(np.full(s, x, np.float32), 0) for s, x in (((64, 64), 7), ((1, 1, 64), before)))
+        on_device = [upload(x.astype(DTYPES["bfloat16"].numpy), stream) for x in (qkv, kv)]
+        out, lse = (upload(np.full(s, x, np.float32), stream) for s, x in (((64, 64), 7), ((1, 1, 64), before)))
         to = ops.Others(on_device[1], slice(0, 64), slice(0, 64))
         ops.attention(on_device[0], 1, 1, out, lse, launcher(stream), to=to, family=family)
         np.testing.assert_allclose(out.numpy(stream), np.full((64, 64), expected, np.float32), rtol=1e-5)
@@ -337,11 +344,11 @@ def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, family: str
     samples, length, heads, kv_heads, d = 1, 1000, 16, 4, 64
     tokens, kind = samples * length, DTYPES["bfloat16"].numpy
     counts = (heads + 2 * kv_heads, 2 * kv_heads, heads, heads)
-    qkv, kv, d_out, out = (Array.from_numpy(rng.standard_normal((tokens, n * d)).astype(kind), 0) for n in counts)
-    lse = Array.from_numpy(np.full((samples, heads, length), 8, np.float32), 0)
+    qkv, kv, d_out, out = (upload(rng.standard_normal((tokens, n * d)).astype(kind), stream) for n in counts)
+    lse = upload(np.full((samples, heads, length), 8, np.float32), stream)
     to = ops.Others(kv, slice(500, 1000), slice(0, 1000))
-    d_qkv, d_kv = (Array.empty(shape, "float32", 0) for shape in (qkv.shape, kv.shape))
-    first, arena = None, device_arena()
+    d_qkv, d_kv = (Array.empty(shape, "float32", 0, stream=stream) for shape in (qkv.shape, kv.shape))
+    first, arena = None, device_arena(stream)
     for _ in range(20):
         d_qkv.fill_bytes(0, stream), d_kv.fill_bytes(0, stream)
         ops.attention_backward(
@@ -356,8 +363,8 @@ def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, family: str
 @pytest.mark.parametrize("family", families())
 def test_large_scores(rng: np.random.Generator, stream: Any, family: str) -> None:
     """Scores of hundreds: only the shift by the maximum keeps them finite."""
-    case = make_case(rng, (1, 200, 2, 2, 64), "bfloat16", spread=8.0)
-    results = case.run(stream, device_arena(), family=family)
+    case = make_case(rng, stream, (1, 200, 2, 2, 64), "bfloat16", spread=8.0)
+    results = case.run(stream, device_arena(stream), family=family)
     assert all(np.isfinite(x.astype(np.float32)).all() for x in results.values())
     error = np.linalg.norm(results["out"].astype(np.float64) - case.expected["out"])
     assert error < 2 * EPSILON["bfloat16"] * np.linalg.norm(case.expected["out"])
@@ -367,8 +374,8 @@ def test_large_scores(rng: np.random.Generator, stream: Any, family: str) -> Non
 def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, family: str) -> None:
     """Run after run, and replayed from a graph, on operands that change between replays."""
     shape = (2, 777, 8, 2, 128)
-    case, other = make_case(rng, shape, "bfloat16"), make_case(rng, shape, "bfloat16")
-    arena = device_arena()
+    case, other = make_case(rng, stream, shape, "bfloat16"), make_case(rng, stream, shape, "bfloat16")
+    arena = device_arena(stream)
     first = case.run(stream, arena, family=family)
     second = case.run(stream, arena, family=family)
     with cuda.capture(stream, keep=[case, arena]) as graph:
@@ -376,7 +383,7 @@ def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, family: str
     case.qkv.copy_from(other.qkv, stream)
     graph.replay(stream)
     assert not np.array_equal(case.results(stream)["out"].view(np.uint16), first["out"].view(np.uint16))
-    case.qkv.copy_from(Array.from_numpy(case.qkv.numpy(stream), 0), stream)
+    case.qkv.copy_from(upload(case.qkv.numpy(stream), stream), stream)
     replayed, again = case.results(stream), case.run(stream, arena, family=family)
     for a, b in ((first, second), (replayed, again)):
         for name in a:
@@ -389,10 +396,10 @@ def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) ->
     samples, length, heads, kv_heads = 2, 2048, 32, 8
     shapes, kind = [(samples * length, n * d) for n in (heads + 2 * kv_heads, heads)], DTYPES["bfloat16"].numpy
     qkv, d_out = (rng.standard_normal(shape, np.float32).astype(kind) for shape in shapes)
-    empty = [Array.empty(s, t, 0) for s, t in (
+    empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
         (d_out.shape, "bfloat16"), ((samples, heads, length), "float32"), (qkv.shape, "bfloat16"))]  # fmt: skip
-    case = Case(heads, kv_heads, Array.from_numpy(qkv, 0), Array.from_numpy(d_out, 0), *empty, {})
-    arena = device_arena()
+    case = Case(heads, kv_heads, upload(qkv, stream), upload(d_out, stream), *empty, {})
+    arena = device_arena(stream)
     first = {name: array.view(np.uint16) for name, array in case.run(stream, arena).items()}
     for _ in range(300):
         for name, array in case.run(stream, arena).items():
@@ -401,12 +408,12 @@ def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) ->
 
 def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> None:
     """NaN in one sample and one kv head stays there."""
-    case = make_case(rng, (2, 150, 4, 2, 64), "bfloat16")
-    clean = case.run(stream, device_arena())
+    case = make_case(rng, stream, (2, 150, 4, 2, 64), "bfloat16")
+    clean = case.run(stream, device_arena(stream))
     poisoned = case.qkv.numpy(stream)
     poisoned[150:, 4 * 64 : 5 * 64] = np.nan  # keys of the second sample's first kv head
     case.qkv.copy_from(poisoned, stream)
-    results = case.run(stream, device_arena())
+    results = case.run(stream, device_arena(stream))
     bits = {name: x.view(np.uint16) for name, x in (("new", results["out"]), ("old", clean["out"]))}
     np.testing.assert_array_equal(bits["new"][:150], bits["old"][:150])
     np.testing.assert_array_equal(bits["new"][:, 2 * 64 :], bits["old"][:, 2 * 64 :])
@@ -417,15 +424,15 @@ def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> 
 @pytest.mark.parametrize("d", [64, 128])
 def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
     """dQ is added up relative to what it can be at most: powers of two less leave the same bits."""
-    case = make_case(rng, (1, 300, 4, 2, d), "bfloat16")
-    first = case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32)
+    case = make_case(rng, stream, (1, 300, 4, 2, d), "bfloat16")
+    first = case.run(stream, device_arena(stream), family=family)["d_qkv"].astype(np.float32)
     d_out = case.d_out.numpy(stream).astype(np.float32)
     for power in (-100 if family == "hopper" else -60, -20, 40):
         case.d_out.copy_from((d_out * 2.0**power).astype(DTYPES["bfloat16"].numpy), stream)
-        scaled = case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32)
+        scaled = case.run(stream, device_arena(stream), family=family)["d_qkv"].astype(np.float32)
         np.testing.assert_array_equal(scaled, first * np.float32(2.0**power))
     case.d_out.fill_bytes(0, stream)
-    assert not case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32).any()
+    assert not case.run(stream, device_arena(stream), family=family)["d_qkv"].astype(np.float32).any()
 
 
 @pytest.mark.parametrize("family", families())
@@ -439,10 +446,10 @@ def test_the_largest_sums(rng: np.random.Generator, stream: Any, family: str, d:
     d_out = d_out.astype(DTYPES["bfloat16"].numpy)
     expected = expect(qkv, d_out, 1, length, 1, 1)
     assert np.abs(expected["d_qkv"][-1, :d]).min() * np.sqrt(d) > 0.4 * 2 * 7 * 5 * d * 3  # scores are scaled
-    empty = [Array.empty(s, t, 0) for s, t in (
+    empty = [Array.empty(s, t, 0, stream=stream) for s, t in (
         (d_out.shape, "bfloat16"), ((1, 1, length), "float32"), (qkv.shape, "bfloat16"))]  # fmt: skip
-    case = Case(1, 1, Array.from_numpy(qkv, 0), Array.from_numpy(d_out, 0), *empty, expected)
-    assert_close(case, case.run(stream, device_arena(), family=family), "bfloat16", d)
+    case = Case(1, 1, upload(qkv, stream), upload(d_out, stream), *empty, expected)
+    assert_close(case, case.run(stream, device_arena(stream), family=family), "bfloat16", d)
 
 
 @pytest.mark.parametrize("family", families())
@@ -452,13 +459,13 @@ def test_a_token_unlike_the_others(
     rng: np.random.Generator, stream: Any, family: str, d: int, key: float, value: float
 ) -> None:
     """A first token that attracts attention and has little to say, and one that is large altogether."""
-    case = make_case(rng, (1, 1500, 4, 2, d), "bfloat16")
+    case = make_case(rng, stream, (1, 1500, 4, 2, d), "bfloat16")
     qkv = case.qkv.numpy(stream).astype(np.float64)
     qkv[0, 4 * d : 6 * d] *= key
     qkv[0, 6 * d :] *= value
     qkv = qkv.astype(DTYPES["bfloat16"].numpy)
     case.qkv.copy_from(qkv, stream)
-    results = case.run(stream, device_arena(), family=family)
+    results = case.run(stream, device_arena(stream), family=family)
     case.expected = expect(qkv, case.d_out.numpy(stream), 1, 1500, 4, 2, results["out"])  # one rounding is much in dQ
     lse = case.expected["log_sum_exp"]
     np.testing.assert_allclose(results["log_sum_exp"], lse, rtol=1e-5, atol=1e-4)  # scores are larger than elsewhere
@@ -469,12 +476,12 @@ def test_a_token_unlike_the_others(
 @pytest.mark.parametrize("d", [64, 128])
 def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
     """Not by a bit: neither as keys whose values are huge, nor in what dQ can be at most."""
-    case = make_case(rng, (1, 512, 4, 2, d), "bfloat16")
-    first = case.run(stream, device_arena(), family=family)["d_qkv"].view(np.uint16)
+    case = make_case(rng, stream, (1, 512, 4, 2, d), "bfloat16")
+    first = case.run(stream, device_arena(stream), family=family)["d_qkv"].view(np.uint16)
     huge = case.qkv.numpy(stream)
     huge[384:, 6 * d :] *= 4096
     case.qkv.copy_from(huge, stream)
-    second = case.run(stream, device_arena(), family=family)["d_qkv"].view(np.uint16)
+    second = case.run(stream, device_arena(stream), family=family)["d_qkv"].view(np.uint16)
     np.testing.assert_array_equal(second[:384, : 4 * d], first[:384, : 4 * d])
     assert (second[384:, : 4 * d] != first[384:, : 4 * d]).any(axis=1).all()
 
@@ -489,16 +496,16 @@ def test_what_is_not_finite_stays_so(
 ) -> None:
     """In dQ too, which is added up in integers: of the queries that see it none is finite, of others all are."""
     length, at = 300, 200
-    case = make_case(rng, (1, length, 2, 2, d), "bfloat16")
+    case = make_case(rng, stream, (1, length, 2, 2, d), "bfloat16")
     target = case.qkv if where in "qkv" else getattr(case, where)
     from_forward = where in ("out", "log_sum_exp")  # as it left them, but for this
     if from_forward:
-        case.run(stream, device_arena(), family=family)
+        case.run(stream, device_arena(stream), family=family)
     poisoned = target.numpy(stream)
     place = (0, 0, at) if where == "log_sum_exp" else (at, {"q": 0, "k": 2, "v": 4}.get(where, 0) * d + 3)
     poisoned[place] = value
     target.copy_from(poisoned, stream)
-    arena = device_arena()
+    arena = device_arena(stream)
     if not from_forward:
         ops.attention(case.qkv, 2, 2, case.out, case.log_sum_exp, launcher(stream), family=family)
     case.d_qkv.fill_bytes(0, stream)

@@ -27,11 +27,11 @@ def host(monkeypatch):
     ops.shared_memory, ops.multiprocessors = 227 << 10, 2
     monkeypatch.setattr(attention, "_tensor_map", emulator.HostMap.of)
     monkeypatch.setattr(on_device, "launcher", lambda stream: ops)
-    monkeypatch.setattr(on_device, "device_arena", ops.make_arena)
+    monkeypatch.setattr(on_device, "device_arena", lambda stream: ops.make_arena())
 
 
 def test_heads_that_no_kernel_takes_are_refused(rng):
-    case = on_device.make_case(rng, (1, 8, 1, 1, 258), "bfloat16")
+    case = on_device.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16")
     with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
         attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, emulator.HostOps())
 
