@@ -173,7 +173,7 @@ def test_memory_is_within_the_plan(text, tmp_path):
 
 def test_what_is_refused(text, tmp_path):
     run(text, tmp_path, "--device", "cuda", error="expected a GPU for every rank, got none", CUDA_VISIBLE_DEVICES="")
-    run(text, tmp_path, "--device", "cuda", "--intermediate-size", 100_000_000, error="or a smaller model")
+    run(text, tmp_path, "--device", "cuda", "--intermediate-size", 100_000_000, error="a smaller model")
     much = ["--batch-size", 8192, "--micro-batch-size", 8192, "--seq-len", 2048]
     said = run(text, tmp_path, "--device", "cuda", *much, error="memory: expected at most")
     assert "a --micro-batch-size below 8192 or --recompute norms or block" in said
