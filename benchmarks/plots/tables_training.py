@@ -148,6 +148,24 @@ def layouts_of_four() -> str:
     return table([*head, "commit"], rows)
 
 
+def layouts_peers() -> str:
+    """Layouts beside those of other libraries, on the same batch in the same run."""
+    names = {"cudnn-master": "PyTorch", "cudnn-master-async": "PyTorch, async", "flash": "picotron",
+             "flash-fused": "picotron, fused"}  # fmt: skip
+    rows: list[list[str]] = []
+    for row in load("layouts-peers-h200-2")["rows"]:
+        if row["implementation"] == "kos":
+            ours = row
+        what = [row["preset"], ours["layout"], f"{row['batch_size']} x {row['seq_len']:,}"]
+        rows.append([
+            *(what if row is ours else ("", "", "")), names.get(row["variant"], "kos"), tokens(row),
+            f"{row['step_ms']:,.0f}", f"{row['mfu_causal']:.1%}", gib(row),
+            "" if row is ours else ratio(row["step_ms"] / ours["step_ms"]),
+        ])  # fmt: skip
+    head = ["model", "layout", "tokens a step", "library", "tokens/s", "ms a step", "MFU", "GiB"]
+    return table([*head, "kos / library"], rows)
+
+
 def kernels(name: str) -> str:
     rows = []
     for row in select(name):

@@ -19,10 +19,11 @@ from kos.train.checkpoint import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS
 
-STEPS, ENOUGH = 600, 60
+STEPS, SAVES = 600, 100
+ENOUGH = SAVES + 10  # steps until a rank is struck: a rank that is stopped amid a checkpoint is waited for much longer
 TIMEOUT = 4  # seconds that a rank waits for the others
 FLAGS = f"""
---preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every 20
+--preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every {SAVES}
 --sample-tokens 0 --timeout {TIMEOUT} --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
 --num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5
 """.split()
