@@ -201,6 +201,10 @@ class Backend(ABC):
         """The failure of this communicator, if it can be found without a call.  Called by the watchdog's thread."""
         return self.broken
 
+    def waits_for(self, call: Call) -> list[int]:
+        """The ranks of the world that ``call`` waits for, as far as known."""
+        return []
+
     def report_wait(self, call: Call | None) -> None:  # noqa: B027
         """Report that this rank still waits for ``call``; None: it no longer waits."""
 

@@ -359,6 +359,7 @@ class Communicator(Operations):
         rendezvous = self.rendezvous
         usual = rendezvous.call, rendezvous.timeout
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
+        rendezvous.usual = usual[1]
         try:
             with self.backend.engine.paused():
                 yield
@@ -370,6 +371,7 @@ class Communicator(Operations):
             raise named from error
         finally:
             rendezvous.call, rendezvous.timeout = usual
+            rendezvous.usual = None
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)

@@ -41,6 +41,9 @@ for a rank that is closed or late.
 """
 
 
+LOOK_SECONDS = 0.2
+"""Seconds between two looks for stopped ranks."""
+
 WHY_CLOSED = "it closed its communicator"
 """The reason for the loss of a rank that has called ``close``: a failure only for a rank that waits for that rank."""
 
@@ -172,6 +175,35 @@ class Board:
     def halted(self, rank: int) -> bool:
         """Whether that rank is known to be gone or stopped."""
         return self.ended(rank)
+
+
+class StoppedRanks:
+    """Finds the ranks of this host that a signal or a debugger has stopped for longer than the usual timeout.
+
+    A call with a longer timeout of its own waits so long for a rank that computes, but not for one that is stopped.
+    """
+
+    def __init__(self, ledger: Ledger, usual: float) -> None:
+        self._ledger, self._usual = ledger, usual
+        self._since: dict[int, float] = {}  # when a rank was first seen stopped
+        self._look_at = 0.0
+
+    def find(self, awaited: Iterable[int]) -> list[int]:
+        """Those of the awaited ranks, all of the world.  Looks at most every ``LOOK_SECONDS``."""
+        now, board = time.monotonic(), self._ledger.board
+        if now < self._look_at:
+            return []
+        self._look_at = now + LOOK_SECONDS
+        stopped = [rank for rank in awaited if board.halted(rank) and not board.ended(rank)]
+        self._since = {rank: self._since.get(rank, now) for rank in stopped}
+        return [rank for rank, since in self._since.items() if now - since > self._usual]
+
+    def check(self, what: object) -> None:
+        """Raise for such a rank in an exchange of all ranks."""
+        if world := self.find(self._ledger.world):
+            late = [self._ledger.world.index(rank) for rank in world]
+            absent = timeouts.late(self._ledger.names(late), within=self._usual)
+            raise self._ledger.overdue(late, what, None, f"{absent}: stopped", RendezvousError)
 
 
 class Ledger:

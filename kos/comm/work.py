@@ -13,6 +13,7 @@ from time import time_ns
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from kos.comm.arguments import check_timeout
+from kos.comm.failures import StoppedRanks
 from kos.comm.operation import Call
 from kos.comm.recorder import COMPLETED, failed, started
 from kos.errors import CollectiveError, Interrupted, KosError
@@ -304,6 +305,8 @@ class Work(Generic[T]):
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
         idle, engine = backend.idle(), backend.engine
+        usual = timeout is not None and timeout <= backend.timeout
+        began, stopped = now, None if usual else StoppedRanks(backend.ledger, backend.timeout)
         engine.pause()
         try:
             while True:
@@ -320,6 +323,9 @@ class Work(Generic[T]):
                     with engine.lock:
                         backend.report_wait(self.call)
                     report_at, reported = now + _REPORT_EVERY, True
+                    if stopped is not None and stopped.find(backend.waits_for(self.call)):
+                        self.expire(round(now - began, 1))
+                        return
                 idle.pause(mark, remaining)
         finally:
             engine.resume()

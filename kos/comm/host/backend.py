@@ -63,7 +63,6 @@ class MessagingBackend(ScheduledBackend):
         return late, timeouts.awaited(self.ledger.names(late)) if late else None
 
     def waits_for(self, call: Call) -> list[int]:
-        """The ranks of the world that ``call`` waits for, as far as known."""
         return [self.ledger.world[rank] for rank in self.late(call)[0]]
 
     def _late_in_message(self, message: Message) -> tuple[list[int], str]:

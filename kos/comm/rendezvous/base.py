@@ -8,12 +8,13 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.failures import Ledger, again
+from kos.comm.failures import Ledger, StoppedRanks, again
 from kos.comm.rendezvous.notices import Notices
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
@@ -45,6 +46,8 @@ class Rendezvous(ABC):
     """The options of NCCL for this group, the same on all ranks."""
     _near: dict[int, int | None] | None = None
     call = "exchange"  # the program's call, with its arguments; the same on all ranks
+    usual: float | None = None
+    """The communicator's timeout where ``timeout`` is that of a call.  A stopped rank is not waited for any longer."""
     failure: KosError | None = None  # the first
     _exchanges = 0  # begun by this rank
     _ledger: Ledger | None = None
@@ -116,6 +119,12 @@ class Rendezvous(ABC):
 
     def _report(self, failure: KosError) -> None:  # noqa: B027 -- not every kind can
         """Report to the other ranks that this one joins no more exchanges."""
+
+    def look_for_stopped(self) -> Callable[[], None] | None:
+        """For a call with a timeout longer than the usual one: what raises for ranks that are stopped."""
+        if self.usual is None or self.usual >= self.timeout:
+            return None
+        return partial(StoppedRanks(self.ledger, self.usual).check, "rendezvous")
 
     @abstractmethod
     def _exchange(self, message: bytes) -> list[bytes]:

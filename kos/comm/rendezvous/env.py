@@ -281,12 +281,13 @@ class TCPRendezvous(Rendezvous):
         if self._hub is not None:
             self._hub.timeout = self.timeout  # the program may have changed it
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
+        look = self.look_for_stopped()  # the hub may wait for a stopped rank, or such a rank may run the hub
         connection.post(message)
         with self.waiting():
             try:
                 with contextlib.suppress(ConnectionError):  # the hub may have reported a failure before it closed
                     drive(connection.flush(), connection.sock, deadline)
-                answer = drive(connection.receive(), connection.sock, deadline)
+                answer = drive(connection.receive(), connection.sock, deadline, look)
             except TimeoutError as error:
                 raise self.absent([0], "rendezvous", timeouts.REPLY, several=False) from error
             except OSError as error:

@@ -128,7 +128,7 @@ class MPIGroup(Rendezvous):
         """Send to one rank and receive from another; None at the timeout."""
         MPI, comm, tag, status = self._MPI, self.shared.comm, self._tag, self._MPI.Status()
         deadline, check_at, backoff = time.monotonic() + self.timeout, 0.0, mpi_job.Backoff()
-        ended_at = None  # when a rank was first seen to have ended
+        ended_at, look = None, self.look_for_stopped()  # when a rank was first seen to have ended
         sent = comm.Isend([data, MPI.BYTE], self.ranks[to], tag)
         incoming, received = None, bytearray()
         try:
@@ -153,6 +153,8 @@ class MPIGroup(Rendezvous):
                     ended_at = (ended_at or now) if ended else None
                     if ended_at is not None and now - ended_at > _LATE_SECONDS:  # MPI has not told this rank
                         raise self.ledger.lost(ended[0], "its process ended", "rendezvous")
+                    if look is not None:
+                        look()
                 backoff.pause()
         finally:
             mpi_job.keep_unfinished(sent)

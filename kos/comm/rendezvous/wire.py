@@ -31,6 +31,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kos.comm.failures import LOOK_SECONDS
 from kos.errors import RendezvousError
 
 T = TypeVar("T")
@@ -305,8 +306,11 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
     return sock
 
 
-def drive(waiting: Waiting[T], sock: socket.socket, deadline: float) -> T:
-    """Run a generator of this file to its end.  Raises TimeoutError at the deadline (time.monotonic)."""
+def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Callable[[], None] | None = None) -> T:
+    """Run a generator of this file to its end.  Raises TimeoutError at the deadline (time.monotonic).
+
+    ``look`` is called every ``LOOK_SECONDS`` and may raise.
+    """
     while True:
         try:
             events = next(waiting)
@@ -315,8 +319,12 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float) -> T:
             return result
         poll = select.poll()
         poll.register(sock, events)
-        remaining = deadline - time.monotonic()
-        if remaining <= 0 or not poll.poll(remaining * 1000):
+        while (remaining := deadline - time.monotonic()) > 0:
+            if poll.poll((remaining if look is None else min(remaining, LOOK_SECONDS)) * 1000):
+                break
+            if look is not None:
+                look()
+        else:
             raise TimeoutError("no answer in time")
 
 

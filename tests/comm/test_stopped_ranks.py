@@ -1,0 +1,68 @@
+"""Ranks that a signal has stopped: a call with a long timeout of its own waits for them no longer than other calls."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.comm.tcp_ranks import run_processes
+from tests.forked import python
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
+
+ROOT = Path(__file__).resolve().parents[2]
+STOPS = """
+import os, signal, time
+import kos, numpy as np
+comm = kos.init("{backend}", timeout=1)
+pids = [int(pid) for pid in comm.all_gather_bytes(b"%d" % os.getpid())]
+if "{way}" == "rendezvous":  # by which the bytes of a backend for GPUs alone go
+    type(comm.backend).carries_host = False
+if comm.rank == {stopped}:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+try:
+    if "{way}" == "message":  # waits for a rank at work, and not for the one that is stopped
+        if comm.rank == 0:
+            time.sleep(2.5)
+            comm.send(np.ones(9), 1)
+        else:
+            comm.recv(np.empty(9), 0, timeout=50)
+        comm.broadcast_bytes(b"" if comm.rank == 0 else None, timeout=50)
+    else:
+        comm.all_gather_bytes(b"x", timeout=50)
+except kos.errors.KosError as error:
+    print(type(error).__name__, error.ranks, error, flush=True)
+time.sleep(0.5)  # the others look at the stopped rank
+if comm.rank == (0 if {stopped} else 1):
+    os.kill(pids[{stopped}], signal.SIGCONT)
+os._exit(0)
+"""
+WAYS = [("collective", 0), ("collective", 2), ("rendezvous", 0), ("rendezvous", 2), ("message", 2)]
+
+
+def check(output: str, way: str, stopped: int) -> None:
+    said = [line for line in output.splitlines() if f"({stopped},)" in line]
+    assert len(said) == 2 and all(f"ranks [{stopped}] did not arrive" in line for line in said), output
+    kind = "RendezvousError" if way == "rendezvous" else "CollectiveTimeout"
+    assert all(line.startswith(kind) for line in said), output
+
+
+@pytest.mark.parametrize(("way", "stopped"), WAYS)
+def test_a_stopped_rank_on_tcp(way: str, stopped: int) -> None:
+    began = time.monotonic()
+    results = run_processes(STOPS.format(backend="tcp", way=way, stopped=stopped), 3)
+    check("".join(output for _, output in results), way, stopped)
+    assert time.monotonic() - began < 40
+
+
+@needs_mpirun
+@pytest.mark.parametrize(("way", "stopped"), WAYS)
+def test_a_stopped_rank_on_mpi(tmp_path: Path, way: str, stopped: int) -> None:
+    path, began = tmp_path / "program.py", time.monotonic()
+    path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped))
+    environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+    done = run_program(MPIRUN, "-n", "3", *python(), str(path), env=environment, cwd="/")
+    check(done.stdout, way, stopped)
+    assert time.monotonic() - began < 40
