@@ -74,7 +74,7 @@ class TCPRendezvous(Rendezvous):
         listener, hub_address = self._listen() if leads else (None, "")
         try:
             hubs = self.allgather(hub_address.encode())
-        except KosError:
+        except BaseException:
             if listener is not None:
                 listener.close()
             raise
