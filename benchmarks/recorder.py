@@ -11,10 +11,13 @@ import argparse
 import timeit
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from time import time_ns
+from typing import Any
 
 import numpy as np
 
+from benchmarks.collectives.report import provenance, to_json
 from kos.comm.failures import Ledger
 from kos.comm.host.shared import Calls, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
@@ -23,6 +26,8 @@ from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
 from kos.commands import program
 from kos.dtypes import dtype_of
+from kos.errors import InvalidArgument
+from kos.files import check_writable
 from kos.memory import as_buffer
 from kos.testing import spawn
 
@@ -52,9 +57,17 @@ def calls_beside_others(ranks: int, call: Call) -> Calls:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         program("benchmarks.recorder"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and their provenance")
+    args = parser.parse_args()
+    if args.json:
+        try:
+            check_writable(args.json)
+        except InvalidArgument as error:
+            raise SystemExit(f"kos: error: --json {error}") from None
+    rows: list[dict[str, Any]] = []
     call = example()
     group = Group(Recorder(0, 1), "world", [0], 0, "mock")
 
@@ -75,6 +88,7 @@ def main() -> None:
     over = best(complete) - nothing
     costs = f"launch {once:.0f} ns (again: {again:.0f}) + completion {over:.0f} ns = {once + over:.0f} ns a call"
     print(f"recorder: {costs}")
+    rows.append({"what": "recorder", "launch_ns": once, "launch_again_ns": again, "completion_ns": over})
     for ranks in (2, 4, 8):
         calls = calls_beside_others(ranks, call)
 
@@ -89,8 +103,12 @@ def main() -> None:
             call.sequence = (call.sequence + 1) % RING
             calls.publish(call)()
 
-        costs = f"all_reduce {best(all_reduce) - nothing:.0f}, other collectives {best(other) - nothing:.0f} ns a call"
-        print(f"comparison of calls, {ranks} ranks: {costs}")
+        sums, others = best(all_reduce) - nothing, best(other) - nothing
+        print(f"comparison of calls, {ranks} ranks: all_reduce {sums:.0f}, other collectives {others:.0f} ns a call")
+        rows.append({"what": "comparison of calls", "ranks": ranks, "all_reduce_ns": sums, "others_ns": others})
+    if args.json:
+        rows = [{k: round(v) if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+        args.json.write_text(to_json(provenance("benchmarks.recorder", None, 1) | {"rows": rows}))
 
 
 if __name__ == "__main__":

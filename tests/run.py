@@ -93,6 +93,7 @@ def run_rank(stage: str, arguments: list[str]) -> int:
     """One rank's tests, under mpirun; all ranks but 0 write to a file."""
     rank = int(next(os.environ[name] for name in RANK_VARIABLES if name in os.environ))
     report = report_name(stage, rank)
+    REPORTS.mkdir(parents=True, exist_ok=True)
     if rank:
         log = os.open(f"{REPORTS / report}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import compare
+from benchmarks import compare, recorder
 from benchmarks.collectives import __main__ as command
 from benchmarks.collectives import report
 from benchmarks.collectives.cases import (
@@ -173,6 +173,20 @@ def test_a_missing_requirement_is_reported_in_one_line(
         assert exit.value.code == 2 and told == ("", f"kos: error: {said}\n")
     else:
         assert re.fullmatch(f"kos: error: {said}", str(exit.value.code)) and told == ("", "")
+
+
+def test_the_costs_of_the_recorder_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "RUNS", 1)
+    for path in (tmp_path / "none" / "x.json", tmp_path / "x.json"):
+        monkeypatch.setattr(sys, "argv", ["benchmarks.recorder", "--json", str(path)])
+        if path.parent != tmp_path:
+            with pytest.raises(SystemExit, match="kos: error: --json .*x.json: expected a file to write, got no such"):
+                recorder.main()
+        else:
+            recorder.main()
+    result = json.loads(path.read_text())
+    assert result.keys() >= {"hardware", "versions", "date", "commit"} and str(tmp_path) not in path.read_text()
+    assert [row.get("ranks") for row in result["rows"]] == [None, 2, 4, 8]
 
 
 @pytest.mark.parametrize("program", ["kernels", "recorder"])

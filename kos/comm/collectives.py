@@ -12,6 +12,8 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
+import numpy as np
+
 from kos.comm.arguments import (
     check_algorithm,
     check_bool,
@@ -792,9 +794,17 @@ class _Builder(Operations):
         return o
 
 
+_INTEGERS = {int, np.int64}
+
+
 def _key(counts: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Counts as a part of a cache key.  If they are neither a list nor a tuple: None, which no cached call has."""
-    return tuple(counts) if type(counts) is list or type(counts) is tuple else None  # isinstance takes twice as long
+    """Counts as a part of a cache key.  If they are not a list or a tuple of integers: None, which no cached call has.
+
+    A full call refuses 2.0 and True, which equal integers.
+    """
+    if type(counts) is list or type(counts) is tuple:  # isinstance takes twice as long
+        return tuple(counts) if _INTEGERS.issuperset(map(type, counts)) else None
+    return None
 
 
 def _input(x: Any, stream: Any) -> Buffer:

@@ -204,6 +204,9 @@ class Work(Generic[T]):
         self._report_at: float | None = None  # when ``done`` next posts the ranks that it waits for
         self.reported = False  # whether ``wait`` or ``done`` has returned or raised the outcome
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"the Work of {self.call} cannot be copied or pickled: wait for it")
+
     def advance(self) -> bool:
         """Run until the operation has to wait (False) or is over (True).  ``wait`` raises its errors."""
         steps = self._steps

@@ -56,6 +56,15 @@ def test_a_communicator_stays_in_its_process(way: Callable[[Any], Any]) -> None:
         way(comm)
 
 
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_work_stays_in_its_process(way: Callable[[Any], Any]) -> None:
+    with kos.init("mock") as comm:
+        work = comm.all_reduce(np.ones(2), async_op=True)
+        with pytest.raises(TypeError, match="Work of world: all_reduce .*cannot be copied or pickled"):
+            way(work)
+        work.wait()
+
+
 def test_keywords_that_are_none() -> None:
     with kos.init("mock") as comm:
         with pytest.raises(TypeError, match=r"all_reduce\(\) got an unexpected keyword argument 'algoritm'$"):

@@ -149,7 +149,7 @@ def test_counts_are_compared_by_value(gpu: Any, /, name: str, fake: FakeNCCL) ->
     for _ in range(2):
         found(counts)
     counts[:] = [COUNT + 1] * SIZE  # in the caller's own list
-    for wrong in (counts, [COUNT] * (SIZE - 1), [COUNT, COUNT, -COUNT], 5):
+    for wrong in (counts, [COUNT] * (SIZE - 1), [COUNT, COUNT, -COUNT], 5, [float(COUNT)] * SIZE):
         with pytest.raises(InvalidArgument, match="counts"):
             uneven_call(comm, name, wrong, x, out)
     assert found([COUNT] * SIZE)

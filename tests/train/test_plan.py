@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from kos.commands import mpirun, python
 from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train import run as loop
+from kos.train.__main__ import main
 from kos.train.config.flags import make_parser, parse, parse_plan
 from kos.train.engine import choose
 from kos.train.parallel.mesh import Layout
@@ -28,6 +30,7 @@ from kos.train.tools.rates import Rates, gpu_rates
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MEMORY_PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "memory.md").read_text()
 SLOW = Rates("the CPU", 1e9, (1e9, 1e9), 1e9, 1e-6, 1e9, 1e-5, False)
 D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 2  # of the flags below; W: q, k and v together
 SHAPE = [
@@ -275,6 +278,30 @@ def test_predicted_times_are_near_those_measured_on_h200(row):
     memory = job.memory(0)
     assert 1e3 * predict(job, memory).seconds == pytest.approx(row["step_ms"], rel=0.2)
     assert memory.total == pytest.approx(row["peak_memory_bytes"], abs=1.5 * 2**30)
+
+
+@pytest.mark.parametrize(("options", "gib", "rate"), re.findall(
+    r"^\| (none|`--[^|]*`) \| ([\d.]+) \| ([\d,]+|does not fit) \|$", MEMORY_PAGE, re.M))
+def test_the_table_of_the_memory_page(options, gib, rate, capsys):
+    flags = "" if options == "none" else options.strip("`")
+    flags += "" if "--zero" in flags else " --zero 0"
+    flags += "" if "--recompute" in flags else " --recompute none"
+    run = f"--plan --ranks 8 --preset 8b --batch-size 8 --gpu H200 --dp 8 --micro-batch-size 1 {flags}"
+    assert main(run.split()) == 0
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if line.startswith(" 8 "))
+    fits = "proposal" in printed
+    assert (row[8].rstrip("!"), row[-1] if fits else "does not fit") == (gib, rate)
+
+
+def test_the_example_of_the_memory_page():
+    """What an 8B model takes on a CPU, the largest first, and its sum."""
+    config = parse(["--device", "cpu", "--preset", "8b", "--eval-batches", "0"])
+    uses = make_job(config, config.model_config_for(256), Layout(), SLOW).memory(0).uses
+    number = r"([\d.]+)"
+    parts = rf"got {number} GiB\n.* {number}; activations {number}; tensors to be saved {number}\)"
+    sizes = re.search(parts, MEMORY_PAGE)
+    assert [f"{size / 2**30:.2f}" for size in (sum(uses.values()), *uses.values())] == [*sizes.groups()]
 
 
 # --- the command -----------------------------------------------------------------------------------------

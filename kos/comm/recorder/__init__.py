@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from kos.comm.operation import NO_MESSAGE, Call, Message
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
+from kos.errors import InvalidArgument
 from kos.files import replace_file
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ class Group:
 class Recorder:
     """The last operations of one rank, over a communicator and its splits.
 
-    Its methods raise nothing, save ``dump``: OSError where the file cannot be written.  ``reason`` is a text in a dump.
+    Its methods raise nothing, save ``dump``: InvalidArgument where the file cannot be written.  ``reason`` is a text in
+    a dump.
     """
 
     def __init__(self, rank: int, size: int, job: str = "") -> None:
@@ -159,12 +161,15 @@ class Recorder:
         """Write the record as JSON to ``path``, atomically; returns the file.
 
         The default is ``<job>/rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, else ``rank_<rank>.json``
-        in the working folder.  Raises OSError if it cannot be written.
+        in the working folder.  Raises InvalidArgument, which names the file, if it cannot be written.
         """
         folder = Path(self._directory, self.job) if self._directory else Path()
         path = Path(path or folder / f"rank_{self.rank}.json")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(self.to_dict(reason)).encode())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, json.dumps(self.to_dict(reason)).encode())
+        except OSError as error:
+            raise InvalidArgument(f"{path}: expected a file to write, got {error.strerror}") from error
         return path
 
     def try_dump(self, reason: str, *, always: bool = False) -> None:
@@ -172,7 +177,7 @@ class Recorder:
         if self._directory is not None or always:
             try:
                 self.dump(reason=reason)
-            except OSError as error:
+            except InvalidArgument as error:
                 log.warning("rank %d: the flight record could not be written: %s", self.rank, error)
 
     def fail(self, error: Exception) -> None:

@@ -28,7 +28,7 @@ MAX_BLOCKS = 8192
 """The largest product of ranks and chunks whose steps are printed and verified."""
 
 MAX_PREDICTED = 1 << 16
-"""The largest number of ranks in --scales.  The prediction of some algorithms takes minutes at this size."""
+"""The largest number of ranks in --scales.  The prediction of some algorithms takes tens of seconds at this size."""
 
 MAX_BYTES = 1 << 62
 """The largest size in --sizes, in bytes."""

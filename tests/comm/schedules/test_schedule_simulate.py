@@ -8,6 +8,7 @@ from math import inf
 import numpy as np
 import pytest
 
+import kos.comm.schedules.simulate as simulator
 from kos.comm.schedules import Schedule, algorithms, build, collectives
 from kos.comm.schedules.schedule import Moves, Pairs
 from kos.comm.schedules.simulate import Level, Topology, calibration, cost, simulate, topology
@@ -82,7 +83,7 @@ def test_calibration_is_near_what_was_measured():
 @pytest.mark.parametrize(("collective", "algorithm", "rounds"), [
     ("all_reduce", "ring", 32766), ("all_reduce", "double_tree", 28), ("all_reduce", "halving_doubling", 28),
     ("all_reduce", "hierarchical", 14 + 2 * 2047), ("all_reduce", "one_shot", 1), ("all_reduce", "two_shot", 2),
-    ("all_to_all", "pairwise", 16383), ("reduce_scatter", "ring", 16383)])
+    ("all_to_all", "pairwise", 16383), ("broadcast", "ring", 16383), ("reduce_scatter", "ring", 16383)])
 def test_16384_ranks(collective, algorithm, rounds):
     schedule, second_a_round = build(collective, algorithm, 16384), Topology("", (Level(1, 1.0, inf, inf),))
     assert simulate(schedule, second_a_round, 1) == rounds
@@ -104,6 +105,22 @@ def test_rounds_spelled_out_cost_what_the_short_forms_do():
         for where in (ODD, topology("h200-cluster")):
             plain, short = Schedule(collective, "plain", n, 1, 0, False, rounds), build(collective, algorithm, n)
             assert cost(plain, where) == pytest.approx(cost(short, where), rel=1e-12), algorithm
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+def test_rounds_that_cost_the_same_are_evaluated_once(collective, algorithm, monkeypatch):
+    """The very same numbers as of every round by itself; of a long chain only few rounds are evaluated."""
+    evaluated, evaluate = [], simulator._round
+    monkeypatch.setattr(simulator, "_round", lambda *given: evaluated.append(1) or evaluate(*given))
+    for ranks, chunks in ((100, 4), (600, 1)):
+        schedule, where = build(collective, algorithm, ranks, chunks), topology("h200-cluster")
+        evaluated.clear()
+        once = cost.__wrapped__(schedule, where)
+        if algorithm == "ring":
+            assert len(evaluated) < 300, "expected fewer evaluations than a chain of 600 ranks has rounds"
+        with monkeypatch.context() as each:
+            each.setattr(simulator, "_key", lambda *_: object())
+            assert cost.__wrapped__(schedule, where) == once
 
 
 def test_every_topology_says_where_its_numbers_come_from():
