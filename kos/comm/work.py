@@ -325,8 +325,9 @@ class Work(Generic[T]):
                 if now > report_at:
                     with engine.lock:
                         backend.report_wait(self.call)
+                        awaited = [] if stopped is None else backend.waits_for(self.call)
                     report_at, reported = now + _REPORT_EVERY, True
-                    if stopped is not None and stopped.find(backend.waits_for(self.call)):
+                    if stopped is not None and stopped.find(awaited):
                         self.expire(round(now - began, 1))
                         return
                 idle.pause(mark, remaining)

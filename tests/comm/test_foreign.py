@@ -311,7 +311,44 @@ def test_a_store_that_has_no_keys_of_rank_0_is_waited_for():
         StoreRendezvous(DictStore(), 1, 2, 0.3)
 
 
-@pytest.mark.parametrize("value", ["no JSON", "[1]", 5])
+class Echo:
+    """Returns for all ranks what this one gives, as a stand-in for a group might."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return [data] * self.size
+
+
+def test_an_exchange_without_the_offer_of_rank_0() -> None:
+    with pytest.raises(RendezvousError, match="rendezvous: allgather: expected what rank 0 has set, got another bytes"):
+        kos.init(rendezvous=Echo(1), timeout=TIMEOUT)
+
+
+def test_rank_0_of_an_exchange_that_fails_closes_its_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Echo):
+        def allgather(self, data: bytes) -> list[bytes]:
+            if made:
+                raise OSError("lost")
+            return super().allgather(data)
+
+    made, listen = list[Any](), foreign._listen
+
+    def listening(hosts: Any) -> Any:
+        found = listen(hosts)
+        made.append(found[0])
+        return found
+
+    monkeypatch.setattr(foreign, "_listen", listening)
+    with pytest.raises(OSError, match="lost"):
+        kos.init(rendezvous=Broken(0), timeout=TIMEOUT)
+    assert made[0].fileno() == -1
+
+
+@pytest.mark.parametrize("value", ["no JSON", "[1]", "{}", 5])
 def test_a_store_that_returns_something_else(value):
     class Wrong(DictStore):
         def wait(self, keys, timeout):

@@ -167,6 +167,30 @@ def test_calls_that_differ_are_found_at_the_end_at_the_latest(comm: kos.Communic
         comm.close()
 
 
+def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread of the program may advance the operations, and change the messages that are looked through."""
+    held, asked = list[bool](), threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank:
+            assert asked.wait(TIMEOUT)
+            comm.send(np.ones(3), 0)
+            return
+        backend: Any = comm.backend
+
+        def waits_for(call: Any) -> list[int]:
+            held.append(backend.engine.lock._is_owned())
+            if len(held) == 3:
+                asked.set()
+            return []
+
+        monkeypatch.setattr(backend, "waits_for", waits_for)
+        comm.recv(np.zeros(3), 1, timeout=2 * comm.timeout)
+        assert all(held)
+
+    TCPRanks(2).run(body)
+
+
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_rank_that_is_done_and_closes_names_its_last_call(count: int) -> None:
     """The root of a broadcast waits for no one, nor does a rank whose array is empty."""

@@ -5,6 +5,7 @@ No process-wide hook is set: the program that started the ranks ends them and re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -104,7 +105,12 @@ def _by_exchange(given: Exchange, timeout: float) -> Rendezvous:
     hosts = _allgather(given, host_id().encode())
     if rank == 0:
         listener, offer = _listen(hosts)
-    offer = json.loads(_allgather(given, json.dumps(offer).encode())[0])
+    try:
+        offer = _offer("allgather", _allgather(given, json.dumps(offer).encode())[0])
+    except BaseException:
+        if listener is not None:
+            listener.close()
+        raise
     return JobRendezvous(_place(rank, size, "rendezvous: rank 0", offer), timeout, listener)
 
 
@@ -182,8 +188,6 @@ def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socke
     prefix = f"kos/{store.add(f'kos/joined/{rank}', 1)}"
     store.set(f"{prefix}/host/{rank}", host_id())
 
-    offer: dict[str, Any]
-
     def get(key: str, more: float = 0.0) -> bytes | None:
         """The value of the key; None if it is not set at the deadline."""
         try:
@@ -194,19 +198,16 @@ def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socke
 
     if rank:
         found = get("hub", GRACE_SECONDS)
-        try:
-            offer = {"missing": [0]} if found is None else json.loads(found)
-            if isinstance(offer, dict):
-                return None, offer
-        except (TypeError, ValueError):  # of what a store has returned
-            pass
-        raise RendezvousError(f"rendezvous: store: expected what rank 0 has set, got another {type(found).__name__}")
+        return None, {"missing": [0]} if found is None else _offer("store", found)
     listener, hosts = None, [get(f"host/{other}") for other in range(size)]
-    offer = {"missing": [other for other, host in enumerate(hosts) if host is None]}
+    offer: dict[str, Any] = {"missing": [other for other, host in enumerate(hosts) if host is None]}
     if not offer["missing"]:
         listener, offer = _listen(hosts)
     store.set(f"{prefix}/hub", json.dumps(offer))
     return listener, offer
+
+
+_OFFERS = {"host", "port", "secret"}, {"error"}, {"missing"}
 
 
 def _listen(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:
@@ -217,6 +218,15 @@ def _listen(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[s
     except OSError as error:
         return None, {"error": str(error)}
     return listener, {"host": host, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
+
+
+def _offer(carrier: str, data: Any) -> dict[str, Any]:
+    """The offer of rank 0 as ``carrier`` has returned it.  Raises RendezvousError, without the data, if it is none."""
+    with contextlib.suppress(TypeError, ValueError):
+        offer = json.loads(data)
+        if isinstance(offer, dict) and any(offer.keys() == keys for keys in _OFFERS):
+            return offer
+    raise RendezvousError(f"rendezvous: {carrier}: expected what rank 0 has set, got another {type(data).__name__}")
 
 
 def _place(rank: int, size: int, name: str, offer: Mapping[str, Any]) -> Place:
