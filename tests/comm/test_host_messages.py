@@ -19,6 +19,7 @@ from kos.comm.host.shared.segment import ANSWERS
 from kos.errors import CollectiveError, CollectiveMismatch, RankLost
 from tests.comm.ranks import on_each_rank, receive_in_another_order
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
+from tests.comm.test_jobs import mpirun, program
 from tests.comm.test_shared_failures import job
 from tests.launcher import needs_mpirun
 
@@ -112,6 +113,22 @@ comm.barrier()
 os._exit(0)
 """
     assert job(tmp_path, 2, text) == ["[2]" if given_up else "[2, 1]"]
+
+
+@needs_mpirun
+def test_a_message_that_nobody_receives_before_the_program_ends(tmp_path: Path) -> None:
+    """Its Work is freed after MPI_Finalize, where a test of its request would end the job with an error."""
+    text = f"""
+from kos.comm.host.shared import direct, messages
+direct.Direct._read_token, messages.CREDIT_BYTES = lambda *_: b"", 0  # all messages are sent over MPI
+comm = kos.init("mpi", timeout=60)
+part = comm.duplicate()
+if comm.rank == 0:
+    work = part.send(np.ones({EAGER}), 1, async_op=True)
+comm.barrier()
+"""
+    done = mpirun(2, program(tmp_path, text), fresh=True)  # a forked one frees nothing at its end
+    assert done.returncode == 0 and "MPI_FINALIZE" not in done.stderr, done.stderr
 
 
 @needs_mpirun

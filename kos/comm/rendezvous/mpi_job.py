@@ -213,9 +213,11 @@ def keep_unfinished(request: Any) -> None:
 
 
 def is_over(request: Any) -> bool:
+    """Whether MPI no longer uses the request.  After MPI_Finalize, a test would end the job."""
+    MPI = load_mpi()
     try:
-        return bool(request.Test())
-    except load_mpi().Exception:  # MPI has ended and freed it
+        return MPI.Is_finalized() or bool(request.Test())
+    except MPI.Exception:  # MPI has ended and freed it
         return True
 
 
