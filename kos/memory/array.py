@@ -44,8 +44,8 @@ def _whole(what: str, value: Any) -> int:
 
 
 def _sizes(what: str, shape: Any) -> tuple[int, ...]:
-    """The sizes of a shape; a number is a shape of one dimension."""
-    return tuple(_whole(what, size) for size in (shape if isinstance(shape, tuple | list) else (shape,)))
+    """The sizes of a shape, any sequence of them; a number is a shape of one dimension."""
+    return tuple(_whole(what, size) for size in (shape if np.iterable(shape) else (shape,)))
 
 
 class Array:

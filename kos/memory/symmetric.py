@@ -124,7 +124,7 @@ class SymmetricMemory:
             on_all(self.exchange, "map the slabs of its peers and write to them", write)
             if not self._given:
                 on_all(self.exchange, "read what its peers wrote", check)
-            on_all(self.exchange, "clear its slab", finish)
+            on_all(self.exchange, "keep the addresses of the slabs", finish)
 
     @property
     def pointer(self) -> int:

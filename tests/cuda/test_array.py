@@ -125,6 +125,7 @@ def test_shape_rules_need_no_gpu() -> None:
     with pytest.raises(IndexError, match=r"expected -4\.\.3, got 4"):
         array[4]
     assert array.reshape(np.int64(24)).shape == (24,) and array[np.int64(1)].pointer == array[1].pointer
+    assert array.reshape(np.array([2, 12])).shape == array.reshape(range(2, 13, 10)).shape == (2, 12)
     uses = {
         "reshape": lambda wrong: array.reshape(wrong, 2),
         "Array.empty": lambda wrong: Array.empty((2, wrong), "float32", 0),
