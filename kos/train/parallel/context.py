@@ -141,6 +141,7 @@ class ContextParallel:
             if d_arriving is not None:
                 d_arriving.wait()
                 self.ops.add(d_kv, d_mine, d_kv)
-            d_arriving = comm.send_recv(d_kv, d_mine, after, before, async_op=True)
-        if d_arriving is not None:
-            d_arriving.wait()
+            if step + 1 < size:
+                d_arriving = comm.send_recv(d_kv, d_mine, after, before, async_op=True)
+            else:
+                comm.send_recv(d_kv, d_mine, after, before)  # beside nothing: it may take the whole GPU

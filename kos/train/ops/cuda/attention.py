@@ -34,6 +34,8 @@ _BLOCK = 128  # rows that a block of threads owns
 _ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
 _CACHED = 24 << 20  # bytes of keys and values (or queries) in use at once: half of an H200's L2
 
+_LONG = 16384  # tokens from which a tile of queries takes so long that what comes before and after it does not count
+
 # Macros of the Hopper kernels: the fastest of those tried, for both head sizes.
 FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
 BACKWARD = {"STAGES": 2}
@@ -79,7 +81,9 @@ def attention(
         return
     shared = (2 * rows + 2 * FORWARD["STAGES"] * FORWARD["KEYS"]) * row + _ALIGNMENT + 256
     other = Tokens(out, samples, length) if to is None else Tokens(to.kv, samples, length, keys)
-    staying = min(grid, ops.multiprocessors)
+    # A block that stays for many tiles loads the next beside the last. Where tiles are long that gains nothing, and a
+    # multiprocessor that is still busy with communication would delay all of its tiles.
+    staying = min(grid, ops.multiprocessors) if to is not None or seen < _LONG else grid
     if to is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
         staying = -(-grid // -(-grid // staying))
     ops.launch(

@@ -45,6 +45,7 @@ struct Ring {
     __device__ void next() {
         if (++stage == DEPTH) stage = 0, phase ^= 1;
     }
+    __device__ Ring before() const { return stage ? Ring{stage - 1, phase} : Ring{DEPTH - 1, phase ^ 1}; }
 };
 
 // Barriers 1..15 of the block, for `threads` threads.
