@@ -69,9 +69,9 @@ __device__ inline void store_slopes(char* tile, const u32 (&slopes)[STEP / 4], i
     }
 }
 
-// The i-th of the heads of a group that a block works on.  Without CAUSAL all blocks begin with the first query, at the
-// same time: with the same head, too, they would add to the same places of dQ in step (15% slower with 128 columns).
-__device__ inline int head_of(int i, int first_key, int heads) { return CAUSAL ? i : (i + first_key / OWN) % heads; }
+// The i-th of a group's heads that a block works on without CAUSAL.  All blocks begin with the first query, at the same time:
+// with the same head, too, they would add to the same places of dQ in step (a sixth slower with 128 columns).
+__device__ inline int head_of(int i, int first_key, int heads) { return (i + first_key / OWN) % heads; }
 
 // What a thread of a warpgroup has: 64 keys of dK and dV, and the half of dQ's last tile that is still to be multiplied.
 struct Worker {
@@ -105,7 +105,7 @@ struct Worker {
     // A tile of queries; `sums` is where its dQ goes.
     template <bool FIRST>
     __device__ __forceinline__ void work(int token, int* sums) {
-        // Fewer registers from tile to tile: 6% faster without CAUSAL and 64 columns, with CAUSAL 20% slower.
+        // Computed anew they take fewer registers than kept: measured, faster without CAUSAL, with it slower.
         if (!CAUSAL) {
             if (TURNS == STAGES) turn = {ring.stage, ring.phase};
             turn_before = turn.before();
@@ -211,15 +211,21 @@ __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, 
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, first_key = first + group * 64;
     const int heads = H / K, of_head = padded(T) * HEAD_DIM;
     Worker worker{s, group, lane, row, first_key + row, keys};
+#if CAUSAL
+    sums += (long)(sample * H + kv_head * heads) * of_head;
+#else
     int head = head_of(0, first, heads);
     sums += (long)(sample * H + kv_head * heads + head) * of_head;
+#endif
     if (AT_ONCE && group == 1) named_arrive(MY_TURN, 128 * GROUPS);
     barrier_wait(&s.own_full, 0);
     worker.work<true>(start, sums + start * HEAD_DIM);
     for (int i = 0, token = start + STEP; i < heads; ++i, token = start) {
         for (; token < T; token += STEP) worker.work<false>(token, sums + token * HEAD_DIM);
         sums += of_head;
-        if (!CAUSAL && ++head == heads) head = 0, sums -= (long)heads * of_head;
+#if !CAUSAL
+        if (++head == heads) head = 0, sums -= (long)heads * of_head;
+#endif
     }
     worker.finish();
 #if CAUSAL
@@ -268,8 +274,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_tile<OWN>(s.k, kv, &s.own_full, ((CAUSAL ? H : 0) + kv_head) * HEAD_DIM, first, sample);
             load_tile<OWN>(s.v, kv, &s.own_full, ((CAUSAL ? H : 0) + K + kv_head) * HEAD_DIM, first, sample);
             Ring<STAGES> ring;
+#if CAUSAL
+            for (int head = kv_head * (H / K); head < (kv_head + 1) * (H / K); ++head) {
+#else
             for (int n = 0; n < H / K; ++n) {
                 const int head = kv_head * (H / K) + head_of(n, first, H / K);
+#endif
                 for (int token = start; token < T; token += STEP, ring.next()) {
                     const int i = ring.stage;
                     u64* full = &s.full[i];
