@@ -138,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "profile-124m": partial(training.profile, "profile-124m-h200-1"),
     "profile-1b": partial(training.profile, "profile-1b-h200-1"),
+    "profile-1b-cp2": partial(training.profile, "profile-1b-cp2-h200-2"),
     "profile-8b": partial(training.profile, "profile-8b-h200-8"),
     "power": training.power,
     "baby": training.baby,

@@ -101,8 +101,8 @@ def power() -> str:
 
 GROUPS = [
     ("matrix products", "linear"),
-    ("attention, forward", "attention$"),
-    ("attention, backward", "attention_backward"),
+    ("attention, forward", "attention(_to)?$"),
+    ("attention, backward", "attention(_to)?_backward"),
     ("optimizer and norm", "adamw|squares|finish_norm"),
     ("collectives, beside other work", ".*, collective"),
 ]
@@ -150,7 +150,8 @@ def layouts_of_four() -> str:
 
 def layouts_peers() -> str:
     """Layouts beside those of other libraries, on the same batch in the same run."""
-    names = {"cudnn-master": "PyTorch", "cudnn-master-async": "PyTorch, async", "flash": "picotron",
+    names = {"cudnn-master": "PyTorch", "cudnn-master-async": "PyTorch, async", "cudnn-master-alltoall":
+             "PyTorch, all-to-all", "flash-master": "PyTorch, its flash attention", "flash": "picotron",
              "flash-fused": "picotron, fused"}  # fmt: skip
     rows: list[list[str]] = []
     for row in load("layouts-peers-h200-2")["rows"]:
@@ -160,10 +161,10 @@ def layouts_peers() -> str:
         rows.append([
             *(what if row is ours else ("", "", "")), names.get(row["variant"], "kos"), tokens(row),
             f"{row['step_ms']:,.0f}", f"{row['mfu_causal']:.1%}", gib(row),
-            "" if row is ours else ratio(row["step_ms"] / ours["step_ms"]),
+            "" if row is ours else ratio(row["step_ms"] / ours["step_ms"]), row["commit"] if row is ours else "",
         ])  # fmt: skip
     head = ["model", "layout", "tokens a step", "library", "tokens/s", "ms a step", "MFU", "GiB"]
-    return table([*head, "kos / library"], rows)
+    return table([*head, "kos / library", "commit"], rows)
 
 
 def kernels(name: str) -> str:
