@@ -27,6 +27,9 @@ QUERY_BLOCK = 64  # queries whose scores are computed at once
 overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
 
 
+zeros = np.zeros
+
+
 def make_arena() -> Arena:
     return Arena()
 

@@ -129,15 +129,6 @@ class Mesh:
             self._groups[names] = group
         return Axis(rank, size, group)
 
-    def reporters(self, stage_rank: int | None = None) -> list[int]:
-        """The world ranks of which each knows losses that no other does: of the last stage, the first of tp.
-
-        ``stage_rank`` is the pipeline rank of the last stage: the last, but in a V.
-        """
-        pp = self.layout.pp - 1 if stage_rank is None else stage_rank
-        places = ({"pp": pp, "dp": dp, "cp": cp} for dp in range(self.layout.dp) for cp in range(self.layout.cp))
-        return [self.layout.rank(place) for place in places]
-
     @classmethod
     def silent(cls, layout: Layout, rank: int = 0) -> Mesh:
         """What ``rank`` of a job of this layout sees, without the others."""
