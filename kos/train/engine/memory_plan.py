@@ -55,9 +55,13 @@ class MemoryPlan(NamedTuple):
     def total(self) -> int:
         return sum(self.uses.values())
 
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.free
+
     def check(self) -> MemoryPlan:
         """This plan; ConfigError, with the options that can help, where it does not fit."""
-        if self.total <= self.free:
+        if self.fits:
             return self
         uses = sorted(self.uses.items(), key=lambda use: -use[1])
         raise ConfigError(
