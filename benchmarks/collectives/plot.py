@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives.implementations import OURS
+from benchmarks.plots.results import size
 from kos.errors import KosError
 from kos.files import check_picture
 
@@ -61,7 +62,7 @@ def plot(result: Row, path: Path) -> None:
         for axes in (latency, bandwidth):
             sizes = sorted({row["bytes"] for row in mine})
             step = -(-len(sizes) // 10)
-            axes.set_xticks(sizes[::step], [_size(size) for size in sizes[::step]])
+            axes.set_xticks(sizes[::step], list(map(size, sizes[::step])))
             axes.minorticks_off()
             axes.set_xlabel("message size")
             axes.grid(alpha=0.3)
@@ -98,11 +99,6 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
     if value == "busbw_gbps":
         bound = [sized[size][value] * sized[size]["time_us"] / limits[size] for size in sizes]
     axes.plot(sizes, bound, label="physical limit", color="black", linestyle="--", linewidth=1.2, zorder=1)
-
-
-def _size(nbytes: int) -> str:
-    power = min((nbytes.bit_length() - 1) // 10, 3)
-    return f"{nbytes / 1024**power:.3g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ def rope(zoo: Zoo, n: int, backward: bool = False) -> Case:
     theirs = functools.partial(zoo.functions["rope"], leaf, cos, sin)
     row, items, sign = qkv.shape[1], turned.numel() // 2, -1 if backward else 1
     return zoo.case(
-        name, qkv, tables, d, heads, zoo.arena, writes=[qkv], expected=expected, nbytes=2 * size_of(turned),
+        name, qkv, tables, d, heads, zoo.arena, writes=[qkv], expected=expected,
         naive=zoo.naive("rope", items, qkv, np.float32(10_000), length, d // 2, heads, row, sign, items),
         torch=backward_of(theirs(), [leaf], turned) if backward else theirs,
     )  # fmt: skip

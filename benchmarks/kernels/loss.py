@@ -10,7 +10,7 @@ from benchmarks.kernels.zoo import Case, Zoo, size_of
 def count_targets(zoo: Zoo, n: int) -> Case:
     targets, count = zoo.integers(-1, 3, n), zoo.zeros(1)
     return zoo.case(
-        "count_targets", targets, count, writes=[count], nbytes=size_of(targets, count),
+        "count_targets", targets, count, writes=[count],
         naive=zoo.naive("count_targets", n, targets, count, n),
         torch=lambda: torch.count_nonzero(targets >= 0),
     )  # fmt: skip
@@ -38,7 +38,7 @@ def cross_entropy(zoo: Zoo, n: int) -> Case:
 def mean_loss(zoo: Zoo, n: int) -> Case:
     losses, count, mean = zoo.random(n, dtype=torch.float32).abs(), zoo.constant(n), zoo.zeros(1, dtype=torch.float64)
     return zoo.case(
-        "mean_loss", losses, count, mean, writes=[mean], nbytes=size_of(losses, count, mean),
+        "mean_loss", losses, count, mean, writes=[mean],
         naive=zoo.naive("mean_loss", n, losses, count, mean, n),
         torch=lambda: losses.sum() / count,
     )  # fmt: skip

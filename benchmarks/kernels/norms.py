@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from benchmarks.kernels.zoo import Case, Zoo, backward_of, size_of
+from benchmarks.kernels.zoo import Case, Zoo, backward_of
 
-EPS = np.float32(1e-5)
+EPS = 1e-5
 
 
 def rms_norm(zoo: Zoo, n: int) -> Case:
     d = zoo.hidden
     x, w, out, rstd = zoo.random(n, d), zoo.random(d), zoo.empty(n, d), zoo.empty(n, dtype=torch.float32)
     return zoo.case(
-        "rms_norm", x, w, EPS, out, rstd, writes=[out, rstd], nbytes=size_of(x, w, out, rstd),
-        naive=zoo.naive("rms_norm", n, x, w, EPS, out, rstd, n, d),
+        "rms_norm", x, w, EPS, out, rstd, writes=[out, rstd],
+        naive=zoo.naive("rms_norm", n, x, w, np.float32(EPS), out, rstd, n, d),
         torch=lambda: zoo.functions["rms_norm"](x, w),
     )  # fmt: skip
 
@@ -27,7 +27,6 @@ def rms_norm_backward(zoo: Zoo, n: int) -> Case:
     leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
     return zoo.case(
         "rms_norm_backward", d_out, x, w, rstd, dx, dw, False, zoo.arena, writes=[dx, dw],
-        nbytes=size_of(d_out, x, w, rstd, dx, dx, dw),
         naive=zoo.naive("rms_norm_backward", n, d_out, x, w, rstd, dx, dw, n, d),
         torch=backward_of(zoo.functions["rms_norm"](*leaves), leaves, d_out),
     )  # fmt: skip
@@ -39,8 +38,7 @@ def layer_norm(zoo: Zoo, n: int) -> Case:
     statistics = zoo.empty(2, n, dtype=torch.float32)
     return zoo.case(
         "layer_norm", x, w, b, EPS, out, statistics, writes=[out, statistics],
-        nbytes=size_of(x, w, b, out, statistics),
-        naive=zoo.naive("layer_norm", n, x, w, b, EPS, out, statistics, n, d),
+        naive=zoo.naive("layer_norm", n, x, w, b, np.float32(EPS), out, statistics, n, d),
         torch=lambda: zoo.functions["layer_norm"](x, w, b),
     )  # fmt: skip
 
@@ -54,7 +52,6 @@ def layer_norm_backward(zoo: Zoo, n: int) -> Case:
     leaves = [tensor.clone().requires_grad_() for tensor in (x, w, b)]
     return zoo.case(
         "layer_norm_backward", d_out, x, w, statistics, dx, dw, db, False, zoo.arena, writes=[dx, dw, db],
-        nbytes=size_of(d_out, x, w, statistics, dx, dx, dw, db),
         naive=zoo.naive("layer_norm_backward", n, d_out, x, w, statistics, dx, dw, db, n, d),
         torch=backward_of(zoo.functions["layer_norm"](*leaves), leaves, d_out),
     )  # fmt: skip
@@ -63,7 +60,7 @@ def layer_norm_backward(zoo: Zoo, n: int) -> Case:
 def sum_rows(zoo: Zoo, n: int) -> Case:
     x, out = zoo.random(n, zoo.hidden), zoo.empty(zoo.hidden, dtype=torch.float32)
     return zoo.case(
-        "sum_rows", x, out, False, zoo.arena, writes=[out], nbytes=size_of(x, out),
+        "sum_rows", x, out, False, zoo.arena, writes=[out],
         naive=zoo.naive("sum_rows", zoo.hidden, x, out, n, zoo.hidden),
         torch=lambda: zoo.functions["sum_rows"](x),
     )  # fmt: skip

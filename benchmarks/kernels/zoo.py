@@ -17,6 +17,7 @@ from kos.memory.array import Array
 from kos.train.config.model_section import ModelSection
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.tools.profile import cost
 
 DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive.cu"
@@ -93,7 +94,10 @@ class Zoo:
     def case(
         self, name: str, *arguments: Any, writes: Sequence[torch.Tensor], columns: bool = False, **more: Any
     ) -> Case:
-        """Of an operation of both dialects: ours on the GPU is the fast one, numpy's in float64 what is expected."""
+        """Of an operation of both dialects: ours on the GPU is the fast one, numpy's in float64 what is expected.
+
+        Bytes and flops are those that the trainer's ``--profile`` counts, unless given.
+        """
 
         def expected() -> list[np.ndarray]:
             host = [to_host(x, columns) if isinstance(x, torch.Tensor) else x for x in arguments]
@@ -101,7 +105,8 @@ class Zoo:
             return [x for x, there in zip(host, arguments, strict=True) if any(there is out for out in writes)]
 
         fast = functools.partial(getattr(self.ops, name), *map(as_array, arguments))
-        return Case(**{"fast": fast, "writes": writes, "expected": expected, **more})
+        nbytes, flops = cost(name, fast.args)
+        return Case(**{"fast": fast, "writes": writes, "expected": expected, "nbytes": nbytes, "flops": flops, **more})
 
 
 def in_order(*runs: Callable[[], object]) -> Callable[[], None]:

@@ -14,6 +14,7 @@ from kos.testing import spawn
 from kos.train.model.llama import Llama
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.ops import numpy_attention
 from kos.train.ops.cuda import attention
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Axis, Layout, Mesh
@@ -119,7 +120,7 @@ def attention_of_ranks(
 @pytest.mark.parametrize("chunk", [1, 3, 40])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_attention(size, chunk, monkeypatch):
-    monkeypatch.setattr(numpy_ops, "QUERY_BLOCK", 32)
+    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 32)
     attention_of_ranks(size, chunk=chunk)
     attention_of_ranks(size, samples=1, chunk=chunk, group=Deferred)
 

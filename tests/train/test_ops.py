@@ -15,6 +15,7 @@ import pytest
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import numpy as ops
+from kos.train.ops import numpy_attention
 
 
 def poisoned_slab(nbytes):
@@ -30,7 +31,7 @@ def arena():
 def small_blocks(monkeypatch):
     """Blocks so small that every loop over them turns more than once, with a rest."""
     monkeypatch.setattr(ops, "BLOCK", 40)
-    monkeypatch.setattr(ops, "QUERY_BLOCK", 4)
+    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 4)
 
 
 def nan(*shape):
@@ -209,8 +210,8 @@ def attention_formula(qkv, samples, heads, kv_heads, others=None, queries=slice(
     ("length", "query_block", "scores"), [(1, 4, 1), (4, 4, 99), (7, 4, 150), (13, 5, 150), (9, 64, 10**6)]
 )
 def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block, scores):
-    monkeypatch.setattr(ops, "QUERY_BLOCK", query_block)
-    monkeypatch.setattr(ops, "SCORES", scores)
+    monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", query_block)
+    monkeypatch.setattr(numpy_attention, "SCORES", scores)
     samples, d = 3, 3
     qkv = rng.normal(size=(samples * length, (heads + 2 * kv_heads) * d))
     out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
@@ -230,7 +231,7 @@ def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block
     [(2, (0, 2), (0, 1)), (8, (0, 8), (0, 4)), (10, (5, 10), (0, 10)), (7, (1, 6), (2, 5)), (9, (8, 9), (8, 9))],
 )
 def test_attention_to_keys_of_another_rank(rng, arena, monkeypatch, heads, kv_heads, scores, length, queries, keys):
-    monkeypatch.setattr(ops, "SCORES", scores)
+    monkeypatch.setattr(numpy_attention, "SCORES", scores)
     samples, d, queries, keys = 3, 3, slice(*queries), slice(*keys)
     qkv, others = rng.normal(size=(2, samples * length, (heads + 2 * kv_heads) * d))
 

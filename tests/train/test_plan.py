@@ -182,7 +182,7 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
         model = config.model_config_for(V)
         for stage in range(each.job.schedule.stages):
             model.local(0, layout.tp, stage, each.job.schedule.stages_of_ranks)
-    speeds = [each.seconds for each in legal if each.fits]
+    speeds = [each.seconds for each in legal if each.memory.fits]
     assert speeds == sorted(speeds) and (ranks == 1 or len(speeds) > 1)
 
 
@@ -216,7 +216,7 @@ def test_of_what_does_not_fit_the_least_is_shown():
     config, given, _, ranks, _ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
     config = config.model_copy(update={"device": "cuda"})
     legal, _ = planning.plan(config, given, ranks, gpu_rates("A100", 128), config.model_config_for(256))
-    assert legal and not any(each.fits for each in legal)
+    assert legal and not any(each.memory.fits for each in legal)
     assert {each.job.config.recompute for each in legal} == {"block"}
     assert {each.job.config.micro_batch_size for each in legal} == {1}
 

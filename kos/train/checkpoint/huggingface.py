@@ -161,10 +161,7 @@ class TensorFiles:
     """The tensors of safetensors files, of which slices are read.
 
     ``rename(name, shapes)`` gives our name, or None for what is left out.  Matrices whose names end with ``transposed``
-    are turned around.
-
-    Raises:
-        CheckpointError: a file that cannot be read, or another set of tensors, shapes or dtypes than ``shapes``.
+    are turned around.  CheckpointError: a file that cannot be read, or other tensors, shapes or dtypes than ``shapes``.
     """
 
     def __init__(

@@ -121,11 +121,9 @@ def _preset_table() -> str:
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
-    """The configuration of a command line.
+    """The configuration of a command line. Raises SystemExit after ``--help``.
 
-    Raises:
-        ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
-        SystemExit: after ``--help``.
+    ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
     """
     layers = read_command_line(argv)
     preset = "tiny"

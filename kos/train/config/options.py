@@ -178,8 +178,7 @@ class TrainConfig(Section):
         divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.  A pipeline has two
         micro-batches a stage at least, and an interleaved one a multiple of its ranks, where the batch allows it.
 
-        Raises:
-            ConfigError: the batch cannot be split evenly; an option that the device does not have.
+        ConfigError: the batch cannot be split evenly; an option that the device does not have.
         """
         dtype, most = self.dtype, CUDA_MICRO_BATCH_TOKENS
         if device == "cpu":
@@ -273,8 +272,7 @@ def closest(word: str, known: Sequence[str]) -> str:
 def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
 
-    Raises:
-        ConfigError: an unknown key or a refused value, naming the layer it came from.
+    ConfigError: an unknown key or a refused value, naming the layer it came from.
     """
     merged: dict[str, Any] = {}
     label: dict[str, str] = {}

@@ -141,11 +141,8 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     """Read the data that ``config.data`` names, and encode text; or use the tokens of an earlier run.
 
     For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.
-
-    Raises:
-        DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a
-            prompt that the tokenizer cannot spell.
-        ConfigError: a tokenizer that does not go with the data.
+    DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a prompt that the
+    tokenizer cannot spell.  ConfigError: a tokenizer that does not go with the data.
     """
     corpus = read_corpus(config.data, show)
     if corpus.vocab_size is None:

@@ -63,8 +63,7 @@ def read_corpus(data: str, show: Show = lambda what, share: None) -> Corpus:
     text files (every tenth is held out, in the order of their names, at least one), or a folder or glob pattern
     of token files (those named ``*val*`` are held out).
 
-    Raises:
-        DataError: missing, unreadable, empty or binary.
+    DataError: missing, unreadable, empty or binary.
     """
     corpus = _readable(data, lambda: _read(data, show))
     return replace(corpus, read=lambda: _readable(data, corpus.read))

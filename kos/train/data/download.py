@@ -20,8 +20,7 @@ SOCKET_SECONDS = 10.0
 def tinyshakespeare() -> Path:
     """The path of the file, which is downloaded if the cache has no good one.
 
-    Raises:
-        DataError: no network, not the expected content, or a cache that cannot be used.
+    DataError: no network, not the expected content, or a cache that cannot be used.
     """
     path = cache_folder() / f"{NAME}.txt"
     try:

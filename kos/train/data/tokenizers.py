@@ -240,12 +240,8 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
 def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
 
-    In a checkpoint of kos that is the run's, of any kind.
-
-    Raises:
-        DataError: PATH is missing or not a tokenizer.json.
-        CheckpointError: PATH is in a checkpoint whose tokenizer cannot be read.
-        ConfigError: the library is not installed.
+    In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is missing or not a tokenizer.json.
+    CheckpointError: it is in a checkpoint whose tokenizer cannot be read.  ConfigError: the library is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()

@@ -6,7 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LOOKUPS, Slot, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
-from kos.train.ops import Array, Ops
+from kos.train.ops import Ops
 from kos.train.parallel import schedules
 from kos.train.parallel.data import DataParallel, make_buckets, shard_batch
 from kos.train.parallel.failures import raised_on_every_rank
@@ -48,12 +48,11 @@ class Buckets(NamedTuple):
 class Engine(Step):
     """A model in training, with weights and moments on the device that computes. All calls are collective.
 
-    An engine sets the attributes declared here and in ``Step``, with ``build`` and ``make_state``. ``parts`` are the
-    parts of the model that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
+    An engine sets the attributes declared here and in ``Step``, with ``build``. ``parts`` are the parts of the model
+    that this rank holds, a stage each. ``micro_batches`` are its rows of the batch.
     """
 
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
-    state: ShardedState
 
     place: str
     """The device, for errors."""
@@ -83,18 +82,14 @@ class Engine(Step):
 
     def trial(self) -> tuple[float, float] | None:
         """Seconds of a step and of a validation, tried before there are weights. None: not tried."""
-        raise NotImplementedError
+        return None
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
-        """More metrics: per GPU, model flops utilisation by both conventions, memory in bytes."""
-        raise NotImplementedError
+        """More metrics of a GPU: model flops utilisation by both conventions, memory in bytes."""
+        return {}
 
     def not_finite(self, step: int) -> str | None:
         """The first tensor whose gradient was not finite in this step, which no later step followed."""
-        raise NotImplementedError
-
-    def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory that lasts."""
         raise NotImplementedError
 
     def sampling_ops(self) -> Ops:
@@ -131,7 +126,7 @@ class Engine(Step):
         tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
         self._shape, self._dtype = (self.tensor.rows(tokens), model.hidden_size), dtype
         self.slots = [Slot(ops.make_arena()) for _ in range(schedule.slots[mesh.pp.rank])]
-        self.pipeline.make_buffers(lambda: self.make_array(self._shape, dtype))
+        self.pipeline.make_buffers(lambda: ops.zeros(self._shape, dtype))
 
         self.gradients, steps, lookups = gradients, self.accumulation_steps, None
         self.parallel = DataParallel(
@@ -154,8 +149,10 @@ class Engine(Step):
         return set(self.gradients) - (self.sums.replicated if self.mesh.tp.rank > 0 else set()) - twice
 
     def reporters(self) -> list[int]:
-        """The ranks whose losses add up to all."""
-        return self.mesh.reporters(self.pipeline.schedule.place(self.pipeline.schedule.stages - 1).rank)
+        """The world ranks whose losses add up to all: those of the last stage, the first of tp."""
+        layout, schedule = self.mesh.layout, self.pipeline.schedule
+        pp = schedule.place(schedule.stages - 1).rank
+        return [layout.rank({"pp": pp, "dp": dp, "cp": cp}) for dp in range(layout.dp) for cp in range(layout.cp)]
 
     def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float) -> StepResult:
         """The result of a step from the ``reports`` of all ranks, on the host."""
@@ -274,10 +271,11 @@ class Engine(Step):
 
     # --- state -----------------------------------------------------------------------------------------
 
-    def make_state(self, model: LlamaConfig) -> ShardedState:
-        """Once all that is declared is there, and the models."""
-        stages, ops, arena = self.pipeline.schedule.stages_of_ranks, self.model.ops, self.model.arena
-        return ShardedState(self.mesh, model, stages, self.optimizer, self.parallel, ops, arena)
+    @cached_property
+    def state(self) -> ShardedState:
+        """The weights and moments of this rank, to be read and saved."""
+        model, stages = self.model, self.pipeline.schedule.stages_of_ranks
+        return ShardedState(self.mesh, model.config, stages, self.optimizer, self.parallel, model.ops, model.arena)
 
     def read(self, weights: Tensors, moments: Tensors | None = None, step: int = 0) -> None:
         """Fill this rank's weights and moments, those of ``step``; waits for no other rank."""

@@ -15,7 +15,6 @@ from kos.train.data.batches import Dataset
 from kos.train.engine.base import Engine, Show
 from kos.train.engine.machine import DRIVER
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.parallel.failures import raised_on_every_rank
 from kos.train.parallel.mesh import Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
@@ -29,10 +28,6 @@ def make_engine(
 ) -> Engine:  # fmt: skip
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
-        if config.deterministic and mesh.tp.size > 1:
-            why = "where sums over features are not split"
-            with raised_on_every_rank():
-                raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {mesh.tp.size}")
         from kos.train.engine.cuda import CudaEngine
 
         return CudaEngine(config, model, data, mesh, show)

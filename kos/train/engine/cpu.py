@@ -97,7 +97,6 @@ class CpuEngine(Engine):
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if self.sharded else None,
         )  # fmt: skip
-        self.state = self.make_state(model)
         self.learning_rate = config.learning_rate()
         self.count, self.report = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
         self.reports = self.report[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.report.size))
@@ -116,9 +115,6 @@ class CpuEngine(Engine):
         seconds, trained = self._result.seconds, self.config.batch_size * self.config.seq_len
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 
-    def measures(self, tokens_per_second: float) -> dict[str, float]:
-        return {}
-
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""
         began, self._step = time.perf_counter(), step
@@ -130,9 +126,6 @@ class CpuEngine(Engine):
     def queue_gradients(self) -> None:
         super().queue_gradients()
         self.report[0] = self.report[0] or self.asked()  # meanwhile
-
-    def make_array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        return np.zeros(shape, dtype)
 
     def micro_batch(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         self.show(f"step {self._step + 1}", index / self.accumulation_steps)

@@ -111,7 +111,6 @@ class CudaEngine(Engine):
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
             exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip
-        self.state = self.make_state(model)
         self.feed = Feed(data, self.micro_batches, self.context, ops)
         self.count = self.feed.count
         # What a rank knows after a step: whether it was asked to stop, and its losses.
@@ -194,9 +193,6 @@ class CudaEngine(Engine):
         how = "one CUDA graph a step" if self.config.graph else "no graph"
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
 
-    def trial(self) -> None:
-        return None
-
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         free, total = call(cu.cuMemGetInfo)
         each = tokens_per_second / self.comm.size
@@ -277,9 +273,6 @@ class CudaEngine(Engine):
         return self.first_of_all(self.optimizer.not_finite())
 
     # --- between steps -------------------------------------------------------------------------------
-
-    def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self.ops.zeros(shape, dtype)
 
     def sampling_ops(self) -> CudaOps:
         return CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search

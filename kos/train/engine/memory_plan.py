@@ -55,9 +55,13 @@ class MemoryPlan(NamedTuple):
     def total(self) -> int:
         return sum(self.uses.values())
 
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.free
+
     def check(self) -> MemoryPlan:
         """This plan; ConfigError, with the options that can help, where it does not fit."""
-        if self.total <= self.free:
+        if self.fits:
             return self
         uses = sorted(self.uses.items(), key=lambda use: -use[1])
         raise ConfigError(
@@ -111,9 +115,6 @@ class Rehearsal(Engine):
         self._tokens, self.count = sizing.zeros(shape, np.int32), sizing.zeros((1,), np.float32)
         self.report = self.reports = sizing.zeros((1 + self.accumulation_steps,), np.float64)
 
-    def make_array(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        return self.sizing.zeros(shape, dtype)
-
     def micro_batch(self, index: int) -> tuple[Any, Any]:
         return self._tokens, self._tokens
 
@@ -125,7 +126,7 @@ class Rehearsal(Engine):
             self.run(action, self.weights, received)
         for model in self.models:
             with self.sizing.step(arena):
-                x = None if model.local.first else self.make_array(self._shape, self._dtype)
+                x = None if model.local.first else self.sizing.zeros(self._shape, self._dtype)
                 x = model.evaluate_stage(self.weights, self._tokens, x)
                 if model.local.last:
                     model.evaluate_loss(self.weights, x, self._tokens, self.report[:1])

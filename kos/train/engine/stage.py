@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.model.fixed import FixedLlama
 from kos.train.model.gpt2 import GPT2Config, make_model
@@ -20,7 +21,7 @@ from kos.train.parallel.tensor import TensorParallel
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
     """How the sums within a layer are split, in every layout.  None: not split, as in a GPT-2, where only dp has ranks.
 
-    On GPUs only long sequences are split.  ConfigError if a rank would not hold whole subtrees.
+    On GPUs only long sequences are split, and no features.  ConfigError if a rank would not hold whole subtrees.
     """
     if not config.deterministic or isinstance(model, GPT2Config):
         return None
@@ -29,6 +30,9 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
         split = Split.of((*sizes, model.intermediate_size, model.vocab_size), config.seq_len)
         split.check(tp, cp, config.seq_len)
         return split
+    if tp > 1:
+        why = "where sums over features are not split"
+        raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {tp}")
     split = Split.of((1,), config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
     split.check(1, cp, config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
     return split if split.tokens > 1 else None

@@ -34,6 +34,9 @@ class Ops(Protocol):
     def make_arena(self) -> Arena:
         """An empty arena over the dialect's memory."""
 
+    def zeros(self, shape: Any, dtype: Any) -> Array:
+        """A new array outside of any arena."""
+
     def step(self, arena: Arena) -> AbstractContextManager[None]:
         """Brackets one pass: gives back all of ``arena``, keeps inf and nan from warning."""
 

@@ -8,7 +8,6 @@ the cache.  Nothing is allocated: outputs are given, and scratch memory comes fr
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,13 +17,15 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
+from kos.train.ops.numpy_attention import attend, attend_backward, ones
 
 Array = np.ndarray
 IGNORE = -1  # the target that is left out of the loss
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
-SCORES = 262_144  # elements: scores of attention that are in memory at once
-QUERY_BLOCK = 64  # queries whose scores are computed at once
 overlap_rows: int | None = None  # collectives of CPUs take the cores that compute
+
+
+zeros = np.zeros
 
 
 def make_arena() -> Arena:
@@ -165,7 +166,7 @@ def linear_weight_gradient(d_out: Array, x: Array, d_weight: Array, accumulate: 
 
 
 def sum_rows(x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
-    _product(_ones(len(x), x.dtype), x, out[None], accumulate, arena)  # a sum, at BLAS's speed
+    _product(ones(len(x), x.dtype), x, out[None], accumulate, arena)  # a sum, at BLAS's speed
 
 
 # --- norms -------------------------------------------------------------------------------------------
@@ -296,10 +297,7 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 
 
 # --- attention ---------------------------------------------------------------------------------------
-# Scores lie as (keys, G * queries), G = H / K: the query heads that share a kv head are one matrix product,
-# and the softmax runs over the first of two axes, which numpy reduces at full speed.  Keys after a block of
-# queries are never looked at.  Only the log of the softmax's denominator is kept for the backward, as in
-# FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+# ``numpy_attention.py`` computes it; here are its arrays, as that wants to see them.
 
 
 def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
@@ -335,7 +333,7 @@ def attention_to(
     samples, _, length = log_sum_exp.shape
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, slice(0, samples), queries)
     k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, length))
-    _attention(q, k, v, o, lse, None, arena)
+    attend(q, k, v, o, lse, None, arena)
 
 
 def attention_to_backward(
@@ -348,7 +346,7 @@ def attention_to_backward(
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, every, queries)
     dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, every, queries)
     k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    _attention_backward(q, k, v, o, do, lse, None, dq, dk, dv, False, arena)
+    attend_backward(q, k, v, o, do, lse, None, dq, dk, dv, False, arena)
 
 
 def attention_after(
@@ -361,7 +359,7 @@ def attention_after(
     """
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
     k, v = _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q))
-    _attention(q, k, v, o, lse, before, arena)
+    attend(q, k, v, o, lse, before, arena)
 
 
 def attention_after_backward(
@@ -373,7 +371,7 @@ def attention_after_backward(
     dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, samples, queries)
     length, seen = kv.shape[1] // len(q), slice(0, before + q.shape[-1])
     k, v, dk, dv = (x[..., seen] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    _attention_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena)
+    attend_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena)
 
 
 def _of_queries(
@@ -385,116 +383,6 @@ def _of_queries(
     return q, o, log_sum_exp.reshape(len(log_sum_exp), kv_heads, 1, -1, length)[samples][..., queries]
 
 
-def _attention(
-    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, before: int | None, arena: Arena
-) -> None:
-    """Causal, after ``before`` keys, written; or to all keys (None), merged with what ``out_all`` holds."""
-    samples, kv_heads, d, group, length = q_all.shape
-    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
-    ones = _ones(keys, dtype)
-    for tile in _tiles(samples, kv_heads, group, keys):
-        for start in range(0, length, QUERY_BLOCK):
-            end = min(start + QUERY_BLOCK, length)
-            here, size = (*tile, ..., slice(start, end)), keys if before is None else before + end
-            k, v = k_all[tile][..., :size], v_all[tile][..., :size]
-            B, K = k.shape[:2]
-            with arena.scope():
-                q = arena.take((B, K, d, group, end - start), dtype)
-                o = arena.take(q.shape, dtype)
-                scores = arena.take((B, K, size, group, end - start), dtype)
-                top = arena.take((B, K, 1, group, end - start), dtype)
-                total = arena.take(top.shape, dtype)
-                np.multiply(q_all[here], scale, out=q)
-                np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
-                if before is not None:
-                    scores[:, :, before + start :] += _causal_mask(end - start, dtype)
-                np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
-                np.subtract(_flat(scores), _flat(top), out=_flat(scores))
-                np.exp(scores, out=scores)
-                np.matmul(ones[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
-                np.matmul(v, _flat(scores), out=_flat(o))
-                if before is not None:
-                    np.divide(o, total, out=out_all[here])
-                    np.log(total, out=total)
-                    np.add(top, total, out=lse_all[here])
-                    continue
-                merged, lse = arena.take(top.shape, dtype), lse_all[here]
-                np.log(total, out=total)
-                total += top
-                np.logaddexp(lse, total, out=merged)
-                for part, weight in ((out_all[here], lse), (o, top)):
-                    np.subtract(weight, merged, out=total)
-                    np.exp(total, out=total)
-                    part *= total
-                out_all[here] += o
-                lse[...] = merged
-
-
-def _attention_backward(
-    q_all: Array, k_all: Array, v_all: Array, out_all: Array, do_all: Array, lse_all: Array, before: int | None,
-    dq_all: Array, dk_all: Array, dv_all: Array, accumulate: bool, arena: Arena,
-) -> None:  # fmt: skip
-    """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
-
-    Both subtractions ride in the matrix products, as one more row: of ones in K and V, of what is
-    subtracted in Q and d_out.  To all keys (``before`` is None) it adds to dQ; ``accumulate`` adds to dK and dV.
-    """
-    samples, kv_heads, d, group, length = q_all.shape
-    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
-    for tile in _tiles(samples, kv_heads, group, keys):
-        B, K = k_all[tile].shape[:2]
-        with arena.scope():
-            k1 = arena.take((B, K, d + 1, keys), dtype)
-            v1 = arena.take(k1.shape, dtype)
-            for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
-                with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
-            # The last block reaches every key: it writes dk and dv, those before it add.
-            for start in reversed(range(0, length, QUERY_BLOCK)):
-                end = min(start + QUERY_BLOCK, length)
-                here, seen = (*tile, ..., slice(start, end)), keys if before is None else before + end
-                with arena.scope():
-                    q1 = arena.take((B, K, d + 1, group, end - start), dtype)
-                    do1 = arena.take(q1.shape, dtype)
-                    dq = arena.take((B, K, d, group, end - start), dtype)
-                    p = arena.take((B, K, seen, group, end - start), dtype)
-                    ds = arena.take(p.shape, dtype)
-                    q, do = q1[:, :, :d], do1[:, :, :d]
-                    np.multiply(q_all[here], scale, out=q)
-                    np.negative(lse_all[here][:, :, 0], out=q1[:, :, d])
-                    np.copyto(do, do_all[here])
-                    np.multiply(do, out_all[here], out=dq)
-                    np.sum(dq, axis=2, out=do1[:, :, d])
-                    np.negative(do1[:, :, d], out=do1[:, :, d])
-                    np.matmul(k1[..., :seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
-                    if before is not None:
-                        p[:, :, before + start :] += _causal_mask(end - start, dtype)
-                    np.exp(p, out=p)
-                    np.matmul(v1[..., :seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
-                    ds *= p
-                    np.matmul(k1[:, :, :d, :seen], _flat(ds), out=_flat(dq))
-                    if before is not None:
-                        np.multiply(dq, scale, out=dq_all[here])
-                    else:
-                        dq *= scale
-                        dq_all[here] += dq
-                    for left, right, total in ((q, ds, dk_all[tile]), (do, p, dv_all[tile])):
-                        if end == length and not accumulate:
-                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
-                        else:
-                            part = arena.take((B, K, d, seen), dtype)
-                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=part)
-                            total[..., :seen] += part
-
-
-def _tiles(samples: int, kv_heads: int, group: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of samples and kv heads whose scores, of a block of queries, are about ``SCORES`` elements."""
-    at_once = max(1, SCORES // (group * QUERY_BLOCK * keys))
-    b_step, k_step = max(1, at_once // kv_heads), min(at_once, kv_heads)
-    for b in range(0, samples, b_step):
-        for k in range(0, kv_heads, k_step):
-            yield slice(b, b + b_step), slice(k, k + k_step)
-
-
 def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
     """(N, H d) of ``empty_columns`` seen as (B, K, d, G, T)."""
     return _columns(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
@@ -504,22 +392,6 @@ def _split_keys_and_values(kv: Array, kv_heads: int, length: int) -> tuple[Array
     """(2 K d, N) seen as k and v, each (B, K, d, T)."""
     both = kv.reshape(2, kv_heads, -1, kv.shape[1] // length, length).transpose(0, 3, 1, 2, 4)
     return both[0], both[1]
-
-
-def _flat(x: Array) -> Array:
-    """(B, K, n, G, queries) as (B, K, n, G * queries)."""
-    return x.reshape(*x.shape[:3], -1)
-
-
-@functools.lru_cache(maxsize=64)
-def _causal_mask(size: int, dtype: np.dtype) -> Array:
-    """(keys, 1, queries): -inf where the key comes after the query."""
-    return np.where(np.tri(size, dtype=bool).T, 0, -np.inf).astype(dtype)[:, None]
-
-
-@functools.lru_cache(maxsize=64)
-def _ones(size: int, dtype: np.dtype) -> Array:
-    return np.ones((1, size), dtype)
 
 
 # --- swiglu ------------------------------------------------------------------------------------------

@@ -115,28 +115,15 @@ class Mesh:
         names = tuple(name for name in names if getattr(self.layout, name) > 1)
         if not names:
             return Axis(0, 1, None)
-        elsewhere = {axis: at for axis, at in self.coordinates.items() if axis not in names}
-        own = self.layout.rank(self.coordinates) - (first := self.layout.rank(elsewhere))
-        rank, size = 0, 1
-        for name in names:
-            rank = rank * getattr(self.layout, name) + self.coordinates[name]
-            size *= getattr(self.layout, name)
-        group = self._groups.get(names)
-        if group is None:
-            of_all = all(name in names or getattr(self.layout, name) == 1 for name in AXES)
-            group = self.world if of_all else self.world.split(first, own)
+        layout = Layout(**{name: getattr(self.layout, name) for name in names})
+        place = {name: self.coordinates[name] for name in names}
+        if names not in self._groups:
+            elsewhere = {name: at for name, at in self.coordinates.items() if name not in names}
+            color, key = self.layout.rank(elsewhere), self.layout.rank(place)
+            group = self.world if layout.ranks == self.world.size else self.world.split(color, key)
             assert group is not None  # every rank has a color
             self._groups[names] = group
-        return Axis(rank, size, group)
-
-    def reporters(self, stage_rank: int | None = None) -> list[int]:
-        """The world ranks of which each knows losses that no other does: of the last stage, the first of tp.
-
-        ``stage_rank`` is the pipeline rank of the last stage: the last, but in a V.
-        """
-        pp = self.layout.pp - 1 if stage_rank is None else stage_rank
-        places = ({"pp": pp, "dp": dp, "cp": cp} for dp in range(self.layout.dp) for cp in range(self.layout.cp))
-        return [self.layout.rank(place) for place in places]
+        return Axis(layout.rank(place), layout.ranks, self._groups[names])
 
     @classmethod
     def silent(cls, layout: Layout, rank: int = 0) -> Mesh:

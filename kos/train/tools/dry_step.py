@@ -27,7 +27,7 @@ from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.profile import TimedOps, cost
-from kos.train.tools.rates import ATTENTION, GPUS, Rates
+from kos.train.tools.rates import GPU, GPUS, Rates
 
 AXES = ("gradients", "tp", "pp", "cp")
 """Of what a rank sends; ``gradients`` joins dp and cp, as in ``Mesh``."""
@@ -151,7 +151,7 @@ class _AbsentGpu(Sizing):
         self.multiprocessors, self.shared_memory = 132, 227 << 10  # of a Hopper
 
     def family(self, dtype: str, head_dim: int) -> str:
-        return self._family if head_dim in ATTENTION else "simple"
+        return self._family if str(head_dim) in GPU["attention"] else "simple"
 
 
 class DryStep(Rehearsal):

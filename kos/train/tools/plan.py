@@ -39,10 +39,6 @@ class Prediction(NamedTuple):
     seconds: float
 
     @property
-    def fits(self) -> bool:
-        return self.memory.total <= self.memory.free
-
-    @property
     def tokens_per_second(self) -> float:
         return self.job.config.batch_size * self.job.config.seq_len / self.seconds
 
@@ -105,7 +101,7 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
             by_slots = sorted(range(layout.pp), key=job.schedule.slots.__getitem__)
             most_of_kind = {job.kind(rank): rank for rank in by_slots}.values()
             memory = max(map(job.memory, most_of_kind), key=lambda plan: plan.total - plan.free)
-            if memory.total <= memory.free:
+            if memory.fits:
                 return fitting.append(predict(job, memory))
             over.append((memory, job))
 
@@ -146,7 +142,7 @@ def plan(
             legal.append(best(config, given, model, layout, rates))
         except ConfigError as error:
             refused.append((sizes, str(error)))
-    return sorted(legal, key=lambda each: (not each.fits, each.seconds)), refused
+    return sorted(legal, key=lambda each: (not each.memory.fits, each.seconds)), refused
 
 
 def table(predictions: Sequence[Prediction]) -> str:
@@ -156,7 +152,7 @@ def table(predictions: Sequence[Prediction]) -> str:
         settings = [getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")]
         settings += [config.zero, config.recompute, config.micro_batch_size]
         settings += [config.pp_schedule if layout.pp > 1 else "-"]
-        settings += [f"{each.memory.total / GIB:.2f}{'!' * (not each.fits)}"]
+        settings += [f"{each.memory.total / GIB:.2f}{'!' * (not each.memory.fits)}"]
         settings += [f"{each.sent[axis] / 1e9:.3g}" if each.sent[axis] else "-" for axis in AXES]
         rows.append([*map(str, settings), f"{1e3 * each.seconds:.4g}", f"{each.tokens_per_second:,.0f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -191,9 +187,9 @@ def report(argv: Sequence[str]) -> str:
         f"{config.batch_size} x {config.seq_len} tokens a step",
         "memory (GiB), and bytes sent a step over each axis (GB): those of the rank that has most",
         table(legal),
-        *["!: more than is free on a rank"] * (not legal[-1].fits),
-        f"proposal: {command(legal[0], words)}" if legal[0].fits else "no layout fits",
-        *(f"note: {note}" for note in notes(legal[0].job) if legal[0].fits),
+        *["!: more than is free on a rank"] * (not legal[-1].memory.fits),
+        f"proposal: {command(legal[0], words)}" if legal[0].memory.fits else "no layout fits",
+        *(f"note: {note}" for note in notes(legal[0].job) if legal[0].memory.fits),
         *(f"refused: {' '.join(f'{axis} {n}' for axis, n in sizes.items())}: {reason}" for sizes, reason in refused),
     ])  # fmt: skip
 

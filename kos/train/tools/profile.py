@@ -28,7 +28,7 @@ WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 COPIED = 128 << 20  # bytes, more than a cache holds
 ROWS_ON_HOST, ROWS = 1024, 4096  # of the square matrices of a large product
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
-UNTIMED = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
+UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
 IN_PLACE = {"cross_entropy": 0, "rms_norm_backward": 4, "layer_norm_backward": 4}
 """Which argument an operation reads and writes."""
@@ -216,15 +216,14 @@ class Profiler:
 
     def _limits(self) -> tuple[float, float]:
         """Bytes and flops a second that this device reaches, or could."""
-        zeros = np.zeros if self.on_host else self.ops.zeros
-        source, target = (zeros(COPIED, np.uint8) for _ in range(2))
+        source, target = (self.ops.zeros(COPIED, np.uint8) for _ in range(2))
         self.ops.copy(target, source)  # memory that was never written to may not be there
         bandwidth = 2 * COPIED / self.marks.fastest(self.ops.copy, source, target)
         known = None if self.on_host else peak_flops(device_info(self.ops.device).name)
         if known and self.engine.config.dtype == "bfloat16":
             return bandwidth, known
         rows = ROWS_ON_HOST if self.on_host else ROWS
-        a, b, c = (zeros((rows, rows), self.engine.weights.flat.dtype) for _ in range(3))
+        a, b, c = (self.ops.zeros((rows, rows), self.engine.weights.flat.dtype) for _ in range(3))
         return bandwidth, 2.0 * rows**3 / self.marks.fastest(self.ops.linear, a, b, c)
 
     def run(self, first: int, count: int) -> tuple[list[float], list[Span]]:

@@ -1,9 +1,11 @@
-"""What hardware does a second: of GPUs by measurements kept with kos, of this machine's CPU by two made now."""
+"""What hardware does a second: of GPUs by measurements in ``rates.toml``, of this machine's CPU by two made now."""
 
 from __future__ import annotations
 
 import os
 import re
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -36,24 +38,10 @@ class Gpu(NamedTuple):
     attention: str  # the family of its kernels
 
 
-GPUS = {
-    "H200": Gpu(4.8e12, 450e9, 149_460_000_000, "hopper"),
-    "H100": Gpu(3.35e12, 450e9, 84_000_000_000, "hopper"),
-    "A100": Gpu(2.04e12, 300e9, 84_000_000_000, "mma"),
-}
-
-# Shares of a GPU's data sheet, measured on H200 and taken for the others. Files are those of benchmarks/results.
-LINEAR = 0.71  # of its bf16 flops: profile-8b-h200-8.txt, profile-1b-h200-1.txt, profile-124m-h200-1.txt, rows linear
-ATTENTION = {64: (0.42, 0.36), 128: (0.58, 0.42)}  # by head size: the same files, rows attention
-COPY = 0.85  # of its memory: the same files, "limits"
-WIRE = 0.73  # of NVLink: collectives-h200-4.json, all_reduce; tuning-h200-4.json, all_gather and reduce_scatter
-OPERATION = 1.5e-6  # train-h200-1.json, 124m of 4 sequences: 600 operations
-LATENCY = 10e-6  # collectives-h200-4.json and tuning-h200-4.json, up to 1 MiB
-
-# Shares of what a CPU reaches in a large product and a copy: ``--profile`` of the preset tiny on a core of an EPYC.
-ON_HOST = {"linear": 0.75, "attention": 0.17, "memory": 0.15}
-HOST_WIRE, HOST_LATENCY = 0.5, 30e-6  # of a copy, which writes and reads: collectives-epyc-2.json, all_reduce
-HOST_OPERATION = 5e-6
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+GPUS = {name: Gpu(**sheet) for name, sheet in _TABLES["gpus"].items()}
+GPU, HOST = _TABLES["gpu"], _TABLES["host"]
+"""Shares of what the hardware could do, and seconds."""
 
 
 def gpu_rates(name: str, head_dim: int) -> Rates:
@@ -62,9 +50,11 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
     if known is None:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
     gpu, peak = GPUS[known], PEAK_FLOPS[known]
-    forward, backward = ATTENTION[128 if head_dim > 64 else 64]
-    attention = forward * peak, backward * peak
-    return Rates(known, LINEAR * peak, attention, COPY * gpu.memory, OPERATION, WIRE * gpu.link, LATENCY, True)
+    forward, backward = GPU["attention"]["128" if head_dim > 64 else "64"]
+    return Rates(
+        known, GPU["linear"] * peak, (forward * peak, backward * peak), GPU["memory"] * gpu.memory,
+        GPU["operation"], GPU["wire"] * gpu.link, GPU["latency"], True,
+    )  # fmt: skip
 
 
 def cpu_rates(ranks: int) -> Rates:
@@ -77,8 +67,8 @@ def cpu_rates(ranks: int) -> Rates:
     copied = 2 * COPIED / fastest(numpy_ops.copy, source, target) * min(1.0, cores / ranks)  # by one core
     name = f"the CPU, {cores} core{'s' * (cores > 1)}"
     return Rates(
-        name, ON_HOST["linear"] * flops, (ON_HOST["attention"] * flops,) * 2, ON_HOST["memory"] * copied,
-        HOST_OPERATION, HOST_WIRE * copied / 2, HOST_LATENCY, False,
+        name, HOST["linear"] * flops, (HOST["attention"] * flops,) * 2, HOST["memory"] * copied,
+        HOST["operation"], HOST["wire"] * copied / 2, HOST["latency"], False,
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ COLUMN_MAJOR = {
     for name in ("rope", "attention", "attention_to", "swiglu", "gelu")
     for backward in ("", "_backward")
 }  # fmt: skip
-MEMORY_OF = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
+MEMORY_OF = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
 KEYS_AND_VALUES = {"attention_to": (1,), "attention_to_backward": (2, 10)}  # which arguments those arrays are

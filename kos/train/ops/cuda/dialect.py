@@ -92,7 +92,6 @@ class CudaOps:
             arena.release(0)
 
     def zeros(self, shape: Any, dtype: Any) -> Array:
-        """An array of its own, as ``Parameters`` asks for."""
         return Array.zeros(shape, dtype, self.device, stream=self.stream)
 
     def statistics_dtype(self, dtype: Any) -> DType:

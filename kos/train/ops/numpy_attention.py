@@ -1,0 +1,147 @@
+"""Attention on CPUs: softmax(q k^T / sqrt(d)) v over blocks of queries, forward and backward.
+
+Arrays are views (B, K, d, G, T) of q and out, (B, K, d, T) of k and v, with G = H / K.  Scores lie as
+(keys, G * queries): the query heads that share a kv head are one matrix product, and the softmax runs over the first
+of two axes, which numpy reduces at full speed.  Keys after a block of queries are never looked at.  Only the log of
+the softmax's denominator is kept for the backward, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from kos.memory.arena import Arena
+
+Array = np.ndarray
+SCORES = 262_144  # elements: scores that are in memory at once
+QUERY_BLOCK = 64  # queries whose scores are computed at once
+
+
+def attend(
+    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, before: int | None, arena: Arena
+) -> None:
+    """Causal, after ``before`` keys, written; or to all keys (None), merged with what ``out_all`` holds."""
+    samples, kv_heads, d, group, length = q_all.shape
+    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
+    row = ones(keys, dtype)
+    for tile in _tiles(samples, kv_heads, group, keys):
+        for start in range(0, length, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, length)
+            here, size = (*tile, ..., slice(start, end)), keys if before is None else before + end
+            k, v = k_all[tile][..., :size], v_all[tile][..., :size]
+            B, K = k.shape[:2]
+            with arena.scope():
+                q = arena.take((B, K, d, group, end - start), dtype)
+                o = arena.take(q.shape, dtype)
+                scores = arena.take((B, K, size, group, end - start), dtype)
+                top = arena.take((B, K, 1, group, end - start), dtype)
+                total = arena.take(top.shape, dtype)
+                np.multiply(q_all[here], scale, out=q)
+                np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
+                if before is not None:
+                    scores[:, :, before + start :] += _causal_mask(end - start, dtype)
+                np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
+                np.subtract(_flat(scores), _flat(top), out=_flat(scores))
+                np.exp(scores, out=scores)
+                np.matmul(row[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
+                np.matmul(v, _flat(scores), out=_flat(o))
+                if before is not None:
+                    np.divide(o, total, out=out_all[here])
+                    np.log(total, out=total)
+                    np.add(top, total, out=lse_all[here])
+                    continue
+                merged, lse = arena.take(top.shape, dtype), lse_all[here]
+                np.log(total, out=total)
+                total += top
+                np.logaddexp(lse, total, out=merged)
+                for part, weight in ((out_all[here], lse), (o, top)):
+                    np.subtract(weight, merged, out=total)
+                    np.exp(total, out=total)
+                    part *= total
+                out_all[here] += o
+                lse[...] = merged
+
+
+def attend_backward(
+    q_all: Array, k_all: Array, v_all: Array, out_all: Array, do_all: Array, lse_all: Array, before: int | None,
+    dq_all: Array, dk_all: Array, dv_all: Array, accumulate: bool, arena: Arena,
+) -> None:  # fmt: skip
+    """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
+
+    Both subtractions ride in the matrix products, as one more row: of ones in K and V, of what is
+    subtracted in Q and d_out.  To all keys (``before`` is None) it adds to dQ; ``accumulate`` adds to dK and dV.
+    """
+    samples, kv_heads, d, group, length = q_all.shape
+    scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
+    for tile in _tiles(samples, kv_heads, group, keys):
+        B, K = k_all[tile].shape[:2]
+        with arena.scope():
+            k1 = arena.take((B, K, d + 1, keys), dtype)
+            v1 = arena.take(k1.shape, dtype)
+            for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
+                with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
+            # The last block reaches every key: it writes dk and dv, those before it add.
+            for start in reversed(range(0, length, QUERY_BLOCK)):
+                end = min(start + QUERY_BLOCK, length)
+                here, seen = (*tile, ..., slice(start, end)), keys if before is None else before + end
+                with arena.scope():
+                    q1 = arena.take((B, K, d + 1, group, end - start), dtype)
+                    do1 = arena.take(q1.shape, dtype)
+                    dq = arena.take((B, K, d, group, end - start), dtype)
+                    p = arena.take((B, K, seen, group, end - start), dtype)
+                    ds = arena.take(p.shape, dtype)
+                    q, do = q1[:, :, :d], do1[:, :, :d]
+                    np.multiply(q_all[here], scale, out=q)
+                    np.negative(lse_all[here][:, :, 0], out=q1[:, :, d])
+                    np.copyto(do, do_all[here])
+                    np.multiply(do, out_all[here], out=dq)
+                    np.sum(dq, axis=2, out=do1[:, :, d])
+                    np.negative(do1[:, :, d], out=do1[:, :, d])
+                    np.matmul(k1[..., :seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
+                    if before is not None:
+                        p[:, :, before + start :] += _causal_mask(end - start, dtype)
+                    np.exp(p, out=p)
+                    np.matmul(v1[..., :seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
+                    ds *= p
+                    np.matmul(k1[:, :, :d, :seen], _flat(ds), out=_flat(dq))
+                    if before is not None:
+                        np.multiply(dq, scale, out=dq_all[here])
+                    else:
+                        dq *= scale
+                        dq_all[here] += dq
+                    for left, right, total in ((q, ds, dk_all[tile]), (do, p, dv_all[tile])):
+                        if end == length and not accumulate:
+                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
+                        else:
+                            part = arena.take((B, K, d, seen), dtype)
+                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=part)
+                            total[..., :seen] += part
+
+
+def _tiles(samples: int, kv_heads: int, group: int, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of samples and kv heads whose scores, of a block of queries, are about ``SCORES`` elements."""
+    at_once = max(1, SCORES // (group * QUERY_BLOCK * keys))
+    b_step, k_step = max(1, at_once // kv_heads), min(at_once, kv_heads)
+    for b in range(0, samples, b_step):
+        for k in range(0, kv_heads, k_step):
+            yield slice(b, b + b_step), slice(k, k + k_step)
+
+
+def _flat(x: Array) -> Array:
+    """(B, K, n, G, queries) as (B, K, n, G * queries)."""
+    return x.reshape(*x.shape[:3], -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_mask(size: int, dtype: np.dtype) -> Array:
+    """(keys, 1, queries): -inf where the key comes after the query."""
+    return np.where(np.tri(size, dtype=bool).T, 0, -np.inf).astype(dtype)[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+def ones(size: int, dtype: np.dtype) -> Array:
+    return np.ones((1, size), dtype)
