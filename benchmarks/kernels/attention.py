@@ -39,8 +39,7 @@ def rope(zoo: Zoo, n: int, backward: bool = False) -> Case:
     )  # fmt: skip
 
 
-def rope_backward(zoo: Zoo, n: int) -> Case:
-    return rope(zoo, n, backward=True)
+rope_backward = functools.partial(rope, backward=True)
 
 
 def repeat_kv(zoo: Zoo, n: int) -> Case:
@@ -110,8 +109,7 @@ def attention(zoo: Zoo, n: int, backward: bool = False) -> Case:
     )
 
 
-def attention_backward(zoo: Zoo, n: int) -> Case:
-    return attention(zoo, n, backward=True)
+attention_backward = functools.partial(attention, backward=True)
 
 
 def attention_to(zoo: Zoo, n: int, backward: bool = False) -> Case:
@@ -155,8 +153,7 @@ def attention_to(zoo: Zoo, n: int, backward: bool = False) -> Case:
     )
 
 
-def attention_to_backward(zoo: Zoo, n: int) -> Case:
-    return attention_to(zoo, n, backward=True)
+attention_to_backward = functools.partial(attention_to, backward=True)
 
 
 # --- the naive versions ------------------------------------------------------------------------------

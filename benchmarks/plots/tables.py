@@ -83,7 +83,12 @@ def readme() -> str:
     return table(["what", "kos", "beside", "times as fast", "recorded"], rows)
 
 
+ALL_REDUCE = "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
 COLLECTIVES = "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
+HOSTS = (
+    "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1", "collectives-epyc-2",
+    "collectives-epyc-4", "collectives-others-epyc-2",
+)  # fmt: skip
 
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
@@ -97,12 +102,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "outside-graphs-2": partial(collectives.outside_graphs, 2),
     "auto": collectives.auto_routes,
     "call-cost": collectives.call_cost,
-    "all-reduce-files": partial(
-        provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
-    ),
-    "all-reduce-commands": partial(
-        commands, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
-    ),
+    "all-reduce-files": partial(provenance, *ALL_REDUCE),
+    "all-reduce-commands": partial(commands, *ALL_REDUCE),
     "collectives": collectives.others,
     "collectives-eager": collectives.others_eager,
     "collectives-h100": partial(collectives.every_operation, "h100", 2),
@@ -117,14 +118,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-epyc-4": partial(collectives.hosts, "epyc", 4),
     "hosts-others": collectives.hosts_others,
     "hosts-one-rank": collectives.one_rank,
-    "hosts-files": partial(
-        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
-        "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",
-    ),
-    "hosts-commands": partial(
-        commands, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
-        "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",
-    ),
+    "hosts-files": partial(provenance, *HOSTS),
+    "hosts-commands": partial(commands, *HOSTS),
     "training-1": partial(training.training, 1),
     "training-4": partial(training.training, 4),
     "training-8": partial(training.training, 8),

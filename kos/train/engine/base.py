@@ -14,6 +14,7 @@ import numpy as np
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset
+from kos.train.data.corpus import Show
 from kos.train.engine.stage import make_stage, split_of
 from kos.train.model.gpt2 import make_model
 from kos.train.model.initial import InitialWeights
@@ -31,9 +32,6 @@ from kos.train.parallel.schedules import Action, forward_only
 from kos.train.parallel.tensor import TensorParallel
 from kos.train.parallel.tree_sum import TreeSum
 from kos.train.train import Step, StepResult
-
-Show = Callable[[str, float], None]
-"""Called between the parts of what takes long, with what it is and the share that is done."""
 
 
 class Buckets(NamedTuple):

@@ -12,7 +12,8 @@ from kos.cuda.kernels import nvrtc_version
 from kos.errors import ConfigError, KosError, install
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.engine.base import Engine, Show
+from kos.train.data.corpus import Show
+from kos.train.engine.base import Engine
 from kos.train.engine.machine import DRIVER
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.mesh import Layout, Mesh

@@ -14,7 +14,8 @@ from kos.memory.arena import Arena
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
-from kos.train.engine.base import Engine, Show
+from kos.train.data.corpus import Show
+from kos.train.engine.base import Engine
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, Rehearsal, plan_buckets
 from kos.train.model.llama_config import LlamaConfig

@@ -37,7 +37,8 @@ from kos.train.checkpoint.shards import Shards
 from kos.train.checkpoint.state import Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.engine.base import Engine, Show
+from kos.train.data.corpus import Show
+from kos.train.engine.base import Engine
 from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory

@@ -53,10 +53,6 @@ class Placement(NamedTuple):
     def shards(self) -> int:
         return 1 if self.dim is None else self.shape[self.dim] // self.size
 
-    @property
-    def shard(self) -> int:
-        return 0 if self.dim is None else self.start // self.size
-
     def rows(self, start: int, stop: int) -> tuple[slice, ...]:
         """The index, into the whole tensor, of these rows of the part."""
         index = [slice(0, size) for size in self.shape]
