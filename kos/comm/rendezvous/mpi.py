@@ -47,7 +47,7 @@ class SharedComm:
         self.open: WeakValueDictionary[int, MPIGroup] = WeakValueDictionary()  # the groups by tag
         self.numbers = itertools.count()  # of messages of backends
         self.unreceived: set[int] = set()  # those in use: MPI would give a receive the first message of its number
-        self.lock = threading.Lock()  # of the next two, of tags and reports: each group may be used by a thread of its own
+        self.lock = threading.Lock()  # of the next two, tags and reports: each group may be used by a thread of its own
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
