@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import ExitStack
 from datetime import datetime
 from typing import Any
 
 from kos.comm.arguments import check_bool, check_timeout, number_in
-from kos.comm.backend import Backend, Probe
+from kos.comm.backend import UNMADE, Backend, Probe
 from kos.comm.communicator import Communicator
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend, device_of
@@ -96,13 +97,29 @@ def init(
     progress_thread = check_bool("progress_thread", progress_thread)
     options = check_nccl(nccl)
     dump_on_env_signal()
+    given = rendezvous
     if rendezvous is None:
         rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)
     else:
         rendezvous = rendezvous_of(rendezvous, timeout)
-    if device is not None:
-        rendezvous.device = device
-    rendezvous.call, rendezvous.nccl = "init", options
+    with ExitStack() as undo:  # frees what was made if this fails
+        if rendezvous is not given:
+            undo.callback(rendezvous.abort, None)
+        if device is not None:
+            rendezvous.device = device
+        rendezvous.call, rendezvous.nccl = "init", options
+        probes, made = _make(backend, rendezvous, device, progress_thread, undo)
+        comm = Communicator(made, rendezvous, probes, timeout)
+        if progress_thread:
+            comm._progress = ProgressThread(made.engine)
+        undo.pop_all()
+    return comm
+
+
+def _make(
+    backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
+) -> tuple[dict[str, Probe], Backend]:
+    """The probes, and the backend of the communicator of ``init``, whose parts ``undo`` aborts."""
     probes, requested = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
@@ -117,30 +134,28 @@ def init(
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     with rendezvous.reporting():
         made = BACKENDS[chosen](rendezvous)
+    undo.callback(made.abort, UNMADE)
     if progress_thread:
         made.check_threads()
     if backend == "auto":
         with rendezvous.reporting():
-            gpus = _for_gpus(rendezvous, probes, made)
+            gpus = _for_gpus(rendezvous, probes, made, undo)
             made = AutoBackend(rendezvous, made, gpus) if gpus else made
         if not gpus and requested is not None:
-            made.close()
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
             raise BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}")
-    if options and "nccl" not in made.name.split("+"):
-        made.close()
-        raise InvalidArgument(f"nccl: expected None without the backend nccl, got {options} on {made.name}")
-    comm = Communicator(made, rendezvous, probes, timeout)
-    if progress_thread:
-        comm._progress = ProgressThread(made.engine)
-    return comm
+    if rendezvous.nccl and "nccl" not in made.name.split("+"):
+        raise InvalidArgument(f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}")
+    return probes, made
 
 
 def _reasons(probes: dict[str, Probe]) -> str:
     return "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
 
 
-def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend) -> list[DeviceBackend]:
+def _for_gpus(
+    rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend, undo: ExitStack
+) -> list[DeviceBackend]:
     """The backends for GPUs that all ranks can use beside ``host``; peer only where a table has routes for it."""
     made: list[DeviceBackend] = []
     for name, kind in BACKENDS.items():
@@ -153,6 +168,7 @@ def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend) -
             continue
         try:
             made.append(kind(rendezvous, host=host))
+            undo.callback(made[-1].abort, UNMADE)
         except BackendUnavailable as error:  # on all ranks: bytes did not move as the driver promised
             probes[name] = Probe(False, str(error))
         log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)

@@ -45,6 +45,7 @@ class Probe:
 _UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # a transport raises these without knowing the call
 
 SHRINKS = "it shrinks the communicator"  # why a survivor has closed the old one
+UNMADE = "its communicator could not be made"
 
 _SHOWN = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 _SHOWN_BYTES = {"1 KB": 1 << 10, "32 KB": 1 << 15, "1 MB": 1 << 20, "32 MB": 1 << 25, "1 GB": 1 << 30}

@@ -8,7 +8,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from kos.comm import watchdog
 from kos.comm.arguments import check_bool, check_int, check_rank, check_ranks, check_shape, check_timeout, number_in
-from kos.comm.backend import SHRINKS, Backend, Probe
+from kos.comm.backend import SHRINKS, UNMADE, Backend, Probe
 from kos.comm.collectives import Operations
 from kos.comm.failures import again
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
@@ -290,12 +290,9 @@ class Communicator(Operations):
             rendezvous = self.rendezvous.split(color, key)
             if rendezvous is not None:
                 rendezvous.nccl = options
-            with nullcontext() if rendezvous is None else rendezvous.reporting():
-                backend = self.backend.split(rendezvous, color, key)
-            if rendezvous is None or backend is None:
-                return None
-            group = self._descendant(f"{name}:{label}", rendezvous, backend)
-            self._groups.add(group)
+            group = self._descendant(f"{name}:{label}", rendezvous, color, key)
+            if group is not None:
+                self._groups.add(group)
             return group
 
     def _nccl_options(self, given: NCCLOptions | None) -> dict[str, Any]:
@@ -347,11 +344,10 @@ class Communicator(Operations):
             with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 rendezvous.nccl = self.rendezvous.nccl
-                with rendezvous.reporting():
-                    backend = self.backend.split(rendezvous, 0, rendezvous.rank)
-                assert backend is not None
-        # Without a number: a split in which a rank was lost advanced the count on some ranks only.
-        return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
+                # Without a number: a split in which a rank was lost advanced the count on some ranks only.
+                group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
+                assert group is not None
+                return group
 
     @contextmanager
     def _exchange(self, call: str, timeout: float | None = None) -> Iterator[None]:
@@ -373,9 +369,26 @@ class Communicator(Operations):
             rendezvous.call, rendezvous.timeout = usual
             rendezvous.usual = None
 
-    def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
-        group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
-        return Communicator(backend, rendezvous, self.probes, self.timeout, group)
+    def _descendant(
+        self, name: str, rendezvous: Rendezvous | None, color: int | None, key: int
+    ) -> Communicator | None:
+        """The communicator of the group of ``rendezvous``; an error frees what was made of it.  Called on every rank.
+
+        Returns None if ``rendezvous`` is None.
+        """
+        if rendezvous is None:
+            self.backend.split(None, color, key)
+            return None
+        with ExitStack() as undo:
+            undo.callback(rendezvous.abort, None)
+            with rendezvous.reporting():
+                backend = self.backend.split(rendezvous, color, key)
+            assert backend is not None
+            undo.callback(backend.abort, UNMADE)
+            group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
+            made = Communicator(backend, rendezvous, self.probes, self.timeout, group)
+            undo.pop_all()
+        return made
 
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None

@@ -51,7 +51,7 @@ def on_all(exchange: Exchange, what: str, step: Callable[[], bytes | None]) -> l
     reports = exchange.allgather(mine)
     failed = [f"rank {rank}: {data[1:].decode()}" for rank, data in enumerate(reports) if data[:1] == b"-"]
     if failed:
-        raise PeerMemoryError(f"symmetric memory: a rank could not {what}: {'; '.join(failed)}")
+        raise PeerMemoryError(f"a rank could not {what}: {'; '.join(failed)}")
     return [data[1:] for data in reports]
 
 

@@ -19,7 +19,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.env import EnvRendezvous, TCPRendezvous
 from kos.comm.rendezvous.hub import Hub, pair
 from kos.comm.rendezvous.wire import Connection, Network, admit_all
-from kos.errors import CollectiveMismatch, CudaError, RankLost, RendezvousError
+from kos.errors import CollectiveMismatch, CudaError, KosError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
     TIMEOUT,
@@ -201,32 +201,82 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException
 
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of the death, though rank 0 has left the group meanwhile."""
-    found, report, child = threading.Event(), Hub._report, EnvRendezvous._child
+    found, told, report, join_at = threading.Event(), threading.Barrier(2), Hub._report, TCPRendezvous._join_at
 
     def tell(self: Hub, failure: bytes) -> None:
         found.set()
         report(self, failure)
 
-    def join(self: EnvRendezvous, *arguments: Any) -> Any:
+    def join(self: TCPRendezvous, *arguments: Any) -> None:
         if self.rank == 2:
-            raise KeyError("as if its process had ended")
+            told.wait(TIMEOUT)
+            raise RankLost("as if its process had ended")
         if self.rank == 1:
             assert found.wait(TIMEOUT)
             time.sleep(0.5)  # rank 0 leaves
-        return child(self, *arguments)
+        join_at(self, *arguments)
 
     def body(rendezvous: EnvRendezvous) -> None:
         monkeypatch.setattr(rendezvous.ledger.board, "ended", lambda rank: rank == 2)
-        with pytest.raises(KeyError if rendezvous.rank == 2 else RankLost) as caught:
+        with pytest.raises(RankLost) as caught:
             rendezvous.split(0)
         if rendezvous.rank != 2:
             assert caught.value.ranks == (2,), caught.value
+        if rendezvous.rank == 1:
+            told.wait(TIMEOUT)
         rendezvous.barrier()
 
     for module in ("hub", "env"):  # the hub awaits rank 1, however late it is
         monkeypatch.setattr(f"kos.comm.rendezvous.{module}.CLOSE_SECONDS", TIMEOUT)
     monkeypatch.setattr(Hub, "_report", tell)
-    monkeypatch.setattr(EnvRendezvous, "_child", join)
+    monkeypatch.setattr(TCPRendezvous, "_join_at", join)
+    run_ranks(3, body)
+
+
+def interrupt_once(owner: Any, name: str, *, after: bool) -> None:
+    """Ctrl-C at the next call of that method, or after it."""
+    usual = getattr(owner, name)
+
+    def call(*given: Any) -> None:
+        delattr(owner, name)
+        if after:
+            usual(*given)
+        raise KeyboardInterrupt
+
+    setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("where", ["within the barrier", "after the barrier", "before it joins"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: str) -> None:
+    """Rank 0 runs the hub of the new group."""
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        if rendezvous.rank != rank:
+            with pytest.raises(KosError, match=f"cut short on rank {rank} .*by KeyboardInterrupt") as caught:
+                rendezvous.split(0, rendezvous.rank)
+            assert caught.value.ranks == (rank,)
+            return
+        unjoined, barrier = rendezvous._unjoined, rendezvous.barrier
+
+        def make(ranks: list[int]) -> TCPRendezvous:
+            child = unjoined(ranks)
+            interrupt_once(child, "_join", after=False)
+            return child
+
+        def last() -> None:
+            interrupt_once(rendezvous, "_exchange", after=True)
+            barrier()
+
+        if where == "within the barrier":
+            rendezvous.barrier = last  # type: ignore[method-assign]
+        elif where == "after the barrier":
+            interrupt_once(rendezvous, "barrier", after=True)
+        else:
+            rendezvous._unjoined = make  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous.split(0, rendezvous.rank)
+
     run_ranks(3, body)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
-from kos.comm import watchdog
+from kos.comm import tuning, watchdog
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import engine as peer_engine
@@ -33,6 +34,7 @@ from kos.errors import (
     CollectiveTimeout,
     CompileError,
     CudaError,
+    InvalidArgument,
     KosError,
     OutOfMemory,
     RankLost,
@@ -247,7 +249,7 @@ def test_a_rank_that_cannot_prepare_its_kernels(
     def body(rendezvous: Rendezvous) -> None:
         rank = here.rank = rendezvous.rank
         kind: type[BaseException] = BackendUnavailable
-        told = "peer: " + "symmetric memory: a rank could not prepare .*: rank 1: " * (rank != 1) + str(broken)
+        told = "peer: " + "a rank could not prepare .*: rank 1: " * (rank != 1) + str(broken)
         if isinstance(broken, KeyboardInterrupt):
             kind, told = (KeyboardInterrupt, "^$") if rank == 1 else (RendezvousError, "rank 1 by KeyboardInterrupt")
         with pytest.raises(kind, match=told), rendezvous.reporting():
@@ -257,6 +259,40 @@ def test_a_rank_that_cannot_prepare_its_kernels(
             comm = communicator(rendezvous, 20.0)
             assert (comm.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == SIZE).all()
             comm.close()
+
+    ranks.run_bare(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "what"),
+    [
+        ("device_info", 1, "identify its GPU"),
+        ("load", 0, "choose the tuning table"),
+        ("parse", 2, "use the tuning table of rank 0"),
+    ],
+)
+def test_a_rank_that_cannot_take_the_tuning_table(
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch, name: str, failing: int, what: str
+) -> None:
+    """All refuse the backend, and go on together."""
+    here, usual, gpus = threading.local(), getattr(tuning, name), itertools.count()
+
+    def broken(*arguments: Any) -> Any:
+        if here.rank == failing:
+            raise InvalidArgument("format: expected 1, got 2")
+        return usual(*arguments)
+
+    monkeypatch.setattr(tuning, name, broken)
+    if name != "device_info":  # ranks that share a GPU take no table
+        named = lambda device: SimpleNamespace(uuid=f"GPU-{next(gpus)}", name="a stand-in")  # noqa: E731
+        monkeypatch.setattr(tuning, "device_info", named)
+
+    def body(rendezvous: Rendezvous) -> None:
+        rank = here.rank = rendezvous.rank
+        told = f"a rank could not {what}: rank {failing}: " * (rank != failing) + "format: expected 1, got 2"
+        with pytest.raises(BackendUnavailable, match=f"^peer: {told}$"), rendezvous.reporting():
+            PeerBackend(rendezvous, 0)
+        rendezvous.barrier()
 
     ranks.run_bare(body)
 

@@ -19,6 +19,8 @@ import kos
 from kos.comm.failures import from_record, to_record
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Segment, direct
+from kos.comm.host.shared import board as shared_board
+from kos.comm.host.shared.board import SharedBoard
 from kos.comm.host.shared.segment import BLOCK_BYTES, STARTED, process
 from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -229,6 +231,27 @@ def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
         Segment(file, [0, 1], 0)
     with contextlib.suppress(OSError):  # another thread may have opened one of that number meanwhile
         assert os.fstat(file).st_ino != inode
+
+
+@on_each_rank(run, 2)
+def test_the_board_may_be_freed_while_another_thread_reads_it(
+    comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub of a rendezvous looks for ranks that have ended while the program closes its last communicator."""
+    board = comm.rendezvous.ledger.board
+    read, usual = SharedBoard(comm.backend._segment, [0, 1]), shared_board.process  # type: ignore[attr-defined]
+
+    def free(pid: int) -> tuple[str, int]:
+        read.free()
+        return usual(pid)
+
+    comm.barrier()
+    if comm.rank == 0:
+        monkeypatch.setattr(shared_board, "process", free)
+        assert read.runs(1) and not read.runs(1)  # freed within the first
+        monkeypatch.setattr(shared_board, "process", usual)
+        assert board.runs(1) and not board.ended(1)
+    comm.barrier()
 
 
 @on_each_rank(run, 3, close=False)

@@ -7,6 +7,7 @@ import os
 import re
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout
 from kos.testing.conformance.values import ALL_DTYPES
 from tests.comm import test_conformance as conformance
 from tests.comm.ranks import on_each_rank
-from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_threads
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
     test_large,
     test_shapes_and_scalars,
@@ -171,6 +172,12 @@ def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch: pytest.MonkeyPa
     """Another thread of the program may advance the operations, and change the messages that are looked through."""
     held, asked = list[bool](), threading.Event()
 
+    def is_free(lock: Any) -> bool:
+        """Whether another thread could take the lock now."""
+        if free := lock.acquire(blocking=False):
+            lock.release()
+        return bool(free)
+
     def body(comm: kos.Communicator) -> None:
         if comm.rank:
             assert asked.wait(TIMEOUT)
@@ -179,7 +186,8 @@ def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch: pytest.MonkeyPa
         backend: Any = comm.backend
 
         def waits_for(call: Any) -> list[int]:
-            held.append(backend.engine.lock._is_owned())
+            [free] = run_threads(partial(is_free, backend.engine.lock))
+            held.append(free is False)
             if len(held) == 3:
                 asked.set()
             return []

@@ -6,19 +6,22 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm import communicator
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPBackend
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, time_out_beside_others
-from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes, run_ranks
+from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, give_up_a_send, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
 
@@ -403,3 +406,49 @@ def test_a_rank_that_may_open_too_few_files_is_named_on_all(lacking: int) -> Non
     for code, output in run_processes(LIMITED.format(lacking=lacking), 2):
         assert code == 0, output
         assert f"rank {lacking}" in output and "Traceback" not in output, output
+
+
+@pytest.mark.parametrize("failing", ["Group", "backend"])
+def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(
+    memory: str, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """At once, not when the garbage collector comes to it."""
+    usual_group = communicator.Group
+
+    def group_of(recorder: Any, name: str, *given: Any) -> Any:
+        if failing == "Group" and name != "world":
+            raise MemoryError("all is used")
+        return usual_group(recorder, name, *given)
+
+    monkeypatch.setattr(communicator, "Group", group_of)
+
+    def body(comm: kos.Communicator) -> None:
+        group, backend, made = comm.rendezvous, comm.backend, []
+        for owner in (group, backend):
+            usual = owner.split
+            monkeypatch.setattr(owner, "split", lambda *given, usual=usual: made.append(usual(*given)) or made[-1])
+        if failing == "backend":
+            monkeypatch.setattr(backend, "split", Mock(side_effect=MemoryError("all is used")))
+        with pytest.raises(MemoryError):
+            comm.split(0)
+        child, *parts = made
+        assert child._connection is None and child._listener.fileno() < 0
+        assert [part._open for part in parts] == [False] * (failing == "Group")
+
+    TCPRanks(2).run(body)
+
+
+@pytest.mark.parametrize(("backends", "nccl"), [(("tcp", "tcp"), {"max_ctas": 8}), (("tcp", "auto"), None)])
+def test_the_rendezvous_of_an_init_that_fails_is_freed(
+    monkeypatch: pytest.MonkeyPatch, backends: tuple[str, str], nccl: Any
+) -> None:
+    found, usual, port = list[Any](), kos.comm.rendezvous_of, free_port()
+    monkeypatch.setattr(kos.comm, "rendezvous_of", lambda *given: found.append(usual(*given)) or found[-1])
+
+    def body(rank: int) -> None:
+        place = {"rank": rank, "size": 2, "address": f"127.0.0.1:{port}", "secret": SECRET}
+        with pytest.raises(KosError, match="nccl: expected None" if nccl else "init: rank . requested backend"):
+            kos.init(backends[rank], rendezvous=place, timeout=TIMEOUT, nccl=nccl)
+
+    assert run_threads(partial(body, 0), partial(body, 1)) == [None, None]
+    assert [each._connection for each in found] == [None, None]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from kos.comm.backend import Backend, Probe
+from kos.comm.backend import UNMADE, Backend, Probe
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.order import Order
 from kos.comm.operation import AUTO, Call, Operation, Route
@@ -217,11 +217,18 @@ class AutoBackend(Backend):
         raise InvalidArgument("; ".join(refusals))
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
-        host = self.host.split(rendezvous, color, key)
-        parts = [gpu.split(rendezvous, color, key, host) for gpu in self.gpus]
-        if rendezvous is None or host is None:
-            return None
-        return AutoBackend(rendezvous, host, [part for part in parts if part is not None])
+        host, parts = self.host.split(rendezvous, color, key), list[DeviceBackend]()
+        with ExitStack() as undo:
+            if host is not None:
+                undo.callback(host.abort, UNMADE)
+            for gpu in self.gpus:
+                part = gpu.split(rendezvous, color, key, host)
+                if part is not None:
+                    undo.callback(part.abort, UNMADE)
+                    parts.append(part)
+            made = None if rendezvous is None or host is None else AutoBackend(rendezvous, host, parts)
+            undo.pop_all()
+        return made
 
     def close(self) -> None:
         with ExitStack() as parts:  # closes each even if another fails; the host last, which reports the end

@@ -23,16 +23,26 @@ from kos.comm.recorder import COMPLETED
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.scheduled import ScheduledBackend
+from kos.comm.schedules.execute import Transport
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, KosError, RankLost
 from kos.memory import Buffer
 
 
+class NamingTransport(Transport, Protocol):
+    """A transport that names the messages in flight."""
+
+    def awaited(self, tag: int) -> list[int]:
+        """The peers of the messages in flight with that tag."""
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message with that tag from or to that rank is in flight."""
+
+
 class MessagingBackend(ScheduledBackend):
     """Names the ranks that a call waits for, and shares the arrays of ``allocate`` between the ranks of one host."""
 
-    transport: Any
-    """It names the messages in flight too (``awaited``, ``in_flight``)."""
+    transport: NamingTransport
     arrays: SharedArrays | None = None
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
@@ -116,7 +126,7 @@ class HostBackend(MessagingBackend):
         if self.one_host:
             self.arrays = SharedArrays(rendezvous)
 
-    def carry(self, transport: Any) -> None:
+    def carry(self, transport: NamingTransport) -> None:
         """Send messages over ``transport``; in shared memory, those that it cannot carry."""
         if self._mail is None:
             self.transport = transport

@@ -42,6 +42,7 @@ class MockBackend(MessagingBackend):
     """Serves a group whose ranks are threads of this process, or a group of one."""
 
     name = "mock"
+    transport: _Mailboxes
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-from kos.comm.backend import Probe
+from kos.comm.backend import UNMADE, Probe
 from kos.comm.failures import WHY_CLOSED, again
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
@@ -31,7 +31,11 @@ class TCPBackend(HostBackend):
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None, poller: Poller | None = None) -> None:
         self._poller = poller or Poller()
         mesh = Mesh(rendezvous, self._poller)
-        super().__init__(rendezvous, engine)
+        try:
+            super().__init__(rendezvous, engine)
+        except BaseException:
+            mesh.close(ABORT, UNMADE, None)
+            raise
         self._mesh = mesh
         self.carry(mesh)
         self._fingerprints = self._calls or Fingerprints()

@@ -78,15 +78,18 @@ class TCPRendezvous(Rendezvous):
             if listener is not None:
                 listener.close()
             raise
-        hub_address = hubs[ranks[0]].decode() if ranks else ""
+        hub_address, child = hubs[ranks[0]].decode() if ranks else "", self._unjoined(ranks) if ranks else None
         try:
             self.barrier()  # a rank that passes it knows that all ranks know the hubs, and can report there
-        except KosError as error:
-            with contextlib.suppress(KosError):
-                if ranks:
-                    self._child(ranks, hub_address, listener, error)
+            if child is not None:
+                child._join_at(hub_address, listener)
+        except BaseException as error:
+            if child is not None and (self.failure is not None or not isinstance(error, KosError)):
+                child._refuse(error, hub_address, listener)
+            if listener is not None and child is not None and child._hub is None:
+                listener.close()  # the others are refused
             raise
-        return self._child(ranks, hub_address, listener) if ranks else None
+        return child
 
     def connect(self, ranks: Collection[int] | None = None) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
@@ -184,51 +187,73 @@ class TCPRendezvous(Rendezvous):
         hub_address = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
         return listener, json.dumps(hub_address)
 
-    def _child(
-        self, ranks: list[int], hub_address: str, listener: socket.socket | None, failure: KosError | None = None
-    ) -> TCPRendezvous:
-        """The group of these ranks of this group, with the hub at ``hub_address``.
-
-        With a ``failure`` of this rank, it joins only to report that failure to the others, and raises it.
-        """
-        rank, size = ranks.index(self.rank), len(ranks)
-        timeout = self.timeout if failure is None else CALL_SECONDS
-        child = TCPRendezvous(rank, size, timeout, self.network, self._given_local_rank)
-        child._ledger, child.failure = self.ledger.of(ranks, rank), failure
-        if size > 1:
-            host, port, purpose = json.loads(hub_address)
-            try:
-                child._join(host, [port], purpose.encode(), listener)
-            except OSError as error:
-                me = self.ledger.world[self.rank]
-                unable = RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}")
-                raise blaming(unable, [me]) from error
+    def _child(self, ranks: list[int], hub_address: str, listener: socket.socket | None) -> TCPRendezvous:
+        """The group of these ranks of this group, with the hub at ``hub_address``."""
+        child = self._unjoined(ranks)
+        child._join_at(hub_address, listener)
         return child
+
+    def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
+        """The group of these ranks, which this rank has not joined yet."""
+        rank = ranks.index(self.rank)
+        child = TCPRendezvous(rank, len(ranks), self.timeout, self.network, self._given_local_rank)
+        child._ledger = self.ledger.of(ranks, rank)
+        return child
+
+    def _join_at(self, hub_address: str, listener: socket.socket | None) -> None:
+        if self.size == 1:
+            return
+        host, port, purpose = json.loads(hub_address)
+        try:
+            self._join(host, [port], purpose.encode(), listener)
+        except OSError as error:
+            me = self.ledger.world[self.rank]
+            unable = RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}")
+            raise blaming(unable, [me]) from error
+
+    def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
+        """Join only to report ``error``, Ctrl-C perhaps, to the other ranks, which would wait for this one.
+
+        A rank that has joined before has reported it.
+        """
+        if self.failure is not None:
+            return
+        self.timeout = CALL_SECONDS
+        if isinstance(error, KosError):
+            self.failure = error
+        else:
+            self._cut_short(error)
+        with contextlib.suppress(KosError):
+            self._join_at(hub_address, listener)
 
     def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Connect to the hub; with ``listener``, this rank runs it."""
         self._purpose = purpose
-        if listener is not None:
-            port = listener.getsockname()[1]
-            where = f"{host or self.network.hub}:{port}"
-            if not self.network.loopback:
-                where = f"port {port}, which others find by {self._address or 'the address they know'}"
-            self._connection, hubs_end = pair()
-            self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.ledger, self.timeout, where)
-            # At the end of the process, the hub still sends the last answers if the group was not closed.
-            self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
-            hub.start()
-        else:
-            with self.waiting():
-                self._connection = self._call_hub(host, ports, purpose)
         try:
+            if listener is not None:
+                port = listener.getsockname()[1]
+                where = f"{host or self.network.hub}:{port}"
+                if not self.network.loopback:
+                    where = f"port {port}, which others find by {self._address or 'the address they know'}"
+                self._connection, hubs_end = pair()
+                hub = Hub(hubs_end, listener, self.network.key(purpose), self.ledger, self.timeout, where)
+                hub.start()
+                # At the end of the process, the hub still sends the last answers if the group was not closed.
+                self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
+                self._hub = hub
+            else:
+                with self.waiting():
+                    self._connection = self._call_hub(host, ports, purpose)
+            if self.failure is not None:
+                self._report(self.failure)
             self._listener = self.network.listen()
             mine = [self.network.host, self._listener.getsockname()[1], *self._own_place()]
             everyone = [json.loads(each) for each in self.allgather(json.dumps(mine).encode())]
             self._addresses = [(host, port) for host, port, *_ in everyone]
             self._set_neighbours([place for _, _, *place in everyone])
         except BaseException:
-            self.close()
+            if self._connection is not None:
+                self.close()
             raise
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:

@@ -44,20 +44,26 @@ class SharedComm:
         MPI = mpi_job.load_mpi()
         self.tag = min(TAGS, MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) + 1) // 2  # the first tag of groups
         self._groups = itertools.count()
+        self.open: WeakValueDictionary[int, MPIGroup] = WeakValueDictionary()  # the groups by tag
         self.numbers = itertools.count()  # of messages of backends
         self.unreceived: set[int] = set()  # those in use: MPI would give a receive the first message of its number
-        self.lock = threading.Lock()  # of the next two and of reports: each group may be used by a thread of its own
+        self.lock = threading.Lock()  # of the next two, tags and reports: each group may be used by a thread of its own
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
         """The first of ``TAGS_OF_GROUP`` tags for a new group, chosen by this rank for all of its ranks.
 
-        No other rank returns them, and this rank returns them again only after thousands of groups.  So threads may
-        make groups at the same time.
+        No other rank returns them, and this rank returns them again only after thousands of groups, and not while it
+        has an open group with them.  So threads may make groups at the same time.
         """
-        size = self.comm.size
-        number = 1 + next(self._groups) % (self.tag // (TAGS_OF_GROUP * size) - 1)
-        return self.tag + TAGS_OF_GROUP * (number * size + self.comm.rank)
+        size, rank = self.comm.size, self.comm.rank
+        count = self.tag // (TAGS_OF_GROUP * size) - 1
+        with self.lock:
+            for number in itertools.islice(self._groups, count):
+                tag = self.tag + TAGS_OF_GROUP * ((1 + number % count) * size + rank)
+                if tag not in self.open:
+                    return tag
+        raise RendezvousError(f"split: expected less than {count} open groups, got {len(self.open)}")
 
 
 class MPIGroup(Rendezvous):
@@ -81,6 +87,7 @@ class MPIGroup(Rendezvous):
         self.rank, self.size, self.timeout, self._ledger = rank, len(self.ranks), timeout, ledger
         with shared.lock:
             shared.users += 1
+            shared.open[self._tag] = self
         self._own: Any = None  # a communicator of exactly these ranks, made on first use
         self._notice_comm: tuple[Any, WeakValueDictionary[str, MPINotices]] | None = None  # shared with splits
         self._reports: dict[int, tuple[Any, bytearray]] = {}  # by rank: the request and data of its report
@@ -344,6 +351,7 @@ class MPIGroup(Rendezvous):
         shared = self.shared
         with shared.lock:
             shared.users -= 1
+            shared.open.pop(self._tag, None)
             shared.orderly &= orderly  # MPI_Comm_free is collective: only if no rank is lost
             unused = shared.comm if shared.users == 0 else None
         if not self._MPI.Is_finalized() and shared.orderly:

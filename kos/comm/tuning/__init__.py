@@ -20,6 +20,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda.devices import device_info, nvlinks
 from kos.errors import InvalidArgument
 from kos.files import cache_folder
+from kos.memory.symmetric import on_all
 
 log = logging.getLogger(__name__)
 
@@ -147,14 +148,24 @@ def load(gpu: str, link: str, ranks: int) -> Table:
 
 
 def for_group(rendezvous: Rendezvous, device: int) -> Table:
-    """The table of rank 0, for all ranks of this group; defaults if ranks share a GPU.  Collective."""
-    gpus = rendezvous.allgather(device_info(device).uuid.encode())
+    """The table of rank 0, for all ranks of this group; defaults if ranks share a GPU.  Collective.
+
+    An error of one rank is raised on all of them.
+    """
+    gpus = on_all(rendezvous, "identify its GPU", lambda: device_info(device).uuid.encode())
     if len(set(gpus)) < len(gpus):
         return Table(device_info(device).name, "shared", len(gpus), "none for ranks that share a GPU", DEFAULT, {})
-    table = load(*machine(device), rendezvous.size) if rendezvous.rank == 0 else None
-    mine = b"" if table is None else json.dumps([table.source, table.to_json()]).encode()
-    source, data = json.loads(rendezvous.allgather(mine)[0])
-    return table or parse(data, source)
+    tables: list[Table] = []
+
+    def choose() -> bytes:
+        if rendezvous.rank != 0:
+            return b""
+        tables.append(load(*machine(device), rendezvous.size))
+        return json.dumps([tables[0].source, tables[0].to_json()]).encode()
+
+    source, data = json.loads(on_all(rendezvous, "choose the tuning table", choose)[0])
+    on_all(rendezvous, "use the tuning table of rank 0", lambda: tables.append(parse(data, source)))
+    return tables[0]
 
 
 def machine(device: int) -> tuple[str, str]:

@@ -25,6 +25,8 @@ from kos.comm.host.shared.segment import (
 )
 from kos.errors import KosError
 
+_Memory = tuple["memoryview[int]", memoryview, int | None, dict[int, int]]
+"""Control words, bytes, the line of this rank, and the lines of all ranks of the host by world rank."""
 _BITS, _NAMED = 16, 4
 """A flag holds at most ``_NAMED`` awaited ranks, of ``_BITS`` bits each."""
 _SOMEBODY = 1 << _BITS * _NAMED - 1
@@ -37,29 +39,28 @@ class SharedBoard(Board):
     def __init__(self, segment: Segment, world: Sequence[int]) -> None:
         super().__init__()
         layout, ranks = segment.layout, [world[rank] for rank in segment.ranks]
-        self._words, self._bytes = segment.words, segment.bytes
-        self._mine: int | None = layout.line(segment.rank)
         self._my_text = layout.failure_of(segment.rank)
-        self._lines = {rank: layout.line(local) for local, rank in enumerate(ranks)}
         self._texts = {rank: layout.failure_of(local) for local, rank in enumerate(ranks)}
+        lines = {rank: layout.line(local) for local, rank in enumerate(ranks)}
+        # One attribute, read once by each method: the hub and the watchdog look while the program frees.
+        self._memory: _Memory = segment.words, segment.bytes, layout.line(segment.rank), lines
 
     def free(self) -> None:
-        self._words, self._bytes, self._mine, self._lines = memoryview(b""), memoryview(b""), None, {}
+        self._memory = memoryview(b""), memoryview(b""), None, {}
 
     def post_failure(self, error: KosError) -> None:
         super().post_failure(error)
-        words, at = self._words, self._mine
-        if error.ranks and at is not None:
-            words[at + FAILED] = 0
-            data = fitting(to_record(error))
-            self._bytes[self._my_text : self._my_text + len(data)] = data
-            words[at + FAILED_AT] = int(time.monotonic() * 1e6)  # of a clock that the processes of a host share
-            words[at + FAILED] = len(data)
+        words, data, mine, _ = self._memory
+        if error.ranks and mine is not None:
+            words[mine + FAILED] = 0
+            record = fitting(to_record(error))
+            data[self._my_text : self._my_text + len(record)] = record
+            words[mine + FAILED_AT] = int(time.monotonic() * 1e6)  # of a clock that the processes of a host share
+            words[mine + FAILED] = len(record)
 
     def clear_failure(self) -> None:
         super().clear_failure()
-        if self._mine is not None:
-            self._words[self._mine + FAILED] = 0
+        self._post(FAILED, 0)
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         self._post(WAITS, 0 if ranks is None else _flag(ranks) or _SOMEBODY)
@@ -69,23 +70,26 @@ class SharedBoard(Board):
         self._post(QUEUED, _flag(dict.fromkeys(rank for each in list(self.queued.values()) for rank in each)))
 
     def _post(self, place: int, flag: int) -> None:
-        if (mine := self._mine) is not None:
-            self._words[mine + place] = flag
+        words, _, mine, _ = self._memory
+        if mine is not None:
+            words[mine + place] = flag
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
-        line = self._lines.get(rank)
-        if line is None or not (length := self._words[line + FAILED]):
+        words, data, _, lines = self._memory
+        line = lines.get(rank)
+        if line is None or not (length := words[line + FAILED]):
             return None
-        at, age = self._texts[rank], time.monotonic() - self._words[line + FAILED_AT] / 1e6
+        at, age = self._texts[rank], time.monotonic() - words[line + FAILED_AT] / 1e6
         with contextlib.suppress(ValueError):  # its rank may be writing it
-            return from_record(json.loads(bytes(self._bytes[at : at + length]))), age
+            return from_record(json.loads(bytes(data[at : at + length]))), age
         return None
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
-        line = self._lines.get(rank)
-        if line is None or not (flag := self._words[line + WAITS] or self._words[line + QUEUED]):
+        words, _, _, lines = self._memory
+        line = lines.get(rank)
+        if line is None or not (flag := words[line + WAITS] or words[line + QUEUED]):
             return None
-        if self._state(line) in "TtZX":
+        if _state(words, line) in "TtZX":
             return None
         if flag == _SOMEBODY:
             return ()
@@ -93,22 +97,29 @@ class SharedBoard(Board):
         return tuple(each - 1 for each in named if each)
 
     def runs(self, rank: int) -> bool:
-        line = self._lines.get(rank)
-        return line is not None and self._state(line) not in "TtZX"
+        state = self._state_of(rank)
+        return state is not None and state not in "TtZX"
 
     def halted(self, rank: int) -> bool:
-        return rank in self._lines and not self.runs(rank)
+        state = self._state_of(rank)
+        return state is not None and state in "TtZX"
 
     def ended(self, rank: int) -> bool:
-        line = self._lines.get(rank)
-        return line is not None and self._state(line) in "ZX"
+        state = self._state_of(rank)
+        return state is not None and state in "ZX"
 
-    def _state(self, line: int) -> str:
-        try:
-            state, began = process(self._words[line + PID])
-        except OSError:  # the state of the process is unknown
-            return "?"
-        return state if began == self._words[line + STARTED] else "X"
+    def _state_of(self, rank: int) -> str | None:
+        words, _, _, lines = self._memory
+        line = lines.get(rank)
+        return None if line is None else _state(words, line)
+
+
+def _state(words: memoryview[int], line: int) -> str:
+    try:
+        state, began = process(words[line + PID])
+    except OSError:  # the state of the process is unknown
+        return "?"
+    return state if began == words[line + STARTED] else "X"
 
 
 def _flag(ranks: Iterable[int]) -> int:
