@@ -106,7 +106,8 @@ def run_rank(stage: str, arguments: list[str]) -> int:
 
 
 def run_once(command: list[str], limit: float) -> int | str:
-    """The command's exit code, or why it has none."""
+    """The command's exit code, or why it has none.  SIGTERM ends the command too, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         return process.wait(limit)
@@ -163,8 +164,8 @@ def cpu_seconds() -> float:
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
-    """End whatever the stage left running, itself included."""
-    for last in (signal.SIGTERM, signal.SIGKILL):
+    """End whatever the stage left running, itself included; pytest's tests end what they have started at SIGINT."""
+    for last in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, last)
             process.wait(5)

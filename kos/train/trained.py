@@ -30,6 +30,9 @@ class TrainedModel:
         self.config, self.weights, self.tokenizer = config, weights, tokenizer
         self._model = make_model(config, numpy_ops)
 
+    def __repr__(self) -> str:
+        return f"<TrainedModel of {sum(x.size for x in self.weights.values()):,} parameters, {self.config}>"
+
     def logits(self, tokens: str | ArrayLike) -> NDArray[np.float32]:
         """The logits of the next token after each token.
 

@@ -35,6 +35,7 @@ def run(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_loss_logits_and_text_of_a_run(run: Path, text: Path) -> None:
     model = kos.train.load(run)
     assert model.config.hidden_size == SMALL["model"]["hidden_size"] and model.tokenizer.kind == "chars"
+    assert f"hidden_size={model.config.hidden_size}, " in repr(model) and " parameters, " in repr(model)
     held_out = text.read_text()[int(len(text.read_text()) * 0.9) :]
     ids = model.tokenizer.encode(held_out)
     windows = (len(ids) - 1) // 32

@@ -1,0 +1,57 @@
+"""tests/run.py ends what it has started when it is ended itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kos.comm.host.shared.segment import process
+from tests.run import ROOT
+
+SECONDS = 60
+
+WAITS = """
+import subprocess
+from pathlib import Path
+
+def test_waits():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        Path("children").write_text(str(child.pid))
+        child.wait()
+    finally:
+        child.kill()
+        child.wait()
+"""
+RUN = "import sys; from tests import run; run.run_once([sys.executable, '-m', 'pytest', *sys.argv[1:]], 600)"
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_test_under_way_ends_what_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    file, children = tmp_path / "test_waits.py", tmp_path / "children"
+    file.write_text(WAITS.replace('"children"', repr(str(children))))
+    options = ["-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-c", RUN, *options, str(file)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        try:
+            until(lambda: children.exists() and children.read_text() != "")
+            run.send_signal(number)
+            assert run.wait(SECONDS) != 0
+        finally:
+            run.kill()
+    child = int(children.read_text())
+    until(lambda: process(child)[0] in "ZX")
