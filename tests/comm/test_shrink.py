@@ -529,6 +529,39 @@ os._exit(0)
 
 
 @needs_mpirun
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_an_interrupted_split_between_hosts_is_reported(tmp_path: Path, when: str) -> None:
+    """Whether or not MPI has split the communicator on the other ranks."""
+    text = f"""
+import pathlib
+import kos.comm.rendezvous.base as base
+import kos.comm.rendezvous.mpi as mpi
+from kos.comm.rendezvous import mpi_job
+group, began = mpi.MPIRendezvous(timeout=60), time.monotonic()
+base.host_id = lambda: f"host {{group.rank}}"
+def told(): return pathlib.Path({str(tmp_path)!r}).glob("told *")
+def interrupted(call, *_):
+    if {when == "within"}:
+        mpi_job.on_thread(call).result()
+    raise KeyboardInterrupt
+if group.rank == 1:
+    mpi_job.in_thread = interrupted
+try:
+    group.split(0, (group.rank + 1) % 3).barrier()
+except kos.errors.KosError as error:
+    named = "cut short on rank 1 by KeyboardInterrupt" in str(error)
+    print(error.ranks, named, time.monotonic() - began < 30, flush=True)
+    pathlib.Path({str(tmp_path)!r}, f"told {{group.rank}}").touch()
+except KeyboardInterrupt:
+    pass
+while len(list(told())) < 2 and time.monotonic() - began < 100:
+    time.sleep(0.01)
+os._exit(0)
+"""
+    assert job(tmp_path, 3, text) == ["(1,) True True"] * 2
+
+
+@needs_mpirun
 def test_a_rank_that_died_before_init_is_named(tmp_path: Path) -> None:
     text = f"""
 import pathlib, time

@@ -74,9 +74,9 @@ class MPIGroup(Rendezvous):
     """
 
     _is_job = False
-    _parent: tuple[MPIGroup, int] | None = None
-    """The group from which this one was split, and the number of its exchanges up to then; None once all ranks of this
-    one have come to an exchange.
+    _parent: tuple[MPIGroup, int, list[int]] | None = None
+    """The group from which this one was split, the number of its exchanges up to then, and this one's ranks in the
+    communicator of that group; None once all ranks of this one have come to an exchange.
     """
 
     def __init__(
@@ -184,9 +184,9 @@ class MPIGroup(Rendezvous):
         not know this group, and the rank that was lost may belong to another one.
         """
         found = {}
-        for group, last in filter(None, ((self, self._exchanges), self._parent)):
+        for group, last, names in filter(None, ((self, self._exchanges, self.ranks), self._parent)):
             for rank in ranks:
-                number, record = group._report_of(self.ranks[rank])
+                number, record = group._report_of(names[rank])
                 if record and number <= last:
                     found[rank] = from_record(record)
         return found
@@ -228,15 +228,30 @@ class MPIGroup(Rendezvous):
         if not ranks:
             return None
         child = self._child(ranks, tag)
-        child._parent = self, self._exchanges
+        child._parent = self, self._exchanges, child.ranks
         return child
 
     def _split_comm(self, color: int | None, key: int, ranks: list[int]) -> Rendezvous | None:
         """Split a group of several hosts.  Each part has its own communicator, for its backend's collectives."""
         color = self._MPI.UNDEFINED if color is None else color
-        split = partial(mpi_job.in_thread, partial(self.mpi_comm.Split, color, key), self.timeout)
-        part = self._wait("split", split)[0]  # in a thread, as MPI_Comm_split has no timeout
-        return self._child_with_comm(part, ranks) if ranks else None
+        try:
+            self._exchanges += 1  # it counts as one, whose failure a rank reports
+            call, timeout = partial(self.mpi_comm.Split, color, key), self.timeout
+            # In a thread, as MPI_Comm_split has no timeout.
+            part = self._wait("split", partial(mpi_job.in_thread, call, timeout, self._look_for_reports))[0]
+        except BaseException as error:
+            self._cut_short(error)
+            raise
+        if not ranks:
+            return None
+        child = self._child_with_comm(part, ranks)
+        child._parent = self, self._exchanges, [self.ranks[each] for each in ranks]
+        return child
+
+    def _look_for_reports(self) -> None:
+        """Raise the failure of a rank that does not join the current exchange."""
+        for rank, failure in self._reported(each for each in range(self.size) if each != self.rank).items():
+            raise self.ledger.lost(rank, "", None, failure) from failure
 
     def _child(self, ranks: list[int], tag: int) -> MPIGroup:
         """The group of these ranks, which shares this group's communicator and uses ``tag``."""

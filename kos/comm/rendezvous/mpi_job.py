@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import importlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -36,6 +37,7 @@ RANK_AND_SIZE = (
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _REPORT_STEP_SECONDS = 0.2  # delay per rank before it prints the frames of an exception
+_LOOK_SECONDS = 0.1  # between two looks of ``in_thread``
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before a rank aborts the job
 
 _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their memory
@@ -165,10 +167,18 @@ def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
     return future
 
 
-def in_thread(call: Callable[[], T], timeout: float | None) -> list[T]:
-    """Run a call that has no timeout of its own: a list of its result, empty after ``timeout`` seconds."""
-    future = on_thread(call)
-    return [future.result()] if wait([future], timeout).done else []
+def in_thread(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:
+    """Run a call that has no timeout of its own: a list of its result, empty after ``timeout`` seconds.
+
+    Meanwhile ``look`` is called, which may raise.
+    """
+    future, deadline = on_thread(call), math.inf if timeout is None else time.monotonic() + timeout
+    while not wait([future], timeout if look is None else _LOOK_SECONDS).done:
+        if time.monotonic() >= deadline:
+            return []
+        if look is not None:
+            look()
+    return [future.result()]
 
 
 def shrink(comm: Any, timeout: float | None) -> Any:
