@@ -140,7 +140,9 @@ def test_torch(name: str, tmp_path: Path) -> None:
 
     def losses(path: Path) -> list[str]:
         command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
-        return re.findall(r"step \d: loss [\d.]+", output(run_program(*command, env=environment())))
+        done = run_program(*command, env=environment())
+        # At the end of a process Gloo may abort it: "terminate called without an active exception".
+        return re.findall(r"step \d: loss [\d.]+", output(done) if path.parent == EXAMPLES else done.stdout)
 
     over_kos = losses(EXAMPLES / name)
     assert len(over_kos) == 5 and over_kos == losses(tmp_path / name)

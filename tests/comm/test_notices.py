@@ -68,10 +68,10 @@ def test_two_threads_close_the_last_two_groups() -> None:
     freed, both = [], threading.Barrier(2)
     shared: Any = SharedComm.__new__(SharedComm)
     shared.comm = SimpleNamespace(Free=lambda: freed.append(threading.get_ident()))
-    shared.lock, shared.users, shared.orderly = threading.Lock(), 2, True
+    shared.lock, shared.users, shared.orderly, shared.open = threading.Lock(), 2, True, {}
     groups = [MPIGroup.__new__(MPIGroup) for _ in range(2)]
-    for group in groups:
-        group.shared, group._own = shared, None
+    for tag, group in enumerate(groups):
+        group.shared, group._own, group._tag = shared, None, tag
         group._MPI = SimpleNamespace(Is_finalized=lambda: both.wait(WAIT) < 0)  # once both have left
     threads = [threading.Thread(target=group._free, args=(True, None)) for group in groups]
     for thread in threads:

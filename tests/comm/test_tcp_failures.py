@@ -370,7 +370,7 @@ import kos
 from kos.comm.rendezvous.env import TCPRendezvous
 comm = kos.init("tcp", timeout=30)
 if comm.rank == 2:
-    TCPRendezvous._child = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+    TCPRendezvous._join_at = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
 try:
     comm.split(0)
 except kos.errors.KosError as error:
