@@ -323,6 +323,49 @@ with kos.init("mpi", timeout=60) as comm:
 
 
 @needs_mpirun
+def test_two_ranks_that_die_within_the_shrink_of_a_split_group(tmp_path: Path) -> None:
+    """Rank 0 reaches ranks 2 and 3 alone; rank 1, which lacks it, then reaches rank 2 alone."""
+    text = f"""
+import pathlib
+from kos.comm.rendezvous.mpi import MPIGroup
+usual, round = MPIGroup._exchange_with_survivors, 0
+def touch(name): pathlib.Path({str(tmp_path)!r}, name).touch()
+def die_after(*names):
+    while not all(pathlib.Path({str(tmp_path)!r}, name).exists() for name in names):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+def exchange(self, ranks, *arguments):
+    global round
+    round += 1
+    first = []
+    if (self.rank, round) == (0, 2):
+        usual(self, [2, 3], *arguments)
+        die_after("second 2", "second 3")
+    if (self.rank, round) == (1, 3):
+        usual(self, [2], *arguments)
+        die_after("third 2")
+    if self.rank in (2, 3) and round == 2:
+        first = [0]
+    if (self.rank, round) == (2, 3):
+        first = [1]
+    received = usual(self, first, *arguments) if first else {{}}
+    touch(f"{{['', 'first', 'second', 'third'][min(round, 3)]}} {{self.rank}}")
+    return {{**received, **usual(self, [rank for rank in ranks if rank not in first], *arguments)}}
+with kos.init("mpi", timeout=60) as comm:
+    part = comm.split(comm.rank // 4)
+    part.barrier()
+    if part.size == 4:
+        MPIGroup._exchange_with_survivors = exchange
+        print(part.rendezvous.shrink().ranks, flush=True)
+        touch(f"ended {{part.rank}}")
+    while len(list(pathlib.Path({str(tmp_path)!r}).glob("ended *"))) < 2:
+        time.sleep(0.01)
+    os._exit(0)
+"""
+    assert job(tmp_path, 5, text, *ULFM) == ["[1, 2, 3]"] * 2
+
+
+@needs_mpirun
 def test_groups_of_one_host_make_no_communicator_of_mpi(tmp_path: Path) -> None:
     """In Open MPI 5.0.11 a rank may crash if another one dies while a communicator is created."""
     text = """

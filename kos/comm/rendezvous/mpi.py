@@ -294,9 +294,7 @@ class MPIGroup(Rendezvous):
         MPI_Comm_shrink would spin without a timeout.  So the survivors first exchange messages twice: the first time a
         rank may find that another one is lost, and the second time all ranks learn of it.
 
-        A split group has no communicator for MPI_Comm_shrink, which agrees on the members.  Its survivors exchange a
-        third time, because a rank that died within the second may have reached only some of them: a rank that one
-        survivor lacks is no member.  A rank that dies later is a member, and the new group names it.
+        A split group has no communicator for MPI_Comm_shrink, which agrees on the members: see ``_agree_on_members``.
         """
         self.check_shrink()
         began = time.monotonic()
@@ -305,8 +303,8 @@ class MPIGroup(Rendezvous):
         tags = self._exchange_with_survivors(arrived, [tag], began)
         if not self._is_all:
             known = {self.rank: [tag], **tags}
-            members = set(known).intersection(*self._exchange_with_survivors(tags, [*known], began).values())
-            return self._child(sorted(members), known[min(members)][0])
+            members = self._agree_on_members(set(known), began)
+            return self._child(members, known[min(members)][0])
         part = mpi_job.shrink(self.shared.comm, self.timeout)
         if part is None:
             missing = timeouts.survivors(self.timeout)
@@ -314,26 +312,44 @@ class MPIGroup(Rendezvous):
         members = self._MPI.Group.Translate_ranks(part.Get_group(), range(part.size), self.shared.comm.Get_group())
         return self._child_with_comm(part, list(members))
 
+    def _agree_on_members(self, members: set[int], began: float) -> list[int]:
+        """The same members on all survivors; ``members`` are the ranks whose messages this rank has.
+
+        A rank that died while it sent them may have reached only some survivors: a rank that one survivor lacks is no
+        member.  A rank that dies later is a member, and the new group names it.
+
+        Survivors exchange their members until no further rank is lost: a rank that hears from the same ranks as before
+        knows what every survivor knew.  Its last message, which has the number ``size`` too, decides for the others
+        (early-stopping consensus: Dolev, Reischuk and Strong, JACM 37, 1990).
+        """
+        heard, decided = members - {self.rank}, False
+        while not decided:
+            lists = self._exchange_with_survivors(heard, sorted(members), began)
+            decided = lists.keys() == heard or any(self.size in each for each in lists.values())
+            members, heard = members.intersection(*lists.values()), set(lists)
+        self._send_to_survivors(heard, [-1, *sorted(members), self.size])
+        return sorted(members)
+
+    def _send_to_survivors(self, ranks: Collection[int], numbers: Sequence[int]) -> None:
+        for rank in ranks:
+            with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
+                sent = self.shared.comm.Isend(np.array(numbers), self.ranks[rank], self._tag + 1)
+                mpi_job.keep_unfinished(sent)
+
     def _exchange_with_survivors(
         self, ranks: Collection[int], numbers: Sequence[int], began: float
     ) -> dict[int, list[int]]:
-        """Exchange 1 to ``size`` numbers with each of ``ranks``.  Returns those of each rank that is not lost.
+        """Exchange 1 to ``size + 1`` numbers with each of ``ranks``.  Returns those of each rank that is not lost.
 
         ``began`` is when the shrink began, on ``time.monotonic``.  A message begins with -1 or the rank for which the
         sender has waited in vain.  In the latter case RankLost is raised.
         """
         comm, tag = self.shared.comm, self._tag + 1
         awaited: dict[int, tuple[Any, np.ndarray]] = {}
-
-        def send(unreported: int) -> None:
-            for rank in ranks:
-                with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
-                    mpi_job.keep_unfinished(comm.Isend(np.array([unreported, *numbers]), self.ranks[rank], tag))
-
-        send(-1)
+        self._send_to_survivors(ranks, [-1, *numbers])
         for rank in ranks:
             with contextlib.suppress(self._MPI.Exception):
-                received = np.full(1 + self.size, -1)
+                received = np.full(2 + self.size, -1)
                 awaited[rank] = comm.Irecv(received, self.ranks[rank], tag), received
         backoff, unreported_at, arrived = mpi_job.Backoff(), None, dict[int, list[int]]()
         with self.waiting():
@@ -351,7 +367,7 @@ class MPIGroup(Rendezvous):
                 unreported = self._ended(awaited)
                 unreported_at = (unreported_at or now) if unreported else None
                 if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
-                    send(unreported[0])
+                    self._send_to_survivors(ranks, [unreported[0], *numbers])
                     raise self._unreported(unreported[0])
                 if awaited and now - began > self.timeout:
                     raise self.absent(sorted(awaited), "shrink")
