@@ -113,15 +113,12 @@ def synchronize(stream: Any, device: int) -> None:
 
 def milliseconds(run: Callable[[], object], stream: Any) -> float:
     """Milliseconds of the work that ``run`` queues on ``stream`` of the current device; waits for it."""
-    begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
-    call(cu.cuEventRecord, begin, handle(stream))
+    begin, end = (Event(int(call(cu.cuCtxGetDevice)), timed=True) for _ in range(2))
+    begin.record(stream)
     run()
-    call(cu.cuEventRecord, end, handle(stream))
-    call(cu.cuEventSynchronize, end)
-    elapsed = float(call(cu.cuEventElapsedTime, begin, end))
-    call(cu.cuEventDestroy, begin)
-    call(cu.cuEventDestroy, end)
-    return elapsed
+    end.record(stream)
+    end.synchronize()
+    return 1e3 * end.seconds_since(begin)
 
 
 class Event:

@@ -54,10 +54,8 @@ class AutoBackend(Backend):
             gpu.cache = self.cache
             gpu.join(self.gpus)
         self._order = Order()
-        self._last_queued: tuple[DeviceBackend, Collection[int]] = (
-            self.gpus[0],
-            (),
-        )  # the backend that may queue there without ordering it again
+        # The backend that may queue on those streams without ordering it again.
+        self._last_queued: tuple[DeviceBackend, Collection[int]] = (self.gpus[0], ())
         self._by_host = Route(host)
 
     @classmethod
@@ -145,7 +143,7 @@ class AutoBackend(Backend):
         route: Any = call.route
         part, host = route.backend, self.host
         if part is host:
-            self._compare(call)
+            self.gpus[0].confirm(call)  # the later of two ranks that differ finds it
         if host.broken is not None or (part is host and self.broken is not None):
             self.refuse(call)
         if self._only is None and part is not host:
@@ -154,10 +152,6 @@ class AutoBackend(Backend):
                 self._order_backends(part, (call,), route.overlap)
         work: Work[Any] | None = part.start(call)
         return work
-
-    def _compare(self, o: Call) -> None:
-        """Compare the calls on GPUs before one in host memory: the later of two ranks that differ finds it."""
-        self.gpus[0].confirm(o)
 
     def _order_backends(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
         """Order the calls of the two GPU backends, one after the other.
@@ -187,7 +181,7 @@ class AutoBackend(Backend):
         for part, several in itertools.groupby(self.in_order(calls), _backend_of):
             mine = list(several)
             if part is self.host:
-                self._compare(mine[0])
+                self.gpus[0].confirm(mine[0])
             elif self._only is None:
                 self._order_backends(part, mine, overlap)
             works.update(zip(map(id, mine), part.start_all(mine, overlap), strict=True))

@@ -197,7 +197,8 @@ class NCCLBackend(DeviceBackend):
             rest.callback(self._token.close)
             rest.callback(self._free_own_unused)
             if comm is not None:
-                rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close (NCCL waits for CUDA graphs)")
+                destroy = partial(self._nccl.comm_destroy, comm)
+                rest.callback(self._bounded, destroy, "nccl: close (NCCL waits for CUDA graphs)")
             rest.callback(setattr, self, "_comm", None)
             self._free_own_unused()
 
@@ -209,7 +210,7 @@ class NCCLBackend(DeviceBackend):
         with self.shared.lock:
             comm, self._comm = self._handle, None
             if comm is not None:
-                self._ending = self._begin(partial(binding.abort, comm), "nccl: abort")
+                self._ending = self._begin(partial(self._nccl.comm_abort, comm), "nccl: abort")
                 self._ending.add_done_callback(self._aborted)
 
     def abort_device(self) -> None:
@@ -250,7 +251,7 @@ class NCCLBackend(DeviceBackend):
         nbytes, comm = max(prod(shape) * dtype.itemsize, 1), self._comm
         self._free_unused()
         with driver.on_device(self.device):
-            pointer = self._named(lambda: binding.allocate(nbytes), f"nccl: allocate {nbytes:,} bytes")
+            pointer = self._named(lambda: self._nccl.mem_alloc(nbytes), f"nccl: allocate {nbytes:,} bytes")
         window = self._bounded(lambda: binding.register(comm, pointer, nbytes), "nccl: window")
         return self._windows.add(pointer, nbytes, window, shape, dtype)
 
@@ -287,7 +288,8 @@ class NCCLBackend(DeviceBackend):
     def _free_window(self, memory: WindowMemory) -> None:
         try:
             if self._handle is not None:
-                self._named(partial(binding.deregister, self._handle, memory.handle), "nccl: window")
+                deregister = partial(self._nccl.comm_window_deregister, self._handle, memory.handle)
+                self._named(deregister, "nccl: window")
         finally:
             if memory.owner is None:
                 binding.free(memory.pointer)

@@ -1,7 +1,7 @@
 """The raw binding of NCCL: the only file that uses ``nccl.bindings``, whose functions change between versions.
 
-The functions of the hot path are nccl4py's own (0.1 us a call); others are wrapped.  ``error_of`` converts errors of
-NCCL to errors of kos.
+Most are called as they are (0.1 us a call); wrapped are those that need more than a call.  ``error_of`` converts
+errors of NCCL to errors of kos.
 """
 
 from __future__ import annotations
@@ -79,16 +79,6 @@ def async_error(comm: Any) -> str | None:
     return None if code in (0, _IN_PROGRESS) else f"NCCL: {library().get_error_string(code)}"
 
 
-def abort(comm: Any) -> None:
-    """End all operations in flight on ``comm``, and destroy it."""
-    library().comm_abort(comm)
-
-
-def destroy(comm: Any) -> None:
-    """Destroy ``comm``.  Collective; nothing may be in flight."""
-    library().comm_destroy(comm)
-
-
 def premultiplied_sum(comm: Any, factor: float, dtype: DType) -> int:
     """A reduce operation of ``comm`` that multiplies this rank's input by ``factor`` first."""
     scalar = np.array(factor, dtype.numpy)
@@ -97,14 +87,8 @@ def premultiplied_sum(comm: Any, factor: float, dtype: DType) -> int:
     return operation
 
 
-def allocate(nbytes: int) -> int:
-    """Address of memory on the current device that can be registered as a window."""
-    address: int = library().mem_alloc(nbytes)
-    return address
-
-
 def free(address: int) -> None:
-    """Free memory from ``allocate``, but keep its address range reserved: this process never uses it again.
+    """Free memory of ncclMemAlloc, but keep its address range reserved: this process never uses it again.
 
     NCCL finds a registration by its address alone.  It keeps that of a captured call until a later call collects
     destroyed graphs (one in eleven does; seen in 2.28.3 and 2.28.9, the same in the source of 2.30.7).  Until then it
@@ -137,10 +121,6 @@ def register(comm: Any, address: int, nbytes: int) -> Any:
     if library().get_version() < _FIRST_WITH_WINDOWS:
         raise BackendUnavailable(f"nccl: windows: expected NCCL 2.27 or newer, got {version()}")
     return library().comm_window_register(comm, address, nbytes, _SYMMETRIC)
-
-
-def deregister(comm: Any, window: Any) -> None:
-    library().comm_window_deregister(comm, window)
 
 
 def error_of(error: Exception, what: str) -> KosError | None:
