@@ -234,16 +234,9 @@ class PeerEngine:
         return self.launches.pick(nbytes, self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes))
 
     def bind_all_reduce(
-        self,
-        send: int,
-        recv: int,
-        count: int,
-        dtype: DType,
-        op: ReduceOp,
-        *,
-        factor: float = 1.0,
+        self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0,
         launch: Launch | None = None,
-    ) -> Run:
+    ) -> Run:  # fmt: skip
         """The all-reduce of ``count`` elements from address ``send`` to ``recv`` (which may be the same).
 
         Collective in what it queues: all ranks use the same count, dtype, op and launch.  ``factor`` is this
@@ -256,7 +249,7 @@ class PeerEngine:
             )
         nbytes = count * dtype.itemsize
         symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
-        launch = self.possible(launch or self.launch_for(send, recv, nbytes), op, nbytes, symmetric)
+        launch = self.possible(launch or self.launches.pick(nbytes, symmetric), op, nbytes, symmetric)
         if launch.algorithm in PACKETS:
             return self._bind_packets(launch, send, recv, count, dtype, op, factor)
         others = {"copies": self._bind_copies, "specialized": self._bind_specialized, "push": self._bind_push}
@@ -301,11 +294,8 @@ class PeerEngine:
         per_channel = -(-packets // blocks)
         kernel = self._kernel("all_reduce_packets.cu", launch, dtype, op, PARTIALS=partials)
         threads = min(launch.threads, -(-per_channel // 32) * 32)
-        return self._bind(
-            kernel, blocks, threads,
-            self._context.pointer, self.memory.pointer, self.rank, send, recv, *(() if ends else (count,)), per_channel,
-            np.float64(factor), *ends,
-        )  # fmt: skip
+        counts = () if ends else (count,)
+        return self._bind(kernel, blocks, threads, send, recv, *counts, per_channel, np.float64(factor), *ends)
 
     def _bind_direct(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         nbytes, table, vector = count * dtype.itemsize, self.memory.peer_pointers.pointer, 16 // dtype.itemsize
@@ -317,11 +307,7 @@ class PeerEngine:
             piece = -(-count // -(-nbytes // self.staging) // vector) * vector
         kernel = self._kernel("all_reduce_direct.cu", launch, dtype, op)
         blocks = min(launch.blocks or self.blocks, self.blocks)
-        return self._bind(
-            kernel, blocks, launch.threads,
-            self._context.pointer, self.memory.pointer, self.rank,
-            *places, *outside, count, piece,
-        )  # fmt: skip
+        return self._bind(kernel, blocks, launch.threads, *places, *outside, count, piece)
 
     def _bind_push(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         vector = 16 // dtype.itemsize
@@ -330,11 +316,9 @@ class PeerEngine:
         piece = count if place else -(-count // pieces // vector) * vector
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         blocks, batch = self._batches(launch, -(-piece // vector // self.size))
-        return self._bind(
-            kernel, blocks, launch.threads,
-            self._context.pointer, self.memory.pointer, self.rank, self._in, batch,
-            *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
-        )  # fmt: skip
+        target = place or (self.memory.peer_pointers.pointer, self._out)
+        outside = send, 0 if place else recv
+        return self._bind(kernel, blocks, launch.threads, self._in, batch, *target, *outside, count, piece)
 
     def _roles(self, nbytes: int) -> tuple[int, int, int] | None:
         """Pushers for each peer, adders, and a chunk's vectors, of ``specialized``; None for what it does not take.
@@ -353,12 +337,10 @@ class PeerEngine:
         pushers, adders, chunk = roles
         rounds = -(-chunk // (launch.tile // 16 * pushers))
         tile = -(-chunk // (rounds * pushers) // 8) * 8
-        run: Run = self._kernel("all_reduce_specialized.cu", launch, dtype, op).bind(
-            pushers * (self.size - 1) + adders, launch.threads,
-            self._context.pointer, self.memory.pointer, self.rank, self._in, pushers, tile, chunk,
-            nbytes // 16, *place, send, cooperative=True,
-        )  # fmt: skip
-        return run
+        kernel = self._kernel("all_reduce_specialized.cu", launch, dtype, op)
+        blocks = pushers * (self.size - 1) + adders
+        arguments = self._in, pushers, tile, chunk, nbytes // 16, *place, send
+        return self._bind(kernel, blocks, launch.threads, *arguments, overlap=False, cooperative=True)
 
     def bind_reduce_scatter(
         self, send: int, recv: int, counts: Sequence[int], dtype: DType, op: ReduceOp, *, factor: float = 1.0,
@@ -391,11 +373,8 @@ class PeerEngine:
         launch = Launch(name, min(-(-nbytes // _SHARE), self.blocks), threads)
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
-        return self._bind(
-            kernel, blocks, 2 * launch.threads,
-            self._context.pointer, self.memory.pointer, self.rank, self._in, batch, send, recv,
-            *((count,) if whole else _ends(counts)),
-        )  # fmt: skip
+        sizes = (count,) if whole else _ends(counts)
+        return self._bind(kernel, blocks, 2 * launch.threads, self._in, batch, send, recv, *sizes)
 
     def bind_scan(
         self, name: str, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0
@@ -439,9 +418,7 @@ class PeerEngine:
             return self._copies.move(self.bind_barrier(overlap=False), nbytes, places)
         kernel = load_kernel(KERNELS / "all_gather.cu", name, self.device, THREADS=512, **self._macros)
         blocks = min(-(-nbytes // _SHARE), self.blocks)
-        return self._bind(
-            kernel, blocks, 512, self._context.pointer, self.memory.pointer, self.rank, *place, send, nbytes
-        )
+        return self._bind(kernel, blocks, 512, *place, send, nbytes)
 
     def _batches(self, launch: Launch, chunk: int) -> tuple[int, int]:
         """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory."""
@@ -498,11 +475,8 @@ class PeerEngine:
             macros = {"LARGE": 1}
         kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **macros, **self._macros)
         pieces += [0] * (6 * (MAX_RANKS - self.size))
-        return self._bind(
-            kernel, blocks, threads,
-            self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self._posts, self._boxes,
-            small, channels, int(messages), relay, *pieces,
-        )  # fmt: skip
+        places = self._slots, self._slot, self._posts, self._boxes
+        return self._bind(kernel, blocks, threads, *places, small, channels, int(messages), relay, *pieces)
 
     def bind_broadcast(self, send: Piece, recv: Piece, root: int) -> Run:
         """Scatter and all-gather (van de Geijn) at once: root sends a part to each other rank, which sends it on to the
@@ -524,9 +498,16 @@ class PeerEngine:
         channels = max(min(-(-nbytes // (_SMALL_SHARE if nbytes <= small else _SHARE)), self.blocks), 1)
         return -(-nbytes // (channels * 128)) * 128
 
-    def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> Run:
-        """A function that launches ``kernel``; where a rank has its GPU alone, while the kernel before it ends."""
-        run: Run = kernel.bind(blocks, threads, *arguments, overlap=self._overlap)
+    def _bind(
+        self, kernel: Any, blocks: int, threads: int, *arguments: Any, overlap: bool = True, cooperative: bool = False
+    ) -> Run:
+        """A function that launches ``kernel``, whose first parameters are those of every kernel.
+
+        ``overlap``: where a rank has its GPU alone, while the kernel before it ends.
+        """
+        everywhere = self._context.pointer, self.memory.pointer, self.rank
+        options = {"overlap": overlap and self._overlap, "cooperative": cooperative}
+        run: Run = kernel.bind(blocks, threads, *everywhere, *arguments, **options)
         return run
 
     def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
@@ -540,9 +521,7 @@ class PeerEngine:
     def bind_barrier(self, *, overlap: bool = True) -> Run:
         """A barrier of all ranks' streams; without ``overlap`` it begins when all before it is over, copies too."""
         kernel = load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros)
-        arguments = self._context.pointer, self.memory.pointer, self.rank
-        run: Run = kernel.bind(1, 32, *arguments, overlap=overlap and self._overlap)
-        return run
+        return self._bind(kernel, 1, 32, overlap=overlap)
 
     @property
     def failed(self) -> bool:
