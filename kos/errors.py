@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from kos.commands import near, pip_install
@@ -93,6 +95,18 @@ def in_words(error: BaseException) -> str:
     """An error on one line, without its type where kos raised it on purpose."""
     words = " ".join(str(error).split())
     return words if isinstance(error, KosError) and words else f"{type(error).__name__}: {words}".removesuffix(": ")
+
+
+def plural(number: int, what: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+    words = [f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
 
 
 def describe(error: BaseException) -> tuple[str, str]:

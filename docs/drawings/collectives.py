@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from docs.drawings.svg import COLOURS, GREY, PALE, WIDTH, Picture
 from kos.comm.schedules import Schedule
-from kos.comm.schedules.schedule import Round, plural
+from kos.comm.schedules.schedule import Round
 from kos.comm.schedules.verify import contents
+from kos.errors import plural
 
 BAR, FIELD, GAP = 13, 9, 22  # pixels: a chunk's height, a contribution's width, between two ranks
 State = list[dict[int, int]]

@@ -12,11 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
-from itertools import groupby
 from pathlib import Path
 
 import kos
@@ -73,13 +72,6 @@ def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float =
     except Exception as error:
         return [*found, Check(name, NO, in_words(error))]
     return [*found] if answered else [*found, Check(name, NO, f"did not answer within {seconds:g} s")]
-
-
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """ "rank 3", "ranks 0-2, 5"."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
-    words = [f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
 
 
 def local_checks() -> list[Check]:

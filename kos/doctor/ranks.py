@@ -14,8 +14,8 @@ import numpy as np
 from kos.comm import Communicator
 from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import visible_devices
-from kos.doctor.checks import BAD, NO, OK, Check, ranks_in_words
-from kos.errors import KosError, in_words
+from kos.doctor.checks import BAD, NO, OK, Check
+from kos.errors import KosError, in_words, plural, ranks_in_words
 from kos.memory.array import Array
 from kos.memory.symmetric import ALIGNMENT, SymmetricMemory
 from kos.testing import spawn
@@ -65,7 +65,7 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
             found = f"{ranks_in_words(without)} see{'s' * (len(without) == 1)} none"
             yield Check("GPUs of the ranks", NO, found, "look at CUDA_VISIBLE_DEVICES there")
         elif 0 < len(gpus) < len(ranks):
-            found = f"{where} share {len(gpus)} GPU{'s' * (len(gpus) > 1)}: backend peer can, nccl cannot"
+            found = f"{where} share {plural(len(gpus), 'GPU')}: backend peer can, nccl cannot"
             yield Check("GPUs of the ranks", NO, found, "start a rank for each GPU")
 
 
@@ -103,5 +103,4 @@ def trial(comm: Communicator) -> Check:
             return Check("all_reduce", BAD, f"in memory of the {place}: {in_words(error)}")
         if wrong:
             return Check("all_reduce", BAD, f"in memory of the {place}: {wrong} of {_COUNT} elements are wrong")
-    ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
-    return Check("all_reduce", OK, f"exact on {ranks}, in memory of the {' and the '.join(places)}")
+    return Check("all_reduce", OK, f"exact on {plural(comm.size, 'rank')}, in memory of the {' and the '.join(places)}")

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import kos
-from kos.doctor.checks import BAD, OK, TRAINER, Check, ranks_in_words
+from kos.doctor.checks import BAD, OK, TRAINER, Check
 from kos.doctor.ranks import Facts
+from kos.errors import ranks_in_words
 
 
 @dataclass

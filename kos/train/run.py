@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.communicator import Communicator
-from kos.comm.schedules.schedule import plural
 from kos.errors import (
     CheckpointError,
     CollectiveError,
@@ -24,6 +23,7 @@ from kos.errors import (
     KosError,
     OutOfMemory,
     TrainingError,
+    plural,
 )
 from kos.train.checkpoint import checkpoint, compatibility, huggingface
 from kos.train.checkpoint.saving import Saving, write_json

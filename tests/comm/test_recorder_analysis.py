@@ -104,7 +104,7 @@ def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pyte
 def test_a_rank_that_calls_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_and_dump(tmp_path, 3, lambda comm: comm.all_reduce(np.ones(4 + (comm.rank == 2))))
     text = read(tmp_path, capsys, 1)
-    assert "ranks 0, 1 called all_reduce #0 of float64[4] by SUM" in text
+    assert "ranks 0-1 called all_reduce #0 of float64[4] by SUM" in text
     assert "but rank 2 called all_reduce #0 of float64[5] by SUM" in text
     assert "they differ in elements\n" in text
 
@@ -235,7 +235,7 @@ def test_causes_are_listed_before_their_consequences(tmp_path: Path, capsys: pyt
 def test_consecutive_ranks_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(64):
         write(tmp_path, rank, 64, [REDUCES(0), *[REDUCES(1, "failed")] * (rank not in (5, 7, 8))])
-    said = "ranks 5, 7, 8 did not arrive; ranks 0-4, 6, 9-63 called it at train.py:11\n"
+    said = "ranks 5, 7-8 did not arrive; ranks 0-4, 6, 9-63 called it at train.py:11\n"
     assert said in read(tmp_path, capsys, 1)
 
 

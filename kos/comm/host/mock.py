@@ -23,7 +23,7 @@ from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Steps, Work
-from kos.errors import CollectiveError, CollectiveMismatch, KosError
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, plural
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
@@ -60,7 +60,7 @@ class MockBackend(MessagingBackend):
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         if rendezvous.threads is None:
             return Probe(False, "the ranks are not threads of one process")
-        return Probe(True, f"{rendezvous.size} rank{'s' * (rendezvous.size > 1)} in this process")
+        return Probe(True, f"{plural(rendezvous.size, 'rank')} in this process")
 
     def idle(self) -> Idle:
         return self._idle

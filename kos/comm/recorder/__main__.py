@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kos.comm.recorder.analysis import Dump, absent, analyze, load, plural
+from kos.comm.recorder.analysis import Dump, absent, analyze, load
 from kos.commands import program
-from kos.errors import DataError
+from kos.errors import DataError, plural
 from kos.files import printing
 
 _TRACED = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dtypes", "output_sizes", "reduce_op",

@@ -7,11 +7,10 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from kos.errors import DataError
+from kos.errors import DataError, ranks_in_words
 
 # An operation on a stream of a GPU stays "scheduled" until the host has waited for it.
 _UNDONE = ("started", "failed")
@@ -142,15 +141,10 @@ def _load(file: Path) -> Dump:
         raise DataError(f"{file}: expected a flight record of version 2, got {got}") from error
 
 
-def plural(number: int, what: str) -> str:
-    """``1 dump``, ``2 dumps``."""
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def absent(dumps: list[Dump]) -> str:
     """The ranks of the job without a dump, as text; empty if there are none."""
     ranks = sorted(set(range(dumps[0].size)) - {dump.rank for dump in dumps})
-    return _ranks(ranks) if ranks else ""
+    return ranks_in_words(ranks) if ranks else ""
 
 
 def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
@@ -204,21 +198,21 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
         too_late = [rank for rank, call in here.items() if call.created > timed_out]
         idle = [rank for rank in late if not mine[rank].waits_outside(name)]
         waiting = [rank for rank in late if rank not in idle]
-        others = f", {_ranks(waiting)} {'wait' if waiting[1:] else 'waits'} elsewhere" if waiting else ""
+        others = f", {ranks_in_words(waiting)} {'wait' if waiting[1:] else 'waits'} elsewhere" if waiting else ""
         problem = (
-            f"{_ranks(late)}{_ELSEWHERE}" if late and not idle
-            else f"{_ranks(idle)} did not arrive{others}" if late
-            else f"{_ranks(too_late)} arrived after the timeout of others" if too_late
-            else f"{_ranks(without_dump)} wrote no dump" if undone and without_dump
-            else f"all ranks arrived, {_ranks(undone)} did not complete it" if undone
+            f"{ranks_in_words(late)}{_ELSEWHERE}" if late and not idle
+            else f"{ranks_in_words(idle)} did not arrive{others}" if late
+            else f"{ranks_in_words(too_late)} arrived after the timeout of others" if too_late
+            else f"{ranks_in_words(without_dump)} wrote no dump" if undone and without_dump
+            else f"all ranks arrived, {ranks_in_words(undone)} did not complete it" if undone
             else None
         )  # fmt: skip
         if problem:
             sites = defaultdict(list)
             for rank, call in here.items():
                 sites[call.where].append(rank)
-            callers = ", ".join(f"{_ranks(ranks)} called it{site}" for site, ranks in sites.items())
-            age = f"; older than that: the dump of {_ranks(older)}" if older else ""
+            callers = ", ".join(f"{ranks_in_words(ranks)} called it{site}" for site, ranks in sites.items())
+            age = f"; older than that: the dump of {ranks_in_words(older)}" if older else ""
             incomplete = f"{name}: {next(iter(here.values()))}: {problem}; {callers}{age}"
             continue
         alike += len(here) == len(calls)
@@ -231,7 +225,7 @@ def _differ(name: str, here: dict[int, Call]) -> str:
     parts = []
     for kind, _ in kinds.most_common():
         ranks = [rank for rank, call in here.items() if call.signature == kind]
-        parts.append(f"{_ranks(ranks)} called {here[ranks[0]]}{here[ranks[0]].where}")
+        parts.append(f"{ranks_in_words(ranks)} called {here[ranks[0]]}{here[ranks[0]].where}")
     pairs = zip(_COMPARED, zip(*kinds, strict=True), strict=True)
     differences = [what for what, values in pairs if len(set(values)) > 1]
     differences = differences[:1] if "operation" in differences else differences  # other differences follow from it
@@ -268,10 +262,3 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
             other = f"; rank {peer} called {theirs[position]}{theirs[position].where}"
         findings.append(f"{name}: rank {rank} did not complete {undone}{undone.where}{other}")
     return findings
-
-
-def _ranks(ranks: list[int]) -> str:
-    """The ranks as text: ``rank 3`` or ``ranks 0, 1, 4-7``."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
-    words = [text for run in runs for text in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from kos.comm.schedules import algorithms, build, collectives, describe
 from kos.comm.schedules.draw import draw, text
-from kos.comm.schedules.schedule import IN_PLACE, Schedule, plural
+from kos.comm.schedules.schedule import IN_PLACE, Schedule
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
 from kos.commands import program
-from kos.errors import InvalidArgument, KosError
+from kos.errors import InvalidArgument, KosError, plural
 from kos.files import check_picture, printing
 
 PIPELINES = (1, 4, 16, 64, 256)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kos.errors import KosError
+from kos.errors import KosError, plural
 
 Indices: TypeAlias = "np.ndarray | int"
 
@@ -100,11 +100,6 @@ class Repeat(NamedTuple):
     times: int
     rounds: Callable[[int], Iterable[Iterable[Moves]]]
     shifts: bool = False
-
-
-def plural(number: int, what: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 Rounds: TypeAlias = "Iterable[Iterable[Moves] | Repeat]"

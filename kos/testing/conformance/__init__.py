@@ -24,8 +24,7 @@ import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.schedules import algorithms
-from kos.comm.schedules.schedule import plural
-from kos.errors import InvalidArgument
+from kos.errors import InvalidArgument, plural
 from kos.testing.conformance import failures, order, results, values
 from kos.testing.conformance.model import MOVING
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from kos.comm.communicator import Communicator
-from kos.comm.schedules.schedule import plural
-from kos.errors import ConfigError, InvalidArgument
+from kos.errors import ConfigError, InvalidArgument, plural
 
 AXES = ("pp", "dp", "cp", "tp")
 

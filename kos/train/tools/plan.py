@@ -13,9 +13,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kos.comm.schedules.schedule import plural
 from kos.commands import mpirun, python
-from kos.errors import ConfigError
+from kos.errors import ConfigError, plural
 from kos.train.config.flags import parse_plan
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.data.corpus import read_corpus

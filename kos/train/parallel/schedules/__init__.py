@@ -33,8 +33,7 @@ from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
 from typing import NamedTuple
 
-from kos.comm.schedules.schedule import plural
-from kos.errors import ConfigError, InvalidArgument
+from kos.errors import ConfigError, InvalidArgument, plural
 
 
 class Action(NamedTuple):
