@@ -68,9 +68,9 @@ def blaming(error: Error, ranks: Iterable[int]) -> Error:
     return error
 
 
-def to_record(error: KosError) -> list[Any]:
-    """A failure in the form in which ranks send it to each other."""
-    return [type(error).__name__, str(error), list(error.ranks)]
+def to_record(error: KosError, length: int | None = None) -> list[Any]:
+    """A failure in the form in which ranks send it to each other, with at most ``length`` characters of its text."""
+    return [type(error).__name__, str(error)[:length], list(error.ranks)]
 
 
 def from_record(record: Sequence[Any]) -> KosError:

@@ -87,11 +87,10 @@ class MockBackend(MessagingBackend):
     def unreceived(self) -> list[str]:
         """The messages that were sent and not received."""
         return [
-            f"rank {src} sent {message.dtype}[{message.size}] to rank {dst} with tag {tag}"
-            for (src, dst, tag), messages in self._state.sent.items()
-            for message in (m.array for m in messages)
-            if tag < COLLECTIVE_TAGS
-        ]
+            f"rank {src} sent {message.array.dtype}[{message.array.size}] to rank {dst} with tag {tag}"
+            for (src, dst, tag), messages in self._state.sent.items() if tag < COLLECTIVE_TAGS
+            for message in messages
+        ]  # fmt: skip
 
     def close(self) -> None:
         self._group.close(self.rank, WHY_CLOSED, self.ledger.closing(), 0.0)
@@ -184,12 +183,10 @@ class _Mailboxes:
         return receive
 
     def awaited(self, tag: int) -> list[int]:
-        """Peers of the messages in flight with that tag."""
         with self.group.world.lock:
             return sorted({src for src, dst, t in self._state.posted if (dst, t) == (self._rank, tag)})
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight or posted."""
         me = self._rank
         return (rank, me, tag) in self._state.posted if receives else (me, rank, tag) in self._state.sent
 

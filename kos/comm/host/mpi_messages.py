@@ -114,8 +114,7 @@ class Messages:
             self._notices.send([self.ledger.rank, kind, sequence, *what])
 
     def send_failure(self, sequence: int, failure: KosError) -> None:
-        kind, text, ranks = to_record(failure)
-        self.send_notice("failed", sequence, kind, text[:_REASON_LENGTH], ranks)
+        self.send_notice("failed", sequence, *to_record(failure, _REASON_LENGTH))
 
     def send_end(self, sequence: int, why: str, cause: KosError | None) -> None:
         """Report that this rank begins no collective from ``sequence`` on."""
@@ -175,12 +174,10 @@ class Messages:
         return any(not each.receives and not mpi_job.is_over(each.request) for each in self.active)
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight or posted."""
         active = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.active)
         return active or (receives and (rank, tag) in self._posted)
 
     def awaited(self, tag: int) -> list[int]:
-        """Peers of the messages in flight with that tag."""
         active = {message.peer for message in self.active if message.tag == tag}
         return sorted(active | {peer for peer, posted in self._posted if posted == tag})
 

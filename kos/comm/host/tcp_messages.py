@@ -114,11 +114,9 @@ class Mesh:
             peer.cancel(cancelled)
 
     def awaited(self, tag: int) -> list[int]:
-        """Peers of the messages in flight with that tag."""
         return sorted(rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight or posted."""
         return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)
 
     def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
@@ -166,7 +164,7 @@ class Mesh:
     def fail(self, tag: int, failure: KosError) -> None:
         """Make all ranks raise the same error in that collective and later ones."""
         self.ledger.record(tag - COLLECTIVE_TAGS, failure)
-        data = json.dumps(_short(failure)).encode()
+        data = json.dumps(to_record(failure, REASON_LENGTH)).encode()
         for peer in self.peers.values():
             peer.send_control(FAILED, tag, data)
 
@@ -183,7 +181,7 @@ class Mesh:
         self._linger(lambda: self.mismatched and self.ledger.failure is None)
         if (failure := self.ledger.failure) is not None:  # perhaps only this rank has received it
             self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
-        data = json.dumps([why[:REASON_LENGTH], None if cause is None else _short(cause)]).encode()
+        data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
         for rank, peer in self.peers.items():
             if kind == CLOSE and self._complete:  # a rank that waits in another call reports both
                 self.describe(rank, self._complete[-1])
@@ -491,9 +489,3 @@ class Peer:
             self._freed = 0
         elif message.error is not None:
             self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
-
-
-def _short(failure: KosError) -> list[Any]:
-    """The record of a failure, short enough to be sent."""
-    kind, text, ranks = to_record(failure)
-    return [kind, text[:REASON_LENGTH], ranks]

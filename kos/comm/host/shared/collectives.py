@@ -120,7 +120,7 @@ class SharedCollectives:
 
     def behind(self) -> list[int]:
         """The ranks that the operation that holds the slots waits for."""
-        return [self._calls.segment.ranks[rank] for rank in self._laggards()]
+        return list(self._laggards())
 
     def _run(self, o: Call, plan: Plan, begun: bool = False) -> Steps:
         """The steps of ``plan``; ``begun``: its only stage is put."""

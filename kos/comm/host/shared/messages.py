@@ -127,11 +127,9 @@ class SharedMessages:
             self.other.cancel(lambda each: each in others)
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight or posted."""
         return any((each.tag, each.receives) == (tag, receives) for each in self._boxes[rank].messages())
 
     def awaited(self, tag: int) -> list[int]:
-        """Peers of the messages in flight with that tag."""
         return [rank for rank, box in self._boxes.items() if any(each.tag == tag for each in box.messages())]
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ class Plans:
     """Makes the plans of one rank, from the user's input to the user's output."""
 
     def __init__(self, segment: Segment) -> None:
-        self._data, self.block, self._ranks = segment.data, segment.layout.block, segment.ranks
+        self._data, self.block = segment.data, segment.layout.block
         self.rank, self.size = segment.rank, segment.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
         # At most a stage, also of 8-bit floats, which are staged in four times as many bytes.
@@ -268,8 +268,8 @@ class Plans:
     _exscan = _scan
 
     def _broadcast(self, o: Operation) -> Plan:
-        assert o.send is not None and o.recv is not None
-        x, out, root = o.send.flat, o.recv.flat, self._root(o)
+        assert o.send is not None and o.recv is not None and o.root is not None
+        x, out, root = o.send.flat, o.recv.flat, o.root
         slots, per_stage = self.typed(x.dtype)[root], min(self.block, WHOLE_BYTES) // x.itemsize
         if self.rank != root:
             get = self._moves(x.size, per_stage, lambda slot, a, b: [(out[a:b], slots[slot][: b - a])], self.size == 2)
@@ -303,7 +303,7 @@ class Plans:
         """all_to_all, and scatter, where only the root has ``send``."""
         assert o.recv is not None
         out, rank, slots = o.recv.flat, self.rank, self.typed(o.recv.flat.dtype)
-        sources = range(self.size) if o.root is None else (self._root(o),)
+        sources = range(self.size) if o.root is None else (o.root,)
         count = out.size // len(sources)
         x = o.send.flat.reshape(self.size, -1) if o.send is not None else None
         per_stage = self._per_part(out.itemsize)
@@ -372,10 +372,6 @@ class Plans:
         return Plan(0, 1, ())
 
     _split = _duplicate = _barrier
-
-    def _root(self, o: Operation) -> int:
-        assert o.root is not None
-        return self._ranks.index(o.root)
 
     def _place(self, sender: int, receiver: int) -> int:
         """Which part of the sender's slot holds the data for that receiver: in turn, both write the same memory."""
