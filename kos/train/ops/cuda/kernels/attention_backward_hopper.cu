@@ -30,7 +30,8 @@
 #define STATISTICS_BYTES (STEP * STATISTICS * 4)
 #define SLOPE_BYTES (OWN * STEP * 2)
 #define THREADS (128 * (GROUPS + 1))
-#define AT_ONCE (STEP == 64)  // registers are there for S^T and dP^T of a tile; the warpgroups take turns to begin one
+#define AT_ONCE (STEP == 64)  // registers are there for S^T and dP^T of a tile
+#define TAKE_TURNS (AT_ONCE || !CAUSAL)  // the warpgroups take turns to begin a tile; slower with CAUSAL and 64 columns
 // Buffers of dS^T: who writes to one knows that the other has multiplied what was there.  Where dQ of a tile comes first
 // in the next, that is of two tiles before, since the other's dS^T of one before is there; where it comes last, of three,
 // since the other has begun the one before.
@@ -116,7 +117,7 @@ struct Worker {
         float scores[STEP / 2], slopes[STEP / 2], dq[32];
         u32 probabilities[STEP / 4], narrow_slopes[STEP / 4];
         barrier_wait(&s.full[i], ring.phase);
-        if (AT_ONCE) named_sync(MY_TURN + group, 128 * GROUPS);
+        if (TAKE_TURNS) named_sync(MY_TURN + group, 128 * GROUPS);
         multiply_transposed(scores, k, OWN, s.q[i], STEP);
         if (AT_ONCE) {
             multiply_transposed(slopes, v, OWN, s.d_out[i], STEP);
@@ -144,6 +145,7 @@ struct Worker {
             for (int j = 0; j < STEP / 2; ++j)
                 if (CAUSAL ? token + COLUMN_OF(j, lane) < key + LOWER(j) * 8 : keys <= key + LOWER(j) * 8) scores[j] = 0;
         if (!AT_ONCE) {
+            if (TAKE_TURNS) named_arrive(MY_TURN + (group ^ 1), 128 * GROUPS);
             wgmma_wait<0>();
             add_queries<FIRST>(dq);
             multiply_transposed(slopes, v, OWN, s.d_out[i], STEP);
@@ -194,7 +196,7 @@ struct Worker {
         multiply_queries<false>(dq);
         wgmma_wait<0>();
         add_queries<false>(dq);
-        if (AT_ONCE && group == 0) named_sync(MY_TURN, 128 * GROUPS);  // for the other's last arrival there
+        if (TAKE_TURNS && group == 0) named_sync(MY_TURN, 128 * GROUPS);  // for the other's last arrival there
         named_sync(DONE, 128 * GROUPS);  // nobody reads K any more
     }
 };
@@ -217,7 +219,7 @@ __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, 
     int head = head_of(0, first, heads);
     sums += (long)(sample * H + kv_head * heads + head) * of_head;
 #endif
-    if (AT_ONCE && group == 1) named_arrive(MY_TURN, 128 * GROUPS);
+    if (TAKE_TURNS && group == 1) named_arrive(MY_TURN, 128 * GROUPS);
     barrier_wait(&s.own_full, 0);
     worker.work<true>(start, sums + start * HEAD_DIM);
     for (int i = 0, token = start + STEP; i < heads; ++i, token = start) {
