@@ -4,7 +4,7 @@ Rows read like those of nccl-tests (https://github.com/NVIDIA/nccl-tests): size,
 busbw and #wrong, out of place and in place.  What differs:
 
 - Three modes.  ``eager``: a batch of calls back to back, as a training step makes them.  ``graph`` (GPUs): the
-  same batch captured in a CUDA graph and replayed, after an untimed graph with as many calls.
+  same batch captured in a CUDA graph and replayed, after an untimed graph that runs for 200 us or more.
   ``single_shot``: each call alone after a barrier, from the call to its result, which is what a user who waits for
   it sees.
 - Implementations take turns, batch by batch, so that what else the machine does hits all of them alike.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from benchmarks.collectives.memory import Space
 from kos.comm import Communicator
 
 Times = list[float]
+
+_LEAD_US = 200.0
+"""For so long an untimed graph runs before a timed one, whose launch takes tens of microseconds."""
 
 
 class Job:
@@ -84,8 +88,7 @@ class HostTimer:
 class DeviceTimer:
     """Times calls that queue work on ``stream``.  ``lead`` is queued before the timed calls: it aligns the GPUs.
 
-    The lead of a graph is a graph with as many calls.  While it runs, the launch of the timed graph completes, which
-    takes tens of microseconds.
+    The lead of a graph is a graph of the same call.  While it runs, the launch of the timed graph completes.
     """
 
     MODES = ("graph", "eager", "single_shot")
@@ -108,6 +111,17 @@ class DeviceTimer:
             for call in calls:
                 call()
         return lambda: graph.replay(self._stream)
+
+    def lead(self, calls: Sequence[Call]) -> Call:
+        """A function that replays the ``calls``, as often as the launch of another graph takes.  Collective."""
+        replay = self.capture(calls)
+        for _ in range(2):  # the first is slower
+            self._job.barrier()
+            began = time.perf_counter_ns()
+            replay()
+            self.settle()
+        slowest = float(self._job.gather([(time.perf_counter_ns() - began) / 1e3]).max())
+        return self.capture([*calls] * ceil(_LEAD_US / slowest)) if slowest < _LEAD_US else replay
 
     def graph(self, replay: Call, calls: int, lead: Call) -> tuple[Times, float]:
         return self._timed([replay], calls, lead)
@@ -191,7 +205,7 @@ class Run:
                 self._lead()  # what an implementation does on its first call is none of a graph's business
                 timer.settle()
                 self._replay = timer.capture(self._calls)
-                self._replay_lead = timer.capture([self._lead] * len(slots))
+                self._replay_lead = timer.lead([self._lead] * len(slots))
             times, cpu = timer.graph(self._replay, len(slots), self._replay_lead)
         else:
             timed: Callable[[Sequence[Call], Call], tuple[Times, float]] = getattr(timer, mode)

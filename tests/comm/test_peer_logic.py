@@ -168,7 +168,9 @@ def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: s
 
 
 @pytest.mark.parametrize(
-    ("count", "beside"), [(8001, True), (40_003, True), (1001, False)], ids=["small", "large", "one channel"]
+    ("count", "beside"),
+    [(8001, True), (40_003, True), (70_003, True), (1001, False)],
+    ids=["small", "more packets than threads", "large", "one channel"],
 )
 @pytest.mark.parametrize("first", ["recv", "send"])
 def test_a_send_recv_meets_the_two_one_after_the_other(
@@ -180,7 +182,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
 
     def body(rendezvous: Rendezvous) -> None:
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13), rendezvous.rank, (0, 0)
-        assert engine.small < 40_003
+        assert 40_003 < engine.small < 70_003
         x, out = Array.from_numpy(np.full(count, rank, np.uint8), 0), Array.zeros(count, np.uint8, 0)
         send, recv = ([none] * SIZE, [none] * SIZE)
         if rank < 2:
@@ -189,6 +191,26 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
         for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
             engine.bind_exchange(*each, messages=True, beside=beside)(0)
         engine.check("exchange")
+        assert rank == 2 or (out.numpy() == 1 - rank).all()
+        engine.close()
+
+    ranks.run_bare(body)
+
+
+def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All packets are sent before any is awaited, but not before it is reported what was read."""
+    monkeypatch.setattr(peer_engine, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
+
+    def body(rendezvous: Rendezvous) -> None:
+        engine, rank, none = PeerEngine(rendezvous, 0, timeout=5.0, staging=1 << 13), rendezvous.rank, [(0, 0)] * SIZE
+        x, out = (Array.from_numpy(np.full(1001, number, np.uint8), 0) for number in (rank, 9))
+        to, back = list(none), list(none)
+        to[1 - rank % 2], back[1 - rank % 2] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
+        for send, recv in [(to, none), *[(to, back)] * 4, (none, back)] if rank < 2 else []:
+            engine.bind_exchange(send, recv, messages=True)(0)
+            engine.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
 

@@ -25,6 +25,7 @@ CASES = [
     ("exchange.cu", {}, [b"exchange"]),
     ("all_gather.cu", {}, [b"all_gather", b"all_to_all"]),
     ("exchange.cu", {"WHOLE": 1}, [b"exchange"]),
+    ("exchange.cu", {"SEVERAL": 1}, [b"exchange"]),
     ("exchange.cu", {"LARGE": 1}, [b"exchange"]),
     ("exchange.cu", {"LARGE": 1, "STALL": 1000, "BROKEN": 1}, [b"exchange"]),
     ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, PACKETS),

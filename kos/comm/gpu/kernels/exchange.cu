@@ -1,7 +1,8 @@
 // Data movement: a piece of any size and alignment to each rank, and one from each, in one launch; see pieces.cuh.
 //
 // Compiled in two forms.  Without LARGE all pieces are small.  Each channel has a block, and each thread sends and
-// receives: one round of loads, one of stores and one of waiting, for low latency.
+// receives: one round of loads, one of stores and one of waiting, for low latency.  With SEVERAL there are more packets
+// than threads.  Then all are sent before any is awaited: the other rank may receive them all before it sends.
 //
 // With LARGE, large pieces travel in batches through two slots in turn, with two counters for each pair: "sent" (in the
 // receiver's slab) and "taken" (in the sender's).  Half of a block sends and the other half receives, each through all
@@ -39,7 +40,13 @@ KERNEL {
         s.receiving[r] = r == rank && piece.send == piece.recv ? 0 : s.receiving[r];  // in place
     }
     const Boxes b(context, own, rank, posts, boxes, blockIdx.x);
+#if SEVERAL
+    EACH_RANK if (!threadIdx.x && r != rank && s.receiving[r]) b.report(context->slab[r], b.count(READ, r));
+    const bool dead = exchange_packets(b, s, relay, true, false, false, 0, threadIdx.x, blockDim.x);
+    exchange_packets(b, s, relay, false, true, dead, 0, threadIdx.x, blockDim.x);
+#else
     exchange_packets(b, s, relay, true, true, false, 0, threadIdx.x, blockDim.x);
+#endif
 }
 #else
 #define PATIENCE 16 /* looks, of a microsecond or less */

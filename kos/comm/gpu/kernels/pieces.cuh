@@ -157,7 +157,7 @@ __device__ INLINE_IF_SMALL bool exchange_packets(const Boxes& b, const Small& s,
     if (LARGE && !longest) return dead;
     u64 x[RANKS];
     const auto fetch_all = [&](unsigned i) {
-        EACH_RANK if (relay >= RANKS && sends && 8 * i < s.sending[r])
+        EACH_RANK if (relay >= RANKS && (r == rank ? takes : sends) && 8 * i < s.sending[r])
             x[r] = fetch(s.send[r] + 8 * i, s.sending[r] - 8 * i);
     };
     fetch_all(t);

@@ -146,8 +146,8 @@ class PeerEngine:
         self._posts = self._slots + slots * self._slot
         self._boxes = self._posts + CHANNELS * _LINE_BYTES
         others = max(self.size - 1, 1)
-        self.small = min(self.blocks * _PACKET_THREADS * _PACKET_BYTES, _PACKETS_UP_TO // others)
-        self.relayed = min(self.blocks * _BOX_PACKETS * _PACKET_BYTES, _RELAYED_UP_TO // others)
+        most = self.blocks * _BOX_PACKETS * _PACKET_BYTES
+        self.small, self.relayed = (min(most, limit // others) for limit in (_PACKETS_UP_TO, _RELAYED_UP_TO))
         nbytes = self._boxes + slots * _BOX_PACKETS * 16
         self.memory = SymmetricMemory(rendezvous, nbytes, device)
         self._contexts: dict[float | None, Array] = {}  # by the deadline of a launch
@@ -464,10 +464,10 @@ class PeerEngine:
         by_packets = all(nbytes <= small for nbytes in others) and max(own) <= self.size * small
         packets = -(-max(*map(share, others), 1) // (32 * _PACKET_BYTES)) * 32
         most = _PACKET_THREADS // 2 if self.size > 4 else _PACKET_THREADS
-        # Each thread sends and receives a packet.  Its second one waits for the first, which messages must not.
-        if by_packets and not beside and (packets <= most or not messages):
+        if by_packets and not beside:  # each thread sends and receives a packet, or more of them
             blocks, threads = channels, min(packets, most)
-            macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces))}
+            several = packets > most and relay == MAX_RANKS
+            macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces)), "SEVERAL": int(several)}
         else:  # half of the threads send and half receive, each a packet or a vector of a large piece
             most, unit = (_PACKET_THREADS, _PACKET_BYTES) if by_packets else (512, 16)
             blocks = min(channels, BESIDE_BLOCKS) if beside else channels
