@@ -40,13 +40,7 @@ KERNEL {
         s.receiving[r] = r == rank && piece.send == piece.recv ? 0 : s.receiving[r];  // in place
     }
     const Boxes b(context, own, rank, posts, boxes, blockIdx.x);
-#if SEVERAL
-    EACH_RANK if (!threadIdx.x && r != rank && s.receiving[r]) b.report(context->slab[r], b.count(READ, r));
-    const bool dead = exchange_packets(b, s, relay, true, false, false, 0, threadIdx.x, blockDim.x);
-    exchange_packets(b, s, relay, false, true, dead, 0, threadIdx.x, blockDim.x);
-#else
     exchange_packets(b, s, relay, true, true, false, 0, threadIdx.x, blockDim.x);
-#endif
 }
 #else
 #define PATIENCE 16 /* looks, of a microsecond or less */

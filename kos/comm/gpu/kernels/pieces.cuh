@@ -21,6 +21,9 @@
 #ifndef WHOLE
 #define WHOLE 0 /* addresses and sizes of all pieces are multiples of 8 */
 #endif
+#ifndef SEVERAL
+#define SEVERAL 0 /* there are more packets than threads: all are sent before any is awaited */
+#endif
 #ifndef LARGE
 #define LARGE 0 /* there may be large pieces */
 #endif
@@ -147,7 +150,9 @@ __device__ __noinline__ u64 check_packets(Boxes b, unsigned r, bool comes, unsig
 // number t.  A piece to this rank itself is copied.  With ``relay``, the data sent is that received from that rank.  A
 // packet that waits for its box does not delay the others.  The loads for the first packets are issued before any of
 // their results is used, because a load that depends on another adds its latency.  Arrays are indexed by constants, so
-// that they stay in registers.  Returns whether this thread has given up, here or before (``dead``).
+// that they stay in registers.  With SEVERAL, what was read is reported before anything is sent: two ranks that each sent
+// a piece ahead would otherwise wait for each other.  Returns whether this thread has given up, here or before
+// (``dead``).
 __device__ INLINE_IF_SMALL bool exchange_packets(const Boxes& b, const Small& s, unsigned relay, bool sends,
                                                  bool takes, bool dead, unsigned part, unsigned t, unsigned threads) {
     const unsigned rank = b.rank;
@@ -156,63 +161,71 @@ __device__ INLINE_IF_SMALL bool exchange_packets(const Boxes& b, const Small& s,
     EACH_RANK longest = max(longest, max(sends ? s.sending[r] : 0, takes ? s.receiving[r] : 0));
     if (LARGE && !longest) return dead;
     u64 x[RANKS];
-    const auto fetch_all = [&](unsigned i) {
-        EACH_RANK if (relay >= RANKS && (r == rank ? takes : sends) && 8 * i < s.sending[r])
+    const auto fetch_all = [&](unsigned i, bool sends, bool takes) {
+        EACH_RANK if (relay >= RANKS && (SEVERAL && r == rank ? takes : sends) && 8 * i < s.sending[r])
             x[r] = fetch(s.send[r] + 8 * i, s.sending[r] - 8 * i);
     };
-    fetch_all(t);
+    fetch_all(t, sends, !SEVERAL && takes);
     EACH_RANK {
         slab[r] = load_element<u64>(reinterpret_cast<u64>(&b.context->slab[r])), taken[r] = b.taken_by(r);
         posted[r] = b.count(POSTED, r), read[r] = b.count(READ, r);
     }
-    for (unsigned i = t; 8 * i < longest && !dead; fetch_all(i += threads)) {
-        unsigned unsent = 0, missing = 0, looks = 0;
-        u64 y = 0, since = 0;
-        bool has = relay >= RANKS;
-        EACH_RANK {
-            unsent |= unsigned(sends && r != rank && 8 * i < s.sending[r]) << r;
-            missing |= unsigned(takes && 8 * i < s.receiving[r]) << r;
-        }
-        const auto send_all = [&] {
+#if SEVERAL
+    EACH_RANK if (!t && takes && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
+#endif
+#pragma unroll
+    for (unsigned pass = 0; pass <= SEVERAL; pass++) {
+        const bool sending = sends && pass == 0, taking = takes && pass == SEVERAL;
+        if (pass) fetch_all(t, sending, taking);
+        for (unsigned i = t; 8 * i < longest && !dead; fetch_all(i += threads, sending, taking)) {
+            unsigned unsent = 0, missing = 0, looks = 0;
+            u64 y = 0, since = 0;
+            bool has = relay >= RANKS;
             EACH_RANK {
+                unsent |= unsigned(sending && r != rank && 8 * i < s.sending[r]) << r;
+                missing |= unsigned(taking && 8 * i < s.receiving[r]) << r;
+            }
+            const auto send_all = [&] {
+                EACH_RANK {
 #ifndef BROKEN
-                if (int(taken[r] - (unsigned(posted[r]) - 1)) < 0) continue;
+                    if (int(taken[r] - (unsigned(posted[r]) - 1)) < 0) continue;
 #endif
-                if (!has || !(unsent >> r & 1)) continue;
-                const u64 tag = tag_of(s.goes[r], posted[r] + 1);
-                store_whole(slab[r] + b.box(rank, posted[r]) + 16 * i, relay < RANKS ? y : x[r], tag);
-                unsent &= ~(1u << r);
-            }
-        };
-        stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 0);
-        send_all();
-        EACH_RANK if (!i && takes && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
-        stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 1);
-        for (;;) {
-            u64 v[RANKS], tag[RANKS];  // loaded even if not missing, so that no load waits for another
-            EACH_RANK load_whole(b.own + b.box(r, read[r]) + 16 * i, v[r], tag[r]);
-            EACH_RANK {
-                const u64 mine = -u64(r == rank), data = (x[r] & mine) | (v[r] & ~mine);
+                    if (!has || !(unsent >> r & 1)) continue;
+                    const u64 tag = tag_of(s.goes[r], posted[r] + 1);
+                    store_whole(slab[r] + b.box(rank, posted[r]) + 16 * i, relay < RANKS ? y : x[r], tag);
+                    unsent &= ~(1u << r);
+                }
+            };
+            stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 0);
+            send_all();
+            EACH_RANK if (!i && taking && r != rank && s.receiving[r]) b.report(slab[r], read[r]);
+            stall(rank, unsigned(posted[0] + posted[RANKS - 1]), 1);
+            while (!SEVERAL || unsent | missing) {
+                u64 v[RANKS], tag[RANKS];  // loaded even if not missing, so that no load waits for another
+                EACH_RANK load_whole(b.own + b.box(r, read[r]) + 16 * i, v[r], tag[r]);
+                EACH_RANK {
+                    const u64 mine = -u64(r == rank), data = (x[r] & mine) | (v[r] & ~mine);
 #ifdef BROKEN
-                if (!(missing >> r & 1)) continue;
+                    if (!(missing >> r & 1)) continue;
 #else
-                if (!(missing >> r & 1) || (tag[r] != tag_of(s.comes[r], read[r] + 1) && !mine)) continue;
+                    if (!(missing >> r & 1) || (tag[r] != tag_of(s.comes[r], read[r] + 1) && !mine)) continue;
 #endif
-                put(s.recv[r] + 8 * i, data, s.receiving[r] - 8 * i);
-                missing &= ~(1u << r);
-                has |= r == relay, y |= data & -u64(r == relay);
+                    put(s.recv[r] + 8 * i, data, s.receiving[r] - 8 * i);
+                    missing &= ~(1u << r);
+                    has |= r == relay, y |= data & -u64(r == relay);
+                }
+                if (!(unsent | missing)) break;
+                if (unsent) {
+                    EACH_RANK taken[r] = b.taken_by(r);
+                    send_all();
+                }
+                if (++looks % 1024) continue;
+                unsigned late = 0, known = 0;
+                EACH_RANK if ((missing ? missing : unsent) >> r & 1) late = r, known = s.comes[r];
+                since = check_packets(b, late, missing, known, since);
+                if (since == GIVEN_UP) dead = true;
+                if (dead) break;
             }
-            if (!(unsent | missing)) break;
-            if (unsent) {
-                EACH_RANK taken[r] = b.taken_by(r);
-                send_all();
-            }
-            if (++looks % 1024) continue;
-            unsigned late = 0, known = 0;
-            EACH_RANK if ((missing ? missing : unsent) >> r & 1) late = r, known = s.comes[r];
-            since = check_packets(b, late, missing, known, since);
-            if (since == GIVEN_UP) dead = true;
-            if (dead) break;
         }
     }
     part_barrier(part, threads);  // no thread reads the counts any more
