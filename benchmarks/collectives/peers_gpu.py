@@ -81,7 +81,7 @@ class RawNCCL(Implementation):
         self._nccl.group_end()
 
     def close(self) -> None:
-        self._binding.destroy(self._comm)
+        self._nccl.comm_destroy(self._comm)
 
 
 class NCCLWindows(RawNCCL):
@@ -101,7 +101,7 @@ class NCCLWindows(RawNCCL):
         def allocate(count: int, dtype: DType) -> Any:
             nbytes = count * dtype.itemsize
             with on_device(self._device):
-                pointer = self._binding.allocate(nbytes)
+                pointer = self._nccl.mem_alloc(nbytes)
             self._windows.append((self._binding.register(self._comm, pointer, nbytes), pointer))
             return Array(pointer, (count,), dtype, self._device, stream=self.stream)
 
@@ -112,7 +112,7 @@ class NCCLWindows(RawNCCL):
 
         while self._windows:
             window, pointer = self._windows.pop()
-            self._binding.deregister(self._comm, window)
+            self._nccl.comm_window_deregister(self._comm, window)
             with on_device(self._device):
                 self._binding.free(pointer)
 
