@@ -134,6 +134,46 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
     assert "did not end its work" not in caplog.text
 
 
+@pytest.mark.parametrize("rank_is", ["stopped", "late"])
+def test_graphs_of_another_communicator_do_not_hold_the_gpu(
+    rank_is: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A replay has no deadline: it is ended where one that waits for the same rank was, and the GPU does not idle."""
+    monkeypatch.setattr(device, "_HALTED_SECONDS", 0.3)
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        graphs, bystander = comm.duplicate(), comm.split(comm.rank)  # the second has no other rank
+        assert bystander is not None
+        for each in (comm, graphs):
+            each.all_reduce(on_gpu())
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            gpus = [each.backend.gpus[0] for each in (comm, graphs)]
+            ended = threading.Event()
+
+            def drain(gpu: Any) -> None:
+                if all(each.broken is not None for each in gpus):
+                    ended.set()
+                ended.wait(TIMEOUT)
+
+            monkeypatch.setattr(device.DeviceBackend, "_drain", drain)
+            monkeypatch.setattr(type(gpus[1].ledger.board), "halted", lambda *_: rank_is == "stopped")
+            gpus[1].timeout = 0.6 if rank_is == "late" else 1000.0
+            heard, began = Heard(graphs), time.monotonic()
+            late = CollectiveTimeout("synchronize: rank 1 did not arrive")
+            late.ranks = (1,)
+            gpus[0].failed(gpus[0]._last, late)
+            error = heard.wait()
+            assert isinstance(error, CollectiveTimeout) and error.ranks == (1,)
+            assert "after another communicator failed" in str(error) and "rank 1 did not arrive" in str(error)
+            assert time.monotonic() - began > (0.3 if rank_is == "stopped" else 0.6)
+            assert bystander.backend.broken is None
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
+    assert "did not end its work" not in caplog.text
+
+
 @on_each_rank(run, "nccl", host=SharedOnly)
 def test_what_lasts_too_long_is_ended(comm: kos.Communicator, log: Any, /) -> None:
     if comm.rank == 0:

@@ -60,7 +60,12 @@ _IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 _ABORT_SECONDS = 20.0
+_HALTED_SECONDS = 1.0
+"""So long a failed communicator waits for the GPU until others that wait for the same stopped rank fail too."""
 _ENDED = "what was in flight was ended, and its results are undefined"
+
+_aborting: dict[DeviceBackend, float] = {}
+"""Failed backends that wait for their GPU to be idle, and since when."""
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
@@ -502,7 +507,22 @@ class DeviceBackend(Backend):
             raise self.timed_out(late, overdue[1])
         if not self._marks.running and not self._captures:
             self.shared.look_for_the_late(now, self)
+        self._look_at_aborts(now)
         self.streams.current = self.streams.NONE  # the next call is marked again
+
+    def _look_at_aborts(self, now: float) -> None:
+        """Raise where another communicator failed for a rank of this one, and the GPU does not become idle.
+
+        Then it waits for that rank in calls whose begin the watchdog does not see, such as those of a replayed graph.
+        """
+        for other, began in list(_aborting.items()):
+            failure = other.broken
+            ranks = set() if failure is None else set(failure.ranks) & set(self.ledger.world)
+            patience = _HALTED_SECONDS if all(map(self.ledger.board.halted, ranks)) else self.timeout
+            if ranks and other.device == self.device and now - began > patience:
+                assert failure is not None
+                cause = str(failure).removesuffix(f"; {_ENDED}")
+                raise again(failure, f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
 
     def _show_queue(self) -> None:
         """Show the other ranks for whom the GPU waits: the program may wait for a stream, and not within kos."""
@@ -559,12 +579,14 @@ class DeviceBackend(Backend):
         """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle.
 
         Kernels of other communicators may keep the GPU busy, since they wait for the same rank.  So the watchdog's
-        thread checks these meanwhile.
+        thread checks these meanwhile, and fails those whose calls in graphs have no deadline (``_look_at_aborts``).
         """
         self.signal_abort()
-        drained, deadline = mpi_job.on_thread(self._drain), time.monotonic() + _ABORT_SECONDS
+        began = _aborting[self] = time.monotonic()
+        drained = mpi_job.on_thread(self._drain)
+        drained.add_done_callback(lambda _: _aborting.pop(self, None))
         while not wait([drained], watchdog.TICK).done:
-            if time.monotonic() > deadline:
+            if time.monotonic() > began + _ABORT_SECONDS:
                 log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
                 return
             watchdog.check_others()
