@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ TURN_SECONDS = 0.3
 ECHO_SECONDS = 3.0
 """How long a rank that lost another waits before it says so: under mpirun the other's exit ends it first.
 It does not wait if the process of the other rank ended without a report."""
+
+CLOSE_SECONDS = 60.0
+"""How long a rank closes what it holds after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
-                Trainer(config, comm, stop).run()
+                Trainer(config, comm, stop).run(lambda error: _fail_later(error, rank, arguments))
             except Stopped:
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
@@ -71,8 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             from kos.train.config.flags import set_by_file
 
             note = set_by_file(arguments, str(error)) if isinstance(error, ConfigError) else ""
+        Stop.ignore()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, debug="--debug" in arguments or debugging())
     return 0
+
+
+def _fail_later(error: KosError, rank: int, arguments: Sequence[str]) -> None:
+    """Say the error and end the process, should it not have ended by then."""
+    debug = "--debug" in arguments or debugging()
+    timer = threading.Timer(CLOSE_SECONDS, _fail, (error, rank, "; what it held could not be closed", debug))
+    timer.daemon = True
+    timer.start()
 
 
 def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
@@ -82,8 +96,6 @@ def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
     as one process exits with an error. So a rank that only saw another rank fail lets that rank print first. If several
     ranks have the same error, the lowest of them prints it, once.
     """
-    Stop.ignore()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
     shared = isinstance(error, KosError) and error.on_every_rank
     likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
     if (shared or likely) and rank != 0:

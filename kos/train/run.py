@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -214,10 +215,11 @@ class Trainer:
         about = {"data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
         return {"config": config, "derived": derived, **about}
 
-    def run(self) -> None:
+    def run(self, failing: Callable[[KosError], None] = lambda error: None) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where.
 
-        Raises ``Stopped`` where that is before the first step is over: there is nothing to save.
+        Raises ``Stopped`` where that is before the first step is over: there is nothing to save.  ``failing`` is
+        called with the error of a failure before what the run holds is closed.
         """
         config = self.config
         with self._held:
@@ -244,7 +246,8 @@ class Trainer:
             except CompileError:
                 raise
             except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory) as error:
-                raise self._interrupted(error) from error
+                failing(failure := self._interrupted(error))
+                raise failure from error
 
     def _validate_untrained(self) -> None:
         self._untrained = loss = self.engine.evaluate()

@@ -44,6 +44,29 @@ from tests.train.test_loop import _config, _train, text
 __all__ = ["text"]
 
 
+STUCK = """if True:
+    import sys, time
+    from kos.errors import CollectiveTimeout
+    from kos.train import __main__ as program, run
+    from kos.train.engine.base import Engine
+
+    def late(*_):
+        raise CollectiveTimeout("rank 1 did not arrive")
+
+    program.CLOSE_SECONDS, run.train, Engine.close = 0.5, late, lambda *_: time.sleep(1000)
+    program.main(sys.argv[1:])
+"""
+
+
+def test_a_run_that_cannot_close_what_it_holds_ends(text: Path, tmp_path: Path) -> None:
+    """CUDA frees no memory before the GPU is idle, which it may never be."""
+    flags = ["--data", str(text), "--out", str(tmp_path), "--steps=3", "--eval-every=0", "--sample-tokens=0"]
+    done = run_program(*python(), "-c", STUCK, *SHAPE, "--device=cpu", *flags, env=ENVIRONMENT)
+    assert done.returncode == 1, done.stderr
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("kos: error: ") and "rank 1 did not arrive" in said and "could not be closed" in said
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("moment", ["step 3", "validation"])
 def test_a_stop_comes_after_the_step(text: Path, tmp_path: Path, ranks: int, moment: str, capsys: Any) -> None:
