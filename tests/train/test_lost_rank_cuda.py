@@ -98,6 +98,7 @@ def test_a_rank_is_lost_in_a_step(
         ("--pp 2 --pp-schedule 1f1b --no-graph", "peer", signal.SIGSTOP, 1),
         pytest.param("--pp 2 --pp-schedule interleaved", "nccl", signal.SIGKILL, 1, marks=both),
         pytest.param("--pp 2 --pp-schedule zero-bubble", "nccl", signal.SIGSTOP, 0, marks=both),
+        pytest.param("--pp 2 --pp-schedule 1f1b --no-graph", "nccl", signal.SIGSTOP, 1, marks=both),
     ],
 )
 def test_a_rank_of_a_layout_is_lost(
