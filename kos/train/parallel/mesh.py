@@ -10,7 +10,6 @@ torchtitan order alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -37,7 +36,11 @@ class Layout:
         if ranks % rest or dp not in (None, ranks // rest):
             named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
             sizes = {axis: n for axis, n in named.items() if n is not None and (n > 1 or axis == "dp")}
-            raise ConfigError(misfit(ranks, sizes, whole=dp is not None))
+            asked = " ".join(f"--{axis} {n}" for axis, n in sizes.items())
+            product = rest * (dp or 1)
+            got = " × ".join(map(str, sizes.values())) + f" = {product}" * (len(sizes) > 1)
+            expected = f"a divisor of {ranks} (ranks)" if dp is None else f"{plural(ranks, 'rank')} in all"
+            raise ConfigError(f"{asked}: expected {expected}, got {got}; {plural(product, 'rank')} would do")
         return cls(pp, ranks // rest, cp, tp)
 
     @property
@@ -62,14 +65,6 @@ class Layout:
         for axis in AXES:
             rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
         return rank
-
-
-def misfit(ranks: int, sizes: Mapping[str, int], whole: bool) -> str:
-    """Axes of these sizes do not make ``ranks`` ranks: alone if ``whole``, else together with other axes."""
-    asked = " ".join(f"--{axis} {n}" for axis, n in sizes.items())
-    got = " × ".join(map(str, sizes.values())) + f" = {math.prod(sizes.values())}" * (len(sizes) > 1)
-    expected = f"{plural(ranks, 'rank')} in all" if whole else f"a divisor of {ranks} (ranks)"
-    return f"{asked}: expected {expected}, got {got}"
 
 
 class Silent:

@@ -9,7 +9,6 @@ nothing hides them, norm and update. Of many micro-batches a few run, and one in
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.engine.choose import layout_of
 from kos.train.engine.memory_plan import GIB, MemoryPlan
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.parallel.mesh import Layout, misfit
+from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import build
 from kos.train.parallel.schedules.timeline import simulate
 from kos.train.tools.dry_step import AXES, DryStep, Job
@@ -121,13 +120,10 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
     return min(fitting, key=lambda each: each.seconds)
 
 
-def divisors(ranks: int) -> list[int]:
-    return [n for n in range(1, ranks + 1) if ranks % n == 0]
-
-
 def layouts(ranks: int) -> Iterator[dict[str, int]]:
     """Every dp, tp, pp and cp whose product is ``ranks``."""
-    for tp, pp, cp in itertools.product(divisors(ranks), repeat=3):
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for tp, pp, cp in itertools.product(divisors, repeat=3):
         if ranks % (tp * pp * cp) == 0:
             yield {"dp": ranks // (tp * pp * cp), "tp": tp, "pp": pp, "cp": cp}
 
@@ -135,19 +131,10 @@ def layouts(ranks: int) -> Iterator[dict[str, int]]:
 def plan(
     config: TrainConfig, given: set[str], ranks: int, rates: Rates, model: LlamaConfig
 ) -> tuple[list[Prediction], list[tuple[dict[str, int], str]]]:
-    """The legal layouts, the fastest that fits first, and the others with the reason.
-
-    ConfigError where the sizes that were given are those of no layout.
-    """
+    """The legal layouts, the fastest that fits first, and the others with the reason."""
     legal, refused = [], []
-    axes: tuple[str, ...] = ("dp", "tp", "pp", "cp")
-    asked = {axis: getattr(config, axis) for axis in axes if axis in given}
-    candidates = [sizes for sizes in layouts(ranks) if asked.items() <= sizes.items()]
-    if not candidates:
-        whole, fits = asked.keys() == {*axes}, f"--ranks {math.prod(asked.values())}"
-        fits = fits if whole else f"one of {', '.join(map(str, divisors(ranks)))} or {fits}"
-        raise ConfigError(f"{misfit(ranks, asked, whole)}; {fits} would do")
-    for sizes in candidates:
+    asked = [sizes for sizes in layouts(ranks) if all(sizes[key] == getattr(config, key) for key in given & {*sizes})]
+    for sizes in asked or [{}]:  # whose error says why there is none
         try:
             layout = layout_of(config.model_copy(update=sizes), ranks)
             legal.append(best(config, given, model, layout, rates))
