@@ -1,7 +1,7 @@
 """How long each rank of a pipeline computes and how long it waits: ``python -m benchmarks.train --idle --pp 4``.
 
 A rank records a timestamp before and after each pass of its schedule, the gradient norm and the update. On a GPU, a
-timestamp is a kernel on the engine's stream, and so a node of the step's CUDA graph. A rank is idle while it does none
+timestamp is an event on the engine's stream, and so a node of the step's CUDA graph. A rank is idle while it does none
 of these: it waits for messages, for sums of gradients, or for the last rank. If messages slow a pass down, the whole
 pass counts as computing.
 """
@@ -9,71 +9,50 @@ pass counts as computing.
 from __future__ import annotations
 
 import json
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
 
-from kos.cuda.kernels import load_kernel
 from kos.train.parallel.schedules.timeline import simulate
+from kos.train.tools.profile import Marks
 
 
 class Stamps:
-    """Timestamps around the passes of ``engine``. Construct it before the engine's first step.
-
-    ``times``: those of the last step, in nanoseconds.
-    """
+    """Timestamps around the passes of ``engine``, of its last step. Construct it before the engine's first step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.actions = engine, engine.pipeline.actions
-        names = ("run", "queue_norm", "queue_update")
-        count = 2 * (len(self.actions) + len(names))
-        self._next, self._kernels = 0, list[Callable[[Any], None]]()
-        self.times: Any = np.zeros(count, np.int64)
-        if hasattr(engine, "ops"):
-            self.times = engine.ops.zeros(count, np.int64)
-            kernel = load_kernel(Path(__file__).with_name("stamp.cu"), "stamp", engine.ops.device)
-            self._kernels = [kernel.bind(1, 1, self.times.pointer + 8 * i) for i in range(count)]
-        whole = engine.queue_step
+        self._clock, self._marks = Marks(engine.ops.stream if hasattr(engine, "ops") else None), list[Any]()
+        stamped = self._stamped(engine.queue_step)
 
         def queue_step() -> None:
-            self._next = 0
-            self._stamp()
-            whole()
-            self._stamp()
+            self._marks.clear()
+            stamped()
 
         engine.queue_step = queue_step
-        for name in names:
+        for name in ("run", "queue_norm", "queue_update"):
             setattr(engine, name, self._stamped(getattr(engine, name)))
 
     def _stamped(self, work: Callable[..., None]) -> Callable[..., None]:
         """``work`` with a timestamp before and after it."""
 
         def stamped(*arguments: Any) -> None:
-            self._stamp()
+            self._marks.append(self._clock.mark())
             work(*arguments)
-            self._stamp()
+            self._marks.append(self._clock.mark())
 
         return stamped
-
-    def _stamp(self) -> None:
-        if self._kernels:
-            self._kernels[self._next](self.engine.ops.stream)
-        else:
-            self.times[self._next] = time.perf_counter_ns()
-        self._next += 1
 
     def facts(self) -> dict[str, Any]:
         """The times of the last step, in ms, which must be complete, and shares of idle time. Collective.
 
         ``simulated``: for passes of these times, and messages that take no time.
         """
-        engine, times = self.engine, self.times
-        times = (engine.ops.to_host(times) if self._kernels else times) / 1e6
+        engine, marks = self.engine, self._marks
+        times = np.array([self._clock.microseconds(marks[0], mark) / 1e3 for mark in marks])
         spans = times[1:-1].reshape(-1, 2)
         each = defaultdict[tuple[str, int], list[float]](list)
         for (kind, _, chunk), (start, end) in zip(self.actions, spans, strict=False):

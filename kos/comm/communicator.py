@@ -69,7 +69,7 @@ class Communicator(Operations):
         self.probes = probes
         self._defaults, self._overlapped = Options(timeout), Options(timeout, overlap=True)
         self._collectives, self._messages, self._splits = itertools.count(), itertools.count(), itertools.count()
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.rank, self.size, self._of_group = rendezvous.rank, rendezvous.size, rendezvous.ledger.of_group
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._batch: Batch | None = None
         self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
@@ -153,7 +153,7 @@ class Communicator(Operations):
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
         data = bytes(data)
-        purpose = name if root is None else f"{name} with root {root}"
+        purpose = name if root is None else f"{name} with root {root}{self._of_group}"
         if not self.backend.carries_host:
             with self._exchange(purpose, timeout):
                 parts = self.rendezvous.allgather(data)
@@ -305,7 +305,7 @@ class Communicator(Operations):
     def _agree(self, control: Operation, call: str, depth: int) -> None:
         """Compare a control-plane call, made ``depth`` frames up, with the other ranks' calls."""
         if self.backend.carries_host:
-            numbered = Call(control, self.name)
+            numbered = Call(control, self.name, of_group=self._of_group)
             self.backend.prepare(numbered)
             try:
                 numbered.sequence = next(self._collectives)
@@ -597,7 +597,7 @@ class Communicator(Operations):
         return self._batch is not None
 
     def _submit(self, o: Operation, depth: int = 3) -> Any:
-        call = Call(o, self.name)
+        call = Call(o, self.name, of_group=self._of_group)
         self.backend.prepare(call)
         if self._batch is not None:
             return self._batch.add(call)

@@ -203,17 +203,26 @@ class StoppedRanks:
         if world := self.find(self._ledger.world):
             late = [self._ledger.world.index(rank) for rank in world]
             absent = timeouts.late(self._ledger.names(late), within=self._usual)
-            raise self._ledger.overdue(late, what, None, f"{absent}: stopped", RendezvousError)
+            raise self._ledger.overdue(late, what, None, absent, RendezvousError)
 
 
 class Ledger:
-    """The failures of one group, whose rank r is rank ``world[r]`` of the world."""
+    """The failures of one group, whose rank r is rank ``world[r]`` of the world.
+
+    If the two numbers differ, errors say ``rank 2 of world`` of a rank that failed, and ``rank 1 of the group`` in the
+    arguments of a call.
+    """
 
     def __init__(self, world: Sequence[int], rank: int, board: Board | None = None, timeout: float = 120.0) -> None:
         self.world, self.rank, self.timeout = list(world), rank, timeout
         self.board = board or Board(self.world[rank])
         self.failure: tuple[int, KosError] | None = None  # sequence number and error of the earliest failed collective
         self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
+
+    @property
+    def of_group(self) -> str:
+        """What follows a rank of this group in the arguments of a call."""
+        return "" if self.world == list(range(len(self.world))) else " of the group"
 
     def of(self, ranks: Sequence[int], rank: int) -> Ledger:
         """The ledger of the group of these ranks; this process is its rank ``rank``."""
@@ -274,6 +283,8 @@ class Ledger:
         else:
             names = self._names(culprits, True)
             absent = timeouts.late_for(names, self._names(waiting, True)) if waiting else timeouts.late(names)
+        if stopped := [rank for rank in culprits if self.board.halted(rank) and not self.board.ended(rank)]:
+            absent += f"; {timeouts.stopped(self._names(stopped, True))}"
         over = "" if seconds is None else f"{timeouts.incomplete(seconds)}; "
         return blaming(kind(_prefixed(what, over + absent)), culprits)
 
@@ -337,7 +348,7 @@ class Ledger:
 
     def _names(self, world: Sequence[int], several: bool = False) -> str:
         text = f"ranks {list(world)}" if several or len(world) != 1 else f"rank {world[0]}"
-        return text if self.world == list(range(len(self.world))) else f"{text} of world"
+        return f"{text} of world" if self.of_group else text
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
         known = self.board.failure(rank)

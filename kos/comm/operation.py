@@ -85,7 +85,10 @@ class Operation:
         return buffer.count if buffer else None
 
     def __str__(self) -> str:
-        """`` of float32[4] by SUM``: everything but the name."""
+        return self.text()
+
+    def text(self, of: str = "") -> str:
+        """`` of float32[4] by SUM``: everything but the name.  ``of`` follows the number of a rank."""
         text, message = "", self.message
         buffer = self.send or self.recv
         if buffer is not None:
@@ -93,12 +96,12 @@ class Operation:
         if self.reduction is not None:
             text += f" by {self.reduction.op.name}"
         if self.root is not None:
-            text += f", root {self.root}"
+            text += f", root {self.root}{of}"
         same = message.dst is not None and (message.dst, message.tag) == (message.src, message.recv_tag)
         if message.dst is not None:
-            text += f", to {'and from ' * same}rank {message.dst} with tag {message.tag}"
+            text += f", to {'and from ' * same}rank {message.dst}{of} with tag {message.tag}"
         if message.src is not None and not same:
-            text += f", from rank {message.src} with tag {message.recv_tag}"
+            text += f", from rank {message.src}{of} with tag {message.recv_tag}"
         if self.options.purpose:
             text += f", for {self.options.purpose}"
         return text
@@ -125,16 +128,16 @@ class Route:
 class Call:
     """An operation as a communicator launches it, once or many times.
 
-    The communicator sets ``group`` (its name) and ``sequence``.  Collectives and messages have separate sequence
-    numbers; those of collectives are equal on all ranks.  The backend sets ``route``, ``mark`` (the fingerprint, 0
-    until computed), and on a GPU ``stream`` (a handle) and ``queue`` (the stream object, which keeps it valid), or on a
-    host ``plan``, made at the first launch.
+    The communicator sets ``group`` (its name), ``of_group`` (of its ``Ledger``) and ``sequence``.  Collectives and
+    messages have separate sequence numbers; those of collectives are equal on all ranks.  The backend sets ``route``,
+    ``mark`` (the fingerprint, 0 until computed), and on a GPU ``stream`` (a handle) and ``queue`` (the stream object,
+    which keeps it valid), or on a host ``plan``, made at the first launch.
     ``record`` and ``description`` belong to the flight recorder.
     """
 
     __slots__ = (
-        "__weakref__", "collective", "description", "group", "mark", "operation", "plan", "queue", "record", "route",
-        "sequence", "stream",
+        "__weakref__", "collective", "description", "group", "mark", "of_group", "operation", "plan", "queue", "record",
+        "route", "sequence", "stream",
     )  # fmt: skip
 
     stream: int
@@ -142,8 +145,8 @@ class Call:
     record: list[Any] | None
     description: tuple[Any, ...] | None
 
-    def __init__(self, operation: Operation, group: str = "", sequence: int = -1) -> None:
-        self.operation, self.group, self.sequence = operation, group, sequence
+    def __init__(self, operation: Operation, group: str = "", sequence: int = -1, of_group: str = "") -> None:
+        self.operation, self.group, self.sequence, self.of_group = operation, group, sequence, of_group
         self.collective = operation.name not in POINT_TO_POINT
         self.route: Route | None = None
         self.plan: Any = None
@@ -181,4 +184,9 @@ class Call:
     @property
     def text(self) -> str:
         """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
-        return f"{self.operation.name} #{self.sequence}{self.operation}"
+        return f"{self.operation.name} #{self.sequence}{self.arguments}"
+
+    @property
+    def arguments(self) -> str:
+        """`` of float32[4], root 1 of the group``: what follows the number."""
+        return self.operation.text(self.of_group)

@@ -20,7 +20,7 @@ class Persistent(Generic[T]):
     __slots__ = ("__weakref__", "_call", "_captured", "_comm", "_complete", "_queued", "_windows", "_work")
 
     def __init__(self, comm: Any, operation: Operation) -> None:
-        self._comm, self._call = comm, Call(operation, comm.name)
+        self._comm, self._call = comm, Call(operation, comm.name, of_group=comm._of_group)
         self._work: Work[T] | None = None  # of the last start, until the communicator is synchronized
         self._queued: Work[T] | None = None  # of every start on a GPU: all starts queue on one stream
         self._complete: Work[T] = Work(self._call, comm.backend, None)  # of starts that complete at once

@@ -21,6 +21,11 @@ def late_for(culprits: str, waiting: str) -> str:
     return f"{late(culprits)}, for which {waiting} wait"
 
 
+def stopped(names: str) -> str:
+    """Late ranks of this host whose processes are stopped, in state T of proc(5)."""
+    return f"{names} were stopped by a signal or a debugger"
+
+
 def incomplete(seconds: float | None) -> str:
     """An operation that is not complete."""
     return f"not complete after {seconds} s"

@@ -102,6 +102,29 @@ def receive_another_size_in_a_group(comm: kos.Communicator) -> None:
     group.barrier()
 
 
+def fail_in_a_group(comm: kos.Communicator) -> None:
+    """Ranks that failed are numbered as in the world, arguments as in the group, and the text says which is which."""
+    last, group = comm.size - 1, comm.group(range(comm.size)[::-1])
+    assert group is not None
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout) as late:
+            group.recv(F4(), 0, timeout=0.1)
+        text = str(late.value)
+        assert ", from rank 0 of the group with tag 0: " in text and f"rank {last} of world sent nothing" in text
+    comm.barrier()
+    with pytest.raises(CollectiveMismatch) as differs:
+        group.broadcast(F4(), int(comm.rank == 0))
+    called = [f"rank {rank} of world called broadcast #{{}} of float32[4], root {int(rank == 0)} of the group"
+              for rank in differs.value.ranks]  # fmt: skip
+    assert all(re.search(re.escape(text).replace(r"\{\}", r"\d+"), str(differs.value)) for text in called)
+    with pytest.raises(KosError):
+        group.barrier()
+
+
+def test_which_ranks_are_of_the_group_and_which_of_the_world(several: Any) -> None:
+    several.run(fail_in_a_group)
+
+
 def test_a_message_of_another_size_in_a_group(several: Any) -> None:
     several.run(receive_another_size_in_a_group)
 

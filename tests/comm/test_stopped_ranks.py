@@ -45,6 +45,7 @@ WAYS = [("collective", 0), ("collective", 2), ("rendezvous", 0), ("rendezvous", 
 def check(output: str, way: str, stopped: int) -> None:
     said = [line for line in output.splitlines() if f"({stopped},)" in line]
     assert len(said) == 2 and all(f"ranks [{stopped}] did not arrive" in line for line in said), output
+    assert all(line.endswith(f"; ranks [{stopped}] were stopped by a signal or a debugger") for line in said), output
     kind = "RendezvousError" if way == "rendezvous" else "CollectiveTimeout"
     assert all(line.startswith(kind) for line in said), output
 

@@ -79,9 +79,9 @@ def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "--tp 2: expected a divisor of 1 (ranks), got 2; {file} sets --tp: type --tp 1 to override it\n"),
-        (["--pp", "2"], "--tp 2 --pp 2: expected a divisor of 1 (ranks), got 2 × 2 = 4; {file} sets --tp: type"),
-        (["--tp", "3"], "--tp 3: expected a divisor of 1 (ranks), got 3\n"),
+        ([], "--tp 2: expected a divisor of 1 (ranks), got 2; 2 ranks would do{more} --tp 1 to override it\n"),
+        (["--pp", "2"], "--tp 2 --pp 2: expected a divisor of 1 (ranks), got 2 × 2 = 4; 4 ranks would do{more}"),
+        (["--tp", "3"], "--tp 3: expected a divisor of 1 (ranks), got 3; 3 ranks would do\n"),
     ],
 )  # fmt: skip
 def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: list[str], said: str) -> None:
@@ -89,7 +89,8 @@ def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: 
     file = tmp_path / "config.json"
     file.write_text('{"config": {"tp": 2, "batch_size": 8, "micro_batch_size": 4, "dp": null}, "derived": {}}')
     done = _run("--config", file, *flags, ranks=1)
-    assert done.returncode == 2 and done.stderr.startswith(f"kos: error: {said.format(file=file)}"), done.stderr
+    said = said.format(more=f"; {file} sets --tp: type")
+    assert done.returncode == 2 and done.stderr.startswith(f"kos: error: {said}"), done.stderr
     batch = "--batch-size: expected a multiple of 15 (--micro-batch-size 5 × 3 ranks), got 10"
     both = f"; {file} sets --batch-size and --micro-batch-size: type --batch-size … --micro-batch-size … to override it"
     assert set_by_file(["--config", str(file)], batch) == both

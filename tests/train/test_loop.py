@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
@@ -231,19 +232,33 @@ def test_what_is_refused(text: Path, tmp_path: Path) -> None:
         _train(text, tmp_path / "three", 3, steps=2)
 
 
-@pytest.mark.parametrize("which", ["file", "link", "permission"])
+def _forbid(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    """As without permission to write there, which root always has."""
+    temporary = folders.tempfile.TemporaryFile
+
+    def make(dir: Path) -> Any:
+        if dir == place:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return temporary(dir=dir)
+
+    monkeypatch.setattr(folders.tempfile, "TemporaryFile", make)
+
+
+@pytest.mark.parametrize("which", ["file", "link", "permission", "proc"])
 def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
     text: Path, tmp_path: Path, which: str, monkeypatch: Any
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    out = tmp_path / "run" if which == "permission" else tmp_path / which / "run"
+    out = {"permission": tmp_path / "run", "proc": Path("/proc/run")}.get(which, tmp_path / which / "run")
     got = f"{tmp_path / which}, which is not a folder"
-    if which == "permission":  # which root always has
-        monkeypatch.setattr(folders.os, "access", lambda path, mode: False)
-        got = f"no permission to write into {tmp_path}"
+    if which == "permission":
+        _forbid(monkeypatch, tmp_path)
+        got = rf"no new file in {tmp_path} \(Permission denied\)"
         with pytest.raises(ConfigError, match=f"{got} on rank 1$"):
             folders.check_folder(out, 1)
+    if which == "proc":  # where root may write, says ``os.access``
+        got = r"no new file in /proc \(No such file or directory\)"
     monkeypatch.setattr(loop, "load_data", lambda *_: pytest.fail("data are read first"))
     with pytest.raises(ConfigError, match=f"(?m)^--out {out}: expected a folder that can be written, got {got}$"):
         _train(text, out, 2, steps=2)
@@ -257,8 +272,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
 
 def test_a_folder_that_cannot_be_written_around_checkpoints_that_can(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "checkpoints").mkdir()
-    monkeypatch.setattr(folders.os, "access", lambda path, mode: Path(path) != tmp_path)
-    with pytest.raises(ConfigError, match=f"expected a folder that .*, got no permission to write into {tmp_path}$"):
+    _forbid(monkeypatch, tmp_path)
+    with pytest.raises(ConfigError, match=f"expected a folder that .*, got no new file in {tmp_path} "):
         folders.check_folder(tmp_path, 0)
 
 

@@ -45,9 +45,9 @@ def test_what_is_not_named_is_one_and_dp_takes_the_rest() -> None:
 @pytest.mark.parametrize(
     ("ranks", "asked", "message"),
     [
-        (6, {"tp": 4}, "--tp 4: expected a divisor of 6 (ranks), got 4"),
-        (4, {"dp": 3}, "--dp 3: expected 4 ranks in all, got 3"),
-        (2, {"tp": 2, "pp": 2}, "--tp 2 --pp 2: expected a divisor of 2 (ranks), got 2 × 2 = 4"),
+        (6, {"tp": 4}, "--tp 4: expected a divisor of 6 (ranks), got 4; 4 ranks would do"),
+        (4, {"dp": 3}, "--dp 3: expected 4 ranks in all, got 3; 3 ranks would do"),
+        (2, {"tp": 2, "pp": 2}, "--tp 2 --pp 2: expected a divisor of 2 (ranks), got 2 × 2 = 4; 4 ranks would do"),
     ],
 )
 def test_sizes_that_do_not_multiply_are_refused(ranks: int, asked: dict[str, int], message: str) -> None:

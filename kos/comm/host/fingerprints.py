@@ -53,7 +53,7 @@ class Fingerprints:
         if len(self._known) == TEXTS:
             self._known.clear()
             self.texts.clear()
-        arguments = str(call.operation)[:200]
+        arguments = call.arguments[:200]
         text = json.dumps([fingerprint, arguments, {k: _brief(v) for k, v in print_.items()}]).encode()
         self.texts[fingerprint] = text
         self._publish(len(self._known), text)

@@ -80,7 +80,7 @@ class Rendezvous(ABC):
         try:
             parts = self._exchange(message) if self.size > 1 else [message]
             if not all(part.startswith(head) for part in parts):
-                raise CollectiveMismatch(_difference(parts))
+                raise CollectiveMismatch(_difference(parts, self.ledger))
         except KosError as error:
             self.failure = self.failure or error
             raise
@@ -233,14 +233,15 @@ class Rendezvous(ABC):
         self._near = {rank: node for rank, (host, node) in enumerate(places) if host == here}
 
 
-def _difference(messages: list[bytes]) -> str:
+def _difference(messages: list[bytes], ledger: Ledger) -> str:
     """A text that names two ranks whose calls differ, and both calls."""
     calls = []
     for message in messages:
         number, length = _HEAD.unpack_from(message)
         calls.append(f"{message[_HEAD.size : _HEAD.size + length].decode(errors='replace')} (exchange {number})")
     other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-    return f"rank 0 called {calls[0]} but rank {other} called {calls[other]}"
+    first, second = (ledger.names([rank], False) for rank in (0, other))
+    return f"{first} called {calls[0]} but {second} called {calls[other]}"
 
 
 def host_id() -> str:

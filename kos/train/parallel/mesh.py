@@ -37,9 +37,10 @@ class Layout:
             named = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
             sizes = {axis: n for axis, n in named.items() if n is not None and (n > 1 or axis == "dp")}
             asked = " ".join(f"--{axis} {n}" for axis, n in sizes.items())
-            got = " × ".join(map(str, sizes.values())) + f" = {rest * (dp or 1)}" * (len(sizes) > 1)
+            product = rest * (dp or 1)
+            got = " × ".join(map(str, sizes.values())) + f" = {product}" * (len(sizes) > 1)
             expected = f"a divisor of {ranks} (ranks)" if dp is None else f"{plural(ranks, 'rank')} in all"
-            raise ConfigError(f"{asked}: expected {expected}, got {got}")
+            raise ConfigError(f"{asked}: expected {expected}, got {got}; {plural(product, 'rank')} would do")
         return cls(pp, ranks // rest, cp, tp)
 
     @property

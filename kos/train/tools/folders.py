@@ -7,6 +7,7 @@ import fcntl
 import itertools
 import os
 import secrets
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,18 +45,21 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Creates nothing."""
+    """ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Leaves nothing there.
+
+    It tries: what ``os.access`` says of root, of a network file system or of /proc need not be so.
+    """
     places = out / "checkpoints", out, *out.absolute().parents
     present = (folder for folder in places if os.path.lexists(folder))
     for folder in itertools.islice(present, 1 + os.path.lexists(places[0])):
-        if not folder.is_dir():
-            got = f"{folder}, which is not a folder"
-        elif not os.access(folder, os.W_OK | os.X_OK):
-            got = f"no permission to write into {folder}"
-        else:
-            continue
-        where = f" on rank {rank}" if rank else ""
-        raise ConfigError(f"--out {out}: expected a folder that can be written, got {got}{where}")
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                continue
+        except OSError as error:
+            refused = f"no new file in {folder} ({error.strerror})"
+            got = refused if folder.is_dir() else f"{folder}, which is not a folder"
+            where = f" on rank {rank}" if rank else ""
+            raise ConfigError(f"--out {out}: expected a folder that can be written, got {got}{where}") from error
 
 
 def lock_folder(out: Path, held: contextlib.ExitStack) -> None:

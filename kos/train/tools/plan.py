@@ -133,9 +133,8 @@ def plan(
 ) -> tuple[list[Prediction], list[tuple[dict[str, int], str]]]:
     """The legal layouts, the fastest that fits first, and the others with the reason."""
     legal, refused = [], []
-    for sizes in layouts(ranks):
-        if any(sizes[axis] != getattr(config, axis) for axis in given & sizes.keys()):
-            continue
+    asked = [sizes for sizes in layouts(ranks) if all(sizes[key] == getattr(config, key) for key in given & {*sizes})]
+    for sizes in asked or [{}]:  # whose error says why there is none
         try:
             layout = layout_of(config.model_copy(update=sizes), ranks)
             legal.append(best(config, given, model, layout, rates))
@@ -178,9 +177,7 @@ def report(argv: Sequence[str]) -> str:
         rates = gpu_rates(gpu or gpu_here() or "H200", model.head_dim)
     legal, refused = plan(config, given, ranks, rates, model)
     if not legal:
-        asked = " ".join(f"--{axis} {getattr(config, axis)}" for axis in ("dp", "tp", "pp", "cp") if axis in given)
-        why = f": {refused[0][1]}" if refused else f" with {asked}"
-        raise ConfigError(f"--plan: expected a layout of {plural(ranks, 'rank')}, got none{why}")
+        raise ConfigError(f"--plan: expected a layout of {plural(ranks, 'rank')}, got none: {refused[0][1]}")
     return "\n".join([
         f"{plural(ranks, 'rank')} on {rates.name}, {model.num_parameters():,} parameters, "
         f"{config.batch_size} x {config.seq_len} tokens a step",
