@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kos.comm.host.shared.segment import process
+from tests import run as stages
 from tests.run import ROOT
 
 SECONDS = 60
@@ -55,3 +56,17 @@ def test_a_test_under_way_ends_what_it_started(tmp_path: Path, number: signal.Si
             run.kill()
     child = int(children.read_text())
     until(lambda: process(child)[0] in "ZX")
+
+
+@pytest.mark.parametrize(
+    ("passed", "code"), [((True, None, True), 0), ((None, None, None), 5), ((True, False, None), 1)]
+)
+def test_a_selection_without_a_test_fails(
+    passed: tuple[bool | None, ...], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A misspelt ``-k`` is no success; a stage alone may be empty."""
+    left = iter(passed)
+    monkeypatch.setattr(stages, "REPORTS", tmp_path / "reports")
+    monkeypatch.setattr(stages, "run_stage", lambda *_: next(left))
+    assert stages.main(False, ["-k", "name"]) == code
+    assert next(left, "all ran") == "all ran"

@@ -250,7 +250,8 @@ class Trainer:
                 raise failure from error
 
     def _validate_untrained(self) -> None:
-        self._untrained = loss = self.engine.evaluate()
+        with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # of several ranks, one may wait
+            self._untrained = loss = self.engine.evaluate()
         self.console.say(f"validation loss before training: {loss:.4f}")
         if not math.isfinite(loss):
             whose = self.config.init_from or "this model before its first step"

@@ -44,6 +44,28 @@ from tests.train.test_loop import _config, _train, text
 __all__ = ["text"]
 
 
+def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost before the first step."""
+    monkeypatch.setattr(Stop, "ignore", staticmethod(lambda: None))
+    stop, seen = Stop(), []
+
+    def run(comm: Communicator) -> None:
+        trainer = Trainer(_config(text, tmp_path, save_every=0, eval_every=2), comm, stop)
+
+        def shown(what: str, share: float) -> None:
+            seen.append((what, share))
+            stop._handle(signal.SIGINT, None)
+
+        trainer.engine.show = shown
+        with pytest.raises(Stopped):
+            trainer.run()
+
+    spawn(run, 1)
+    assert seen == [("validation", 0.0)]
+
+
 STUCK = """if True:
     import sys, time
     from kos.errors import CollectiveTimeout
