@@ -199,6 +199,15 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException
     run(3, body)
 
 
+def test_a_listener_without_an_acceptor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who call there would wait for as long as it lasts."""
+    listener = Network(b"secret", "127.0.0.1", "", True).listen()
+    monkeypatch.setattr("selectors.DefaultSelector", Mock(side_effect=OSError("too many open files")))
+    with pytest.raises(OSError, match="too many"):
+        admit_all(listener, b"key", {1}, 2, time.monotonic() + TIMEOUT)
+    assert listener.fileno() < 0
+
+
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """It hears of the death, though rank 0 has left the group meanwhile."""
     found, told, report, join_at = threading.Event(), threading.Barrier(2), Hub._report, TCPRendezvous._join_at
