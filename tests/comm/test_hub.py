@@ -199,6 +199,47 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException
     run(3, body)
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(OSError("too many open files"), "rank {} cannot open its connections: too many"),
+     (KeyboardInterrupt(), "cut short on rank {} by KeyboardInterrupt")],
+)  # fmt: skip
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_within_a_join_says_why(
+    monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, told: str
+) -> None:
+    """Once it has reached the hub, which else reports that it closed the group."""
+    usual = Network.listen
+
+    def listen(self: Network, *given: Any) -> socket.socket:
+        if self is failing:
+            raise error
+        return usual(self, *given)
+
+    monkeypatch.setattr(Network, "listen", listen)
+    failing: Network | None = None
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        nonlocal failing
+        if rendezvous.rank != rank:
+            with pytest.raises(RendezvousError, match=told.format(rank)) as caught:
+                rendezvous.split(0)
+            assert caught.value.ranks == (rank,)
+            return
+        unjoined = rendezvous._unjoined
+
+        def make(ranks: list[int]) -> TCPRendezvous:
+            nonlocal failing
+            failing = rendezvous.network
+            return unjoined(ranks)
+
+        rendezvous._unjoined = make  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RendezvousError):
+            rendezvous.split(0)
+
+    run_ranks(3, body)
+
+
 def test_a_listener_without_an_acceptor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who call there would wait for as long as it lasts."""
     listener = Network(b"secret", "127.0.0.1", "", True).listen()

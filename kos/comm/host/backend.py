@@ -25,7 +25,7 @@ from kos.comm.host.shared import (
     SharedCollectives,
     SharedMessages,
     open_segment,
-)  # fmt: skip
+)
 from kos.comm.operation import Call, Message
 from kos.comm.recorder import COMPLETED
 from kos.comm.rendezvous.base import Rendezvous
