@@ -15,11 +15,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from kos.comm.failures import blaming
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.env import EnvRendezvous, TCPRendezvous
 from kos.comm.rendezvous.hub import Hub, pair
 from kos.comm.rendezvous.wire import Connection, Network, admit_all
-from kos.errors import CollectiveMismatch, CudaError, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
     TIMEOUT,
@@ -236,6 +237,27 @@ def test_a_rank_that_fails_within_a_join_says_why(
         rendezvous._unjoined = make  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RendezvousError):
             rendezvous.split(0)
+
+    run_ranks(3, body)
+
+
+def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
+    """In Python a CollectiveTimeout is an OSError."""
+    late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        usual = rendezvous.barrier
+
+        def fail() -> None:
+            usual()
+            rendezvous.failure = late
+            raise late
+
+        if rendezvous.rank == 1:
+            rendezvous.barrier = fail  # type: ignore[method-assign]
+        with pytest.raises(CollectiveTimeout, match="rank 2 did not arrive") as caught:
+            rendezvous.split(0)
+        assert caught.value.ranks == (2,) and "connections" not in str(caught.value)
 
     run_ranks(3, body)
 

@@ -207,6 +207,8 @@ class TCPRendezvous(Rendezvous):
         try:
             self._join(host, [port], purpose.encode(), listener)
         except OSError as error:
+            if isinstance(error, KosError):  # a CollectiveTimeout of another rank
+                raise
             raise self._unable(error) from error
 
     def _unable(self, error: OSError) -> KosError:
