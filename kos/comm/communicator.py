@@ -361,10 +361,10 @@ class Communicator(Operations):
                 yield
         except (CollectiveError, RendezvousError) as error:
             rendezvous.ledger.board.post_failure(error)
-            named = again(error, f"{self.name}: {error}")
+            text = f"{self.name}: {error}"
             if rendezvous.failure is not None and self.backend.broken is None:
-                self.backend.broken = again(named)
-            raise named from error
+                self.backend.broken = again(error, text)
+            raise again(error, text) from error  # not by a name, which would hold this frame
         finally:
             rendezvous.call, rendezvous.timeout = usual
             rendezvous.usual = None

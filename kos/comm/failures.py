@@ -132,8 +132,8 @@ class Board:
     def post_failure(self, error: KosError) -> None:
         """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
-            self.last = error
-            self._tables.failures[self._rank] = error, time.monotonic()
+            self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
+            self._tables.failures[self._rank] = self.last, time.monotonic()
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -403,6 +404,28 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypat
     finally:
         release.set()
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
+
+
+def test_a_posted_failure_holds_no_frames() -> None:
+    """In them is what the failed call had made, such as memory and files, which would last until the next call."""
+
+    class Made:
+        pass
+
+    def fail() -> weakref.ref[Made]:
+        made = Made()
+        try:
+            raise blaming(RankLost(f"rank 1 is gone, {made} is left"), [1])
+        except RankLost as error:
+            board.post_failure(error)
+        return weakref.ref(made)
+
+    board = Board(0)
+    made = fail()
+    assert made() is None
+    known = board.failure(0)
+    assert known is not None and known[0].ranks == (1,)
+    assert board.last is not None and board.last.ranks == (1,)
 
 
 def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:

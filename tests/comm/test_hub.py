@@ -15,11 +15,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from kos.comm.failures import blaming
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.env import EnvRendezvous, TCPRendezvous
 from kos.comm.rendezvous.hub import Hub, pair
 from kos.comm.rendezvous.wire import Connection, Network, admit_all
-from kos.errors import CollectiveMismatch, CudaError, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
     TIMEOUT,
@@ -197,6 +198,77 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException
         group.close()
 
     run(3, body)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(OSError("too many open files"), "rank {} cannot open its connections: too many"),
+     (KeyboardInterrupt(), "cut short on rank {} by KeyboardInterrupt")],
+)  # fmt: skip
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_within_a_join_says_why(
+    monkeypatch: pytest.MonkeyPatch, rank: int, error: BaseException, told: str
+) -> None:
+    """Once it has reached the hub, which else reports that it closed the group."""
+    usual = Network.listen
+
+    def listen(self: Network, *given: Any) -> socket.socket:
+        if self is failing:
+            raise error
+        return usual(self, *given)
+
+    monkeypatch.setattr(Network, "listen", listen)
+    failing: Network | None = None
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        nonlocal failing
+        if rendezvous.rank != rank:
+            with pytest.raises(RendezvousError, match=told.format(rank)) as caught:
+                rendezvous.split(0)
+            assert caught.value.ranks == (rank,)
+            return
+        unjoined = rendezvous._unjoined
+
+        def make(ranks: list[int]) -> TCPRendezvous:
+            nonlocal failing
+            failing = rendezvous.network
+            return unjoined(ranks)
+
+        rendezvous._unjoined = make  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else RendezvousError):
+            rendezvous.split(0)
+
+    run_ranks(3, body)
+
+
+def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
+    """In Python a CollectiveTimeout is an OSError."""
+    late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        usual = rendezvous.barrier
+
+        def fail() -> None:
+            usual()
+            rendezvous.failure = late
+            raise late
+
+        if rendezvous.rank == 1:
+            rendezvous.barrier = fail  # type: ignore[method-assign]
+        with pytest.raises(CollectiveTimeout, match="rank 2 did not arrive") as caught:
+            rendezvous.split(0)
+        assert caught.value.ranks == (2,) and "connections" not in str(caught.value)
+
+    run_ranks(3, body)
+
+
+def test_a_listener_without_an_acceptor_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who call there would wait for as long as it lasts."""
+    listener = Network(b"secret", "127.0.0.1", "", True).listen()
+    monkeypatch.setattr("selectors.DefaultSelector", Mock(side_effect=OSError("too many open files")))
+    with pytest.raises(OSError, match="too many"):
+        admit_all(listener, b"key", {1}, 2, time.monotonic() + TIMEOUT)
+    assert listener.fileno() < 0
 
 
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 import kos
 from kos.comm import communicator
+from kos.comm.host import backend as host
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPBackend
 from kos.comm.operation import COLLECTIVE_TAGS
@@ -436,6 +437,57 @@ def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(
         assert [part._open for part in parts] == [False] * (failing == "Group")
 
     TCPRanks(2).run(body)
+
+
+@pytest.mark.parametrize("failing", ["Calls", "SharedCollectives", "SharedArrays"])
+@pytest.mark.parametrize("memory", ["shared"], indirect=True)
+def test_shared_memory_is_freed_if_a_backend_cannot_be_made(
+    memory: str, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """At once, not when the garbage collector comes to it: a failure of a rendezvous is in its own frames."""
+    opened, usual = list[Any](), host.open_segment
+
+    def open_segment(rendezvous: Any) -> Any:
+        opened.append(usual(rendezvous))
+        return opened[-1]
+
+    def body(comm: kos.Communicator) -> None:
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            monkeypatch.setattr(host, "open_segment", open_segment)
+            monkeypatch.setattr(host, failing, Mock(side_effect=MemoryError("all is used")))
+        comm.rendezvous.barrier()
+        with pytest.raises(MemoryError):
+            comm.split(0)
+
+    TCPRanks(2).run(body)
+    assert [(segment._file, len(segment.bytes)) for segment, _ in opened] == [(-1, 0)] * 2
+
+
+FREED = """
+import gc, os
+from unittest.mock import Mock
+import kos
+from kos.comm.host import backend
+comm = kos.init(timeout=30)
+comm.barrier()
+if comm.rank == 1:
+    backend.SharedCollectives = Mock(side_effect=MemoryError("all is used"))
+def mapped(): return open("/proc/self/maps").read().count("memfd:kos")
+gc.collect(); gc.disable()
+before = mapped()
+try:
+    comm.split(0)
+except (kos.errors.KosError, MemoryError) as error:
+    print(type(error).__name__)
+print(f"{mapped() - before} left")
+"""
+
+
+def test_a_rank_frees_at_once_what_it_made_of_a_group_that_another_cannot_make() -> None:
+    (_, other), (_, failing) = run_processes(FREED, 2)
+    assert other.split("\n")[:2] == ["RendezvousError", "0 left"], other
+    assert failing.split("\n")[:2] == ["MemoryError", "0 left"], failing
 
 
 @pytest.mark.parametrize(("backends", "nccl"), [(("tcp", "tcp"), {"max_ctas": 8}), (("tcp", "auto"), None)])

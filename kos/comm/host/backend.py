@@ -16,8 +16,16 @@ from time import time_ns
 from typing import Any, Protocol
 
 from kos.comm import timeouts, watchdog
-from kos.comm.backend import ends_group
-from kos.comm.host.shared import ABORTED, Calls, SharedArrays, SharedCollectives, SharedMessages, open_segment
+from kos.comm.backend import UNMADE, ends_group
+from kos.comm.host.shared import (
+    ABORTED,
+    Calls,
+    Segment,
+    SharedArrays,
+    SharedCollectives,
+    SharedMessages,
+    open_segment,
+)
 from kos.comm.operation import Call, Message
 from kos.comm.recorder import COMPLETED
 from kos.comm.rendezvous.base import Rendezvous
@@ -104,7 +112,8 @@ class HostBackend(MessagingBackend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        self._segment, self.shared_memory = None, "a group of one"  # and its description, or why none is shared
+        self._segment: Segment | None = None
+        self.shared_memory = "a group of one"  # the segment's description, or why none is shared
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self._mail: SharedMessages | None = None
@@ -112,6 +121,17 @@ class HostBackend(MessagingBackend):
         self._begun = 0  # the number of the next collective
         self._aborting = False
         self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
+        try:
+            self._share_memory(rendezvous)
+        except BaseException:
+            HostBackend.report_end(self, UNMADE)  # a subclass has no transport yet
+            self._free()
+            if self._segment is not None:
+                self._segment.close()
+            raise
+
+    def _share_memory(self, rendezvous: Rendezvous) -> None:
+        """Open what the ranks of this host share.  Collective."""
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:

@@ -82,7 +82,7 @@ class Rendezvous(ABC):
             if not all(part.startswith(head) for part in parts):
                 raise CollectiveMismatch(_difference(parts, self.ledger))
         except KosError as error:
-            self.failure = self.failure or error
+            self.failure = self.failure or again(error)  # whose frames would hold this group and what fails with it
             raise
         except BaseException as error:
             self._cut_short(error)

@@ -207,9 +207,13 @@ class TCPRendezvous(Rendezvous):
         try:
             self._join(host, [port], purpose.encode(), listener)
         except OSError as error:
-            me = self.ledger.world[self.rank]
-            unable = RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}")
-            raise blaming(unable, [me]) from error
+            if isinstance(error, KosError):  # a CollectiveTimeout of another rank
+                raise
+            raise self._unable(error) from error
+
+    def _unable(self, error: OSError) -> KosError:
+        me = self.ledger.world[self.rank]
+        return blaming(RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}"), [me])
 
     def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
         """Join only to report ``error``, Ctrl-C perhaps, to the other ranks, which would wait for this one.
@@ -251,8 +255,10 @@ class TCPRendezvous(Rendezvous):
             everyone = [json.loads(each) for each in self.allgather(json.dumps(mine).encode())]
             self._addresses = [(host, port) for host, port, *_ in everyone]
             self._set_neighbours([place for _, _, *place in everyone])
-        except BaseException:
+        except BaseException as error:
             if self._connection is not None:
+                if self.failure is None:  # else the others know
+                    self._cut_short(self._unable(error) if isinstance(error, OSError) else error)
                 self.close()
             raise
 

@@ -28,6 +28,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -274,8 +275,7 @@ def admit_all(
     Closes the listener.
     """
     admitted: dict[int, Connection] = {}
-    acceptor = Acceptor(listener, key)
-    try:
+    with listener, closing(Acceptor(listener, key)) as acceptor:
         while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
             caller = acceptor.admit(min(remaining, 1.0))
             if caller is None:
@@ -286,8 +286,6 @@ def admit_all(
                 connection.close()
             else:
                 admitted[rank] = connection
-    finally:
-        acceptor.close()
     return admitted, sorted(missing)
 
 

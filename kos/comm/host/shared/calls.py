@@ -35,7 +35,6 @@ class Calls(Fingerprints):
         self.segment, self.ledger = segment, ledger
         if not isinstance(ledger.board, SharedBoard):  # the first group is the world
             ledger.board = SharedBoard(segment, ledger.world)
-        ledger.board.hold()
         words, layout = segment.words, segment.layout
         self._words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
@@ -47,6 +46,7 @@ class Calls(Fingerprints):
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
+        ledger.board.hold()
 
     def announce(self, o: Call) -> int:
         """Publish that this rank begins ``o``; returns the entry of its ring, equal on ranks whose calls match."""
