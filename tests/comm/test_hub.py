@@ -241,6 +241,68 @@ def test_a_rank_that_fails_within_a_join_says_why(
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
+    monkeypatch: pytest.MonkeyPatch, rank: int, early: bool
+) -> None:
+    """The hub has admitted it, and perhaps takes no second call: all ranks have come."""
+    full, reported, usual_admit = threading.Event(), threading.Event(), Hub._admit_all
+
+    def admit(self: Hub) -> dict[int, bytes]:
+        slots = usual_admit(self)
+        self._acceptor.close()
+        full.set()
+        return slots
+
+    def interrupted(rendezvous: EnvRendezvous) -> None:
+        unjoined = rendezvous._unjoined
+
+        def make(ranks: list[int]) -> TCPRendezvous:
+            child = unjoined(ranks)
+            usual = child._call_hub
+
+            def call(*given: Any) -> Connection:
+                child._call_hub = usual  # type: ignore[method-assign]
+                connection = usual(*given)
+                assert early or full.wait(TIMEOUT)
+                connection.close()
+                raise KeyboardInterrupt
+
+            child._call_hub = call  # type: ignore[method-assign]
+            return child
+
+        rendezvous._unjoined = make  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous.split(0)
+        reported.set()
+        last = rendezvous.ledger.board.last
+        assert last is not None and last.ranks == (rank,) and "KeyboardInterrupt" in str(last)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        if rendezvous.rank == rank:
+            return interrupted(rendezvous)
+        if rendezvous.rank == 0:
+            monkeypatch.setattr(Hub, "_admit_all", admit)
+        elif early:
+            monkeypatch.setattr(rendezvous, "_unjoined", lambda ranks, usual=rendezvous._unjoined: late(usual(ranks)))
+        with pytest.raises(KosError, match=f"cut short on rank {rank} .*Keyboard" if early else "rank") as caught:
+            rendezvous.split(0)
+        assert caught.value.ranks == (rank,)
+
+    def late(child: TCPRendezvous) -> TCPRendezvous:
+        usual = child._join_at
+
+        def join(*given: Any) -> None:
+            assert reported.wait(TIMEOUT)
+            usual(*given)
+
+        child._join_at = join  # type: ignore[method-assign]
+        return child
+
+    run_ranks(3, body)
+
+
 def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
     """In Python a CollectiveTimeout is an OSError."""
     late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])

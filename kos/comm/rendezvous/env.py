@@ -21,6 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -227,6 +228,8 @@ class TCPRendezvous(Rendezvous):
             self.failure = error
         else:
             self._cut_short(error)
+        assert self.failure is not None
+        self.ledger.board.post_failure(self.failure)  # the hub may have admitted this rank, and refuses another call
         with contextlib.suppress(KosError):
             self._join_at(hub_address, listener)
 
@@ -246,7 +249,7 @@ class TCPRendezvous(Rendezvous):
                 self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
                 self._hub = hub
             else:
-                with self.waiting():
+                with nullcontext() if self.failure else self.waiting():  # who joins only to report waits for nobody
                     self._connection = self._call_hub(host, ports, purpose)
             if self.failure is not None:
                 self._report(self.failure)

@@ -90,7 +90,7 @@ class Hub(threading.Thread):
 
     def _admit_all(self) -> dict[int, bytes]:
         """Admit all ranks.  Returns the messages received meanwhile.  An abort fails the group at once."""
-        began, slots = time.monotonic(), dict[int, bytes]()
+        began, slots, lost = time.monotonic(), dict[int, bytes](), set[int]()
         while len(present := [*self._members, *self._closed]) < self._size:
             caller = self._acceptor.admit(min(self._wait_seconds(began, present), _POLL_SECONDS))
             for rank in self._ready(self._members.keys() - slots.keys(), select.POLLIN, 0.0):
@@ -100,8 +100,8 @@ class Hub(threading.Thread):
                     self._refused += [] if caller is None else [caller[2]]
                     self._expected = self._size - len(present) - (caller is not None)
                     raise
-                except _Failure:  # a lost connection: found again once all ranks have come
-                    pass
+                except _Failure:  # a lost connection: found again once all ranks have come, if it has not called again
+                    lost.add(rank)
             if caller is None:
                 self._look_for_ended(present)
                 continue
@@ -111,12 +111,15 @@ class Hub(threading.Thread):
                 problem = f"rank {rank} joined with a world size of {size}, expected {self._size} as on rank 0"
             elif rank >= self._size:
                 problem = f"expected ranks 0 to {self._size - 1}, got rank {rank}"
-            elif rank in self._members:
+            elif rank in self._members and rank not in lost:
                 problem = f"rank {rank} joined twice: expected one process of each rank"
             if problem:  # all ranks raise it, including the caller
                 self._refused.append(connection)
                 self._expected = self._size - len(self._members) - 1
                 raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
+            if rank in lost:
+                lost.remove(rank)
+                self._members[rank].close()
             self._members[rank] = connection
         return slots
 
