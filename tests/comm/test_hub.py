@@ -303,6 +303,21 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
     run_ranks(3, body)
 
 
+def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
+    """Before its timeout."""
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        expected: type[BaseException] = RendezvousError
+        if rendezvous.rank == 1:
+            expected, rendezvous.network = KeyboardInterrupt, Mock(call=Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(expected) as caught, rendezvous.reporting():
+            rendezvous.connect()
+        if rendezvous.rank == 0:
+            assert "cut short on rank 1 by KeyboardInterrupt" in str(caught.value)
+
+    run_ranks(2, body, timeout=10.0)
+
+
 def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
     """In Python a CollectiveTimeout is an OSError."""
     late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])
@@ -416,9 +431,9 @@ def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: st
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def admit_but_2(
-        listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float
+        listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float, look: Any
     ) -> tuple[dict[int, Connection], list[int]]:
-        return admit_all(listener, key, above - {2}, size, deadline)[0], [2]
+        return admit_all(listener, key, above - {2}, size, deadline, look=look)[0], [2]
 
     def body(rendezvous: EnvRendezvous) -> None:
         problem = ""

@@ -15,6 +15,7 @@ import contextlib
 import errno
 import json
 import os
+import select
 import socket
 import struct
 import threading
@@ -105,19 +106,28 @@ class TCPRendezvous(Rendezvous):
                 for peer in (rank for rank in ranks if rank < self.rank):
                     found[peer] = self.network.call(*self._addresses[peer], purpose, self.rank, self.size, deadline)
                 key = self.network.key(purpose)
-                others, missing = admit_all(self._listener.dup(), key, above, self.size, deadline)
+                listener, look = self._listener.dup(), self._look_for_failure
+                others, missing = admit_all(listener, key, above, self.size, deadline, look=look)
                 found |= others
                 if missing:
                     raise self.absent(missing, f"tcp: {me} waited for ranks with higher numbers", timeouts.CONNECT)
             except (OSError, RendezvousError) as error:
                 for connection in found.values():
                     connection.close()
-                if isinstance(error, RendezvousError) and error.ranks:
+                if isinstance(error, KosError) and error.ranks:
                     raise
                 if isinstance(error, TimeoutError):
                     raise self.absent([peer], "tcp", timeouts.ANSWER, several=False) from error
                 raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
+
+    def _look_for_failure(self) -> None:
+        """Raise the failure of another rank, if the hub reports one: outside of an exchange it sends nothing else."""
+        poll = select.poll()
+        if self._connection is not None:
+            poll.register(self._connection.sock, select.POLLIN)
+        if poll.poll(0):
+            self.barrier()
 
     def open_notices(self, ranks: Collection[int], any_thread: bool = True) -> Notices | None:
         return TCPNotices(self.connect(ranks).values())

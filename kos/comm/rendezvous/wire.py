@@ -268,17 +268,18 @@ class Acceptor:
 
 def admit_all(
     listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float,
-    gone: Callable[[int], bool] = lambda rank: False,
+    gone: Callable[[int], bool] = lambda rank: False, look: Callable[[], None] = lambda: None,
 ) -> tuple[dict[int, Connection], list[int]]:  # fmt: skip
     """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline and not ``gone``.
 
-    Closes the listener.
+    ``look`` is called every second and may raise.  Closes the listener.
     """
     admitted: dict[int, Connection] = {}
     with listener, closing(Acceptor(listener, key)) as acceptor:
         while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
             caller = acceptor.admit(min(remaining, 1.0))
             if caller is None:
+                look()
                 expected = {rank for rank in expected if rank in admitted or not gone(rank)}
                 continue
             rank, its_size, connection = caller
