@@ -605,6 +605,28 @@ os._exit(0)
 
 
 @needs_mpirun
+def test_an_abort_outside_of_an_exchange_is_reported(tmp_path: Path) -> None:
+    """To the ranks that wait in one, while the process of the aborted rank goes on."""
+    text = f"""
+import pathlib
+comm, began = kos.init("mpi", timeout=60), time.monotonic()
+told = pathlib.Path({str(tmp_path)!r}, "told")
+if comm.rank == 1:
+    comm.abort(reason="its data are damaged")
+    while not told.exists() and time.monotonic() - began < 100:
+        time.sleep(0.01)
+else:
+    try:
+        comm.rendezvous.barrier()
+    except kos.errors.RankLost as error:
+        print(error.ranks, time.monotonic() - began < 30, flush=True)
+    told.touch()
+os._exit(0)
+"""
+    assert job(tmp_path, 2, text) == ["(1,) True"]
+
+
+@needs_mpirun
 def test_a_rank_that_died_before_init_is_named(tmp_path: Path) -> None:
     text = f"""
 import pathlib, time

@@ -380,6 +380,9 @@ class MPIGroup(Rendezvous):
 
     def _free(self, orderly: bool, code: int | None) -> None:
         shared = self.shared
+        if not orderly and self.failure is None and not self._MPI.Is_finalized():
+            self._exchanges += 1  # the first that this rank does not join
+            self._report(self.ledger.end("it aborted the group", self.ledger.closing()))
         with shared.lock:
             shared.users -= 1
             shared.open.pop(self._tag, None)
