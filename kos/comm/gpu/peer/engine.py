@@ -60,7 +60,8 @@ multiprocessors.  Not measured."""
 
 _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
 """Bytes of one rank's pieces to all others, up to which they are sent as packets.  The second limit holds where ranks
-forward what they receive, since packets then save a second wait for a batch.  Packets take twice the bytes."""
+forward what they receive, since packets then save a second wait for a batch.  Packets take twice the bytes.  Above
+512 KB to one rank, measured between 2 ranks only."""
 _SCANNED_UP_TO = 3 << 20
 """The same limit for a scan, which is one kernel by packets, otherwise three.  Not measured."""
 _COPIES_FROM = 160 << 20
