@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from kos import cuda
+from kos.comm.gpu.nccl_binding import ranks_may_share_a_gpu
 from tests.forked import remove_session
 from tests.run import NEVER_STARTED
 
@@ -24,6 +26,7 @@ _FOUND = shutil.which(
 MPIRUN = os.path.abspath(_FOUND) if _FOUND else ""
 needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
 OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
+NCCL_RANKS = 8 if ranks_may_share_a_gpu() else len(cuda.visible_devices())  # the most that can use nccl here
 SECONDS = 200  # of any program here: much more than it needs, less than what pytest gives a test
 
 

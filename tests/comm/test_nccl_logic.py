@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu import nccl_binding
+from kos.comm.gpu import nccl, nccl_binding
 from kos.comm.gpu.memory import Windows
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
@@ -307,3 +307,15 @@ def test_arrays_of_a_batch_live_until_it_is_over(gpu: Any, /, fake: FakeNCCL) ->
         comm.all_reduce(x, async_op=True).wait()
     gc.collect()
     assert [array() for array in left] == [None] * 3
+
+
+@pytest.mark.parametrize(("number", "setting", "may"), [(23007, "1", True), (22809, "1", False), (23007, "0", False)])
+def test_ranks_share_a_gpu_where_nccl_lets_them(
+    number: int, setting: str, may: bool, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe claims the GPU for its rank, except where NCCL is of 2.30 or later and told to share."""
+    monkeypatch.setattr(nccl, "device_of", lambda rendezvous: SimpleNamespace(name="a stand-in", uuid="GPU-1"))
+    monkeypatch.setattr(fake, "get_version", lambda: number, raising=False)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", setting)
+    probe = NCCLBackend.probe(ThreadRendezvous(ThreadGroup(1), 0))
+    assert probe.usable and (probe.claim == "") is may, probe

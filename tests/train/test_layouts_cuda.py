@@ -14,7 +14,7 @@ from kos import cuda
 from kos.train.checkpoint import checkpoint
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
-from tests.launcher import MPIRUN, OUTSIDE
+from tests.launcher import MPIRUN, NCCL_RANKS, OUTSIDE
 
 SECONDS = 80  # of a run, which takes some 6
 STEPS = 8
@@ -23,7 +23,6 @@ FLAGS = f"""
 --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 5 --num-attention-heads 8 --num-key-value-heads 4
 --vocab-size 4096 --batch-size 8 --micro-batch-size 1 --seq-len 256 --lr 5e-4 --warmup-steps 2 --schedule constant
 """.split()
-GPUS = len(cuda.visible_devices())
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,8 +63,8 @@ def _tensors(out: Path) -> dict[str, np.ndarray]:
 
 
 def check(train, ranks: int, backend: str, *flags: str, dtype: str = "float32", alone: tuple[str, ...] = ()) -> None:
-    if backend != "peer" and ranks > GPUS:
-        pytest.skip(f"{backend} needs {ranks} GPUs, has {GPUS}")
+    if backend != "peer" and ranks > NCCL_RANKS:
+        pytest.skip(f"{backend} needs {ranks} GPUs, can have {NCCL_RANKS} ranks")
     rows, tensors = train(ranks, "--dtype", dtype, "--backend", backend, *flags)
     expected, whole = train(1, "--dtype", dtype, *alone)
     np.testing.assert_allclose(rows, expected, rtol=2e-5 if dtype == "float32" else 2e-2)
@@ -140,8 +139,8 @@ OF_LAYOUTS = {"--dp", "--tp", "--pp", "--cp", "--pp-schedule", "--zero", "--reco
 
 def same_bits(train, ranks: int, backend: str, *flags: str, dtype: str = "bfloat16") -> None:
     """With --deterministic: losses, norms, weights and moments of one rank."""
-    if backend != "peer" and ranks > GPUS:
-        pytest.skip(f"{backend} needs {ranks} GPUs, has {GPUS}")
+    if backend != "peer" and ranks > NCCL_RANKS:
+        pytest.skip(f"{backend} needs {ranks} GPUs, can have {NCCL_RANKS} ranks")
     alone = [flag for before, flag in zip(("", *flags), flags, strict=False) if not {before, flag} & OF_LAYOUTS]
     same = ("--deterministic", "--dtype", dtype)
     rows, tensors = train(ranks, *same, "--backend", backend, *flags)

@@ -1,4 +1,4 @@
-"""A rank of two GPUs is killed or stopped amid replayed graphs: nothing false is logged or saved, resume goes on."""
+"""A rank on a GPU is killed or stopped amid replayed graphs: nothing false is logged or saved, resume goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from kos import cuda
 from kos.train.checkpoint import checkpoint
 from kos.train.tools.metrics import read_metrics
-from tests.launcher import MPIRUN, OUTSIDE, SECONDS
+from tests.launcher import MPIRUN, NCCL_RANKS, OUTSIDE, SECONDS
 
 STEPS, SAVES = 600, 100
 ENOUGH = SAVES + 10  # steps until a rank is struck: a rank that is stopped amid a checkpoint is waited for much longer
@@ -27,8 +27,7 @@ FLAGS = f"""
 --sample-tokens 0 --timeout {TIMEOUT} --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
 --num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5
 """.split()
-GPUS = len(cuda.visible_devices())
-both = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, has {GPUS}")
+two = pytest.mark.skipif(NCCL_RANKS < 2, reason="nccl needs 2 GPUs")
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +76,7 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 
 @pytest.mark.timeout(4 * SECONDS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-@pytest.mark.parametrize("backend", ["peer", pytest.param("nccl", marks=both), pytest.param("auto", marks=both)])
+@pytest.mark.parametrize("backend", ["peer", pytest.param("nccl", marks=two), pytest.param("auto", marks=two)])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_lost_in_a_step(
     text: Path, undisturbed: Callable[[str], list[float]], tmp_path: Path, backend: str, number: signal.Signals,
@@ -91,14 +90,14 @@ def test_a_rank_is_lost_in_a_step(
     ("layout", "backend", "number", "victim"),
     [
         ("--tp 2", "peer", signal.SIGSTOP, 1),
-        pytest.param("--tp 2", "nccl", signal.SIGSTOP, 0, marks=both),
+        pytest.param("--tp 2", "nccl", signal.SIGSTOP, 0, marks=two),
         ("--cp 2", "peer", signal.SIGKILL, 0),
-        pytest.param("--cp 2", "nccl", signal.SIGSTOP, 1, marks=both),
+        pytest.param("--cp 2", "nccl", signal.SIGSTOP, 1, marks=two),
         ("--pp 2 --pp-schedule zero-bubble-v", "peer", signal.SIGSTOP, 0),
         ("--pp 2 --pp-schedule 1f1b --no-graph", "peer", signal.SIGSTOP, 1),
-        pytest.param("--pp 2 --pp-schedule interleaved", "nccl", signal.SIGKILL, 1, marks=both),
-        pytest.param("--pp 2 --pp-schedule zero-bubble", "nccl", signal.SIGSTOP, 0, marks=both),
-        pytest.param("--pp 2 --pp-schedule 1f1b --no-graph", "nccl", signal.SIGSTOP, 1, marks=both),
+        pytest.param("--pp 2 --pp-schedule interleaved", "nccl", signal.SIGKILL, 1, marks=two),
+        pytest.param("--pp 2 --pp-schedule zero-bubble", "nccl", signal.SIGSTOP, 0, marks=two),
+        pytest.param("--pp 2 --pp-schedule 1f1b --no-graph", "nccl", signal.SIGSTOP, 1, marks=two),
     ],
 )
 def test_a_rank_of_a_layout_is_lost(

@@ -96,7 +96,7 @@ class NCCLBackend(DeviceBackend):
             return Probe(False, str(error))
         if rendezvous.threads is not None and rendezvous.size > 1:
             return Probe(False, "the ranks are threads of one process, which share its GPU")
-        return Probe(True, about, claim=f"GPU {device.uuid}")
+        return Probe(True, about, claim="" if binding.ranks_may_share_a_gpu() else f"GPU {device.uuid}")
 
     def _join(self, rendezvous: Rendezvous) -> Future[Any]:
         """Begin to create the communicator of all ranks, on a thread because it takes seconds."""

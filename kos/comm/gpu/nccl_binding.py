@@ -7,6 +7,7 @@ errors of NCCL to errors of kos.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 WINDOW_ALIGNMENT = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
 _HOST_IMMEDIATE = 1
 _FIRST_WITH_WINDOWS = 22700  # NCCL 2.27
+_FIRST_TO_SHARE_GPUS = 23000  # NCCL 2.30
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 BYTE = 1
@@ -53,6 +55,12 @@ def version() -> str:
     """The version of libnccl, as "2.28.9"."""
     number = library().get_version()
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def ranks_may_share_a_gpu() -> bool:
+    """Whether processes may share a GPU, which NCCL allows from 2.30 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``."""
+    asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return asked and library().get_version() >= _FIRST_TO_SHARE_GPUS
 
 
 def unique_id() -> bytes:
