@@ -414,6 +414,23 @@ def test_the_time_of_a_run_follows_from_a_trial_step(text: Path, tmp_path: Path,
     assert abs(whole - 6 * step - 3 * validation) <= digits[0] + 6 * digits[1] + 3 * digits[2] + 1e-9
 
 
+def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(
+    text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The first two steps are slow, as on a processor that was idle."""
+    steps, queue_step = [0], cpu.CpuEngine.queue_step
+
+    def slow(self: cpu.CpuEngine) -> None:
+        steps[0] += 1
+        time.sleep(0.2 if steps[0] <= 2 else 0)
+        queue_step(self)
+
+    monkeypatch.setattr(cpu.CpuEngine, "queue_step", slow)
+    _train(text, tmp_path, steps=6, eval_batches=0, sample_tokens=0)
+    found = re.search(r"in all: 6 steps of ([\d.]+) s", capsys.readouterr().out)
+    assert found and float(found[1]) < 0.2
+
+
 def test_no_trial_without_steps_to_come(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """With --profile, or if no steps are left, no trial runs."""
     _train(text, tmp_path, steps=2, sample_tokens=0)

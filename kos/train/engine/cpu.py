@@ -28,6 +28,8 @@ from kos.train.parallel.schedules import Schedule
 from kos.train.parallel.tree_sum import waiting_subtrees
 from kos.train.train import StepResult
 
+_WARM_SECONDS = 1.0  # of work, until a step takes as long as later ones
+
 
 def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, ranks: int) -> MemoryPlan:
     """What a rank of ``mesh``, a silent one, will need of its memory, one of ``ranks`` on this host.
@@ -106,15 +108,21 @@ class CpuEngine(Engine):
         return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
 
     def trial(self) -> tuple[float, float]:
-        state = self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat
-        for _ in range(2):  # the first takes longer
-            for array in state:
-                array[:] = 0
-            self.start_step(0, False)
+        trained = self.config.batch_size * self.config.seq_len
+        self._try_step()  # the first takes longer
+        # So do those of the first parts of a second of work, as processors raise their clock.  All ranks try as many.
+        took = float(self.comm.all_reduce(np.array([self._try_step()]), ReduceOp.MAX)[0])
+        seconds = min([took, *(self._try_step() for _ in range(min(4, int(_WARM_SECONDS / took))))])
         self.optimizer.step_count = 0
         tokens = math.prod(eval_shape(self.config)) * len(self.data.val_starts())
-        seconds, trained = self._result.seconds, self.config.batch_size * self.config.seq_len
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards
+
+    def _try_step(self) -> float:
+        """Seconds of a step, from weights of zeros."""
+        for array in (self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat):
+            array[:] = 0
+        self.start_step(0, False)
+        return self._result.seconds
 
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""
