@@ -44,7 +44,7 @@ class CollectiveError(KosError):
 
 
 class Interrupted(CollectiveError):
-    """An operation that a Ctrl-C, or another signal's exception, cut short in the middle of a step."""
+    """Ctrl-C, or another signal's exception, interrupted an operation in the middle of a step."""
 
 
 class CollectiveMismatch(CollectiveError):

@@ -137,7 +137,7 @@ class Engine:
 
 def forked_from(rank: int) -> str:
     """Why a process that a rank has forked cannot communicate."""
-    return f"this process was forked from rank {rank}; a forked process is no rank"
+    return f"this process was forked from rank {rank}; a forked process is not a rank"
 
 
 class ProgressThread:

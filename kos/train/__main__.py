@@ -30,7 +30,7 @@ ECHO_SECONDS = 3.0
 It does not wait if the process of the other rank ended without a report."""
 
 CLOSE_SECONDS = 60.0
-"""How long a rank closes what it holds after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
+"""How long a rank may take to close after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail_later(error: KosError, rank: int, arguments: Sequence[str]) -> None:
-    """Say the error and end the process, should it not have ended by then."""
+    """Print the error and end the process if it has not ended in time."""
     debug = "--debug" in arguments or debugging()
     timer = threading.Timer(CLOSE_SECONDS, _fail, (error, rank, "; what it held could not be closed", debug))
     timer.daemon = True

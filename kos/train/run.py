@@ -127,7 +127,7 @@ class Trainer:
         if config.resume == "auto":
             self._found = checkpoint.latest(self.checkpoints, show=self.console.progress)
             if self._found is None:
-                self.console.say(f"no checkpoint in {self.checkpoints}: starting anew")
+                self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
         elif config.resume is not None:
             self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
         if self._found is None:
@@ -145,7 +145,7 @@ class Trainer:
         left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
         left += ["metrics"] * bool(start and read_metrics(self.out / METRICS))
         if left and saved_step < 0:
-            expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
+            expected = "expected an empty folder, or --resume auto to continue from the checkpoints in it"
             raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
 
     def _load(self) -> None:
@@ -218,8 +218,8 @@ class Trainer:
     def run(self, failing: Callable[[KosError], None] = lambda error: None) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where.
 
-        Raises ``Stopped`` where that is before the first step is over: there is nothing to save.  ``failing`` is
-        called with the error of a failure before what the run holds is closed.
+        Raises ``Stopped`` if that is before the first step is over: there is nothing to save.  After a failure,
+        ``failing`` is called with the error before the run closes anything.
         """
         config = self.config
         with self._held:
@@ -237,7 +237,7 @@ class Trainer:
                 stop_together(self.comm, self.stop)
                 self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
                 if self.comm.rank == 0:
-                    self.stop.advice = f"; to go on: {commands.resume(self.out, self.comm.size)}"
+                    self.stop.advice = f"; resume with: {commands.resume(self.out, self.comm.size)}"
                 self.console.close()
                 stopped = train(self.engine, config, self)
                 self._finish_save()
@@ -250,13 +250,13 @@ class Trainer:
                 raise failure from error
 
     def _validate_untrained(self) -> None:
-        with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # of several ranks, one may wait
+        with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # several ranks: one may wait
             self._untrained = loss = self.engine.evaluate()
         self.console.say(f"validation loss before training: {loss:.4f}")
         if not math.isfinite(loss):
             whose = self.config.init_from or "this model before its first step"
             raise self._for_all(
-                f"expected a finite validation loss before training, got {loss}: it is the weights' of {whose}"
+                f"expected a finite validation loss before training, got {loss} with the weights of {whose}"
             )
 
     # --- what the loop reports -------------------------------------------------------------------------
@@ -329,9 +329,9 @@ class Trainer:
             ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
             lowest = not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1)
             if lowest and not self.stop.advised:
-                left += f"; to go on: {commands.resume(self.out, self.comm.size)}"
+                left += f"; resume with: {commands.resume(self.out, self.comm.size)}"
         elif self.start > 0:
-            left = f"there is no checkpoint yet but the one that it began from, {self.source}"
+            left = f"there is no checkpoint yet except the one from which the run started, {self.source}"
         left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
         failure = type(error)(f"after step {self.step}{where}: {error}{left}")
         failure.on_every_rank = error.on_every_rank
@@ -401,7 +401,7 @@ class Trainer:
             done = plural(step - self.start, "step")
             say(f"{self.skipped} of {done} left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
-            say(f"stopped on request after step {step}; to go on: {commands.resume(out, self.comm.size)}")
+            say(f"stopped on request after step {step}; resume with: {commands.resume(out, self.comm.size)}")
         elif text:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")

@@ -61,11 +61,11 @@ _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 _ABORT_SECONDS = 20.0
 _HALTED_SECONDS = 1.0
-"""So long a failed communicator waits for the GPU until others that wait for the same stopped rank fail too."""
+"""How long a failed communicator waits for the GPU before others that wait for the same stopped rank fail too."""
 _ENDED = "what was in flight was ended, and its results are undefined"
 
 _aborting: dict[DeviceBackend, float] = {}
-"""Failed backends that wait for their GPU to be idle, and since when."""
+"""Failed backends that wait for their GPU to become idle, and when each began."""
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
@@ -511,9 +511,10 @@ class DeviceBackend(Backend):
         self.streams.current = self.streams.NONE  # the next call is marked again
 
     def _look_at_aborts(self, now: float) -> None:
-        """Raise where another communicator failed for a rank of this one, and the GPU does not become idle.
+        """Raise if another communicator failed because of a rank of this one, and the GPU does not become idle.
 
-        Then it waits for that rank in calls whose begin the watchdog does not see, such as those of a replayed graph.
+        In that case this communicator waits for the rank in calls whose start the watchdog does not see, such as those
+        of a replayed graph.
         """
         for other, began in list(_aborting.items()):
             failure = other.broken

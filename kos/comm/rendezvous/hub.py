@@ -100,7 +100,7 @@ class Hub(threading.Thread):
                     self._refused += [] if caller is None else [caller[2]]
                     self._expected = self._size - len(present) - (caller is not None)
                     raise
-                except _Failure:  # a lost connection: found again once all ranks have come, if it has not called again
+                except _Failure:  # a lost connection: found again once all ranks have joined, unless the rank rejoins
                     lost.add(rank)
             if caller is None:
                 self._look_for_ended(present)
@@ -124,7 +124,7 @@ class Hub(threading.Thread):
         return slots
 
     def _look_for_ended(self, present: list[int]) -> None:
-        """Raise _Failure for a rank of this host that has ended before it joined: it has no connection to lose."""
+        """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
         board, world = self._ledger.board, self._ledger.world
         missing = [rank for rank in range(self._size) if rank not in present]
         if ended := [rank for rank in missing if board.ended(world[rank])]:

@@ -190,11 +190,11 @@ def _whole(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: expected a complete checkpoint, got {type(error).__name__}: {error}") from error
 
 
 def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
-    """The newest whole checkpoint under ``folder``, damaged ones passed over with a warning; None if there is none.
+    """The newest complete checkpoint under ``folder``, damaged ones passed over with a warning; None if there is none.
 
     CheckpointError where there are some and all are damaged.
     """
@@ -206,7 +206,7 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
         raise CheckpointError(
-            f"{folder}: expected a whole checkpoint to go on from, got {len(named)} damaged ones; "
+            f"{folder}: expected a complete checkpoint to resume from, got {len(named)} damaged ones; "
             "remove them to start over"
         )
     return None

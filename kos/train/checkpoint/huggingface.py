@@ -161,7 +161,7 @@ class TensorFiles:
     """The tensors of safetensors files, of which slices are read.
 
     ``rename(name, shapes)`` gives our name, or None for what is left out.  Matrices whose names end with ``transposed``
-    are turned around.  CheckpointError: a file that cannot be read, or other tensors, shapes or dtypes than ``shapes``.
+    are transposed.  CheckpointError: a file that cannot be read, or other tensors, shapes or dtypes than ``shapes``.
     """
 
     def __init__(

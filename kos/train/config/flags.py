@@ -29,7 +29,7 @@ METAVARS = {
 
 
 GROUPS = {
-    "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "How long, and where to",
+    "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
     "lr": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
     "log_every": "Logging", "micro_batch_size": "Performance", "debug": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",

@@ -142,7 +142,7 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
 
     For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.
     DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a prompt that the
-    tokenizer cannot spell.  ConfigError: a tokenizer that does not go with the data.
+    tokenizer cannot encode.  ConfigError: a tokenizer that does not fit the data.
     """
     corpus = read_corpus(config.data, show)
     if corpus.vocab_size is None:

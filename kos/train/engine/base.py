@@ -147,7 +147,7 @@ class Engine(Step):
         return set(self.gradients) - (self.sums.replicated if self.mesh.tp.rank > 0 else set()) - twice
 
     def reporters(self) -> list[int]:
-        """The world ranks whose losses add up to all: those of the last stage, the first of tp."""
+        """The world ranks whose losses add up to the whole: ranks of the last stage that are first on the axis tp."""
         layout, schedule = self.mesh.layout, self.pipeline.schedule
         pp = schedule.place(schedule.stages - 1).rank
         return [layout.rank({"pp": pp, "dp": dp, "cp": cp}) for dp in range(layout.dp) for cp in range(layout.cp)]

@@ -28,7 +28,7 @@ from kos.train.parallel.schedules import Schedule
 from kos.train.parallel.tree_sum import waiting_subtrees
 from kos.train.train import StepResult
 
-_WARM_SECONDS = 1.0  # of work, until a step takes as long as later ones
+_WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
 
 
 def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, ranks: int) -> MemoryPlan:
@@ -110,7 +110,7 @@ class CpuEngine(Engine):
     def trial(self) -> tuple[float, float]:
         trained = self.config.batch_size * self.config.seq_len
         self._try_step()  # the first takes longer
-        # So do those of the first parts of a second of work, as processors raise their clock.  All ranks try as many.
+        # So do the steps of the first second of work, while processors raise their clock.  All ranks try equally many.
         took = float(self.comm.all_reduce(np.array([self._try_step()]), ReduceOp.MAX)[0])
         seconds = min([took, *(self._try_step() for _ in range(min(4, int(_WARM_SECONDS / took))))])
         self.optimizer.step_count = 0
@@ -118,7 +118,7 @@ class CpuEngine(Engine):
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 
     def _try_step(self) -> float:
-        """Seconds of a step, from weights of zeros."""
+        """Seconds that a step takes, with weights of zeros."""
         for array in (self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat):
             array[:] = 0
         self.start_step(0, False)

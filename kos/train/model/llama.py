@@ -440,12 +440,12 @@ class Llama:
         self, weights: Weights, normed_ND: Array, targets_N: Array, count: Array, losses_N: Array, d_normed_ND: Array,
         into: Gradients,
     ) -> None:  # fmt: skip
-        """The losses and the gradients of the head's matrix and of its input, chunk by chunk."""
+        """Compute the losses, and the gradients of the head's matrix and of its input, chunk by chunk."""
         ops, arena, name = self.ops, self.arena, self.config.head
         chunks, d_weight = self._chunks(len(targets_N)), into.of[name]
         wide = ops.statistics_dtype(normed_ND.dtype)
         in_place = len(chunks) == 1 or d_weight.dtype == wide
-        sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not once a chunk
+        sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not for each chunk
         if into.accumulate and not in_place:
             ops.copy(d_weight, sum_VD)
         for rows in chunks:

@@ -134,7 +134,7 @@ def plan(
     """The legal layouts, the fastest that fits first, and the others with the reason."""
     legal, refused = [], []
     asked = [sizes for sizes in layouts(ranks) if all(sizes[key] == getattr(config, key) for key in given & {*sizes})]
-    for sizes in asked or [{}]:  # whose error says why there is none
+    for sizes in asked or [{}]:  # the error of {} gives the reason why there is none
         try:
             layout = layout_of(config.model_copy(update=sizes), ranks)
             legal.append(best(config, given, model, layout, rates))

@@ -1,4 +1,4 @@
-"""What hardware does a second: of GPUs by measurements in ``rates.toml``, of this machine's CPU by two made now."""
+"""Rates of hardware: GPUs by measurements in ``rates.toml``, this machine's CPU by two measurements made now."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gpu(NamedTuple):
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 GPUS = {name: Gpu(**sheet) for name, sheet in _TABLES["gpus"].items()}
 GPU, HOST = _TABLES["gpu"], _TABLES["host"]
-"""Shares of what the hardware could do, and seconds."""
+"""Fractions of the hardware's rates, and seconds."""
 
 
 def gpu_rates(name: str, head_dim: int) -> Rates:

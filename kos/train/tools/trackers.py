@@ -141,7 +141,7 @@ class TrackerProcess:
             if self._process.wait(max(0, limit - time.monotonic())):
                 self._fail(f"ended with status {self._process.returncode}")
         except subprocess.TimeoutExpired:
-            self._fail(f"not done {CLOSE_SECONDS:g} s after the last step")
+            self._fail(f"not finished {CLOSE_SECONDS:g} s after the last step")
 
     def _fail(self, what: str) -> None:
         process, self._process = self._process, None

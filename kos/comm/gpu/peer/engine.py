@@ -159,7 +159,7 @@ class PeerEngine:
             self._record[:] = 0
             self.failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
             self.timeout = timeout
-            self._loading = create_stream(device)  # no graph captures it
+            self._loading = create_stream(device)  # never captured by a graph
             self._context = self._context_of(None)
             driver.synchronize(device)
 
