@@ -155,7 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str, page: Path) -> str:
-    """The page with every marked table written anew.  LookupError where one is not known."""
+    """The page with every marked table regenerated.  LookupError if a table is unknown."""
 
     def write(found: re.Match[str]) -> str:
         if found["name"] not in TABLES:

@@ -225,7 +225,7 @@ class Work(Generic[T]):
             if self.backend.broken is None:
                 self.backend.engine.unreported.append(self)
             return True
-        except BaseException as error:  # Ctrl-C has ended the generator amid the operation
+        except BaseException as error:  # Ctrl-C has ended the generator during the operation
             self.backend.engine.remove(self)
             self._fail(Interrupted(f"{self.call}: interrupted by {type(error).__name__}"))
             raise

@@ -26,7 +26,7 @@ TURN_SECONDS = 0.3
 """How much later than the rank before a rank says what may be the others' error too: that one's exit ends it first."""
 
 ECHO_SECONDS = 3.0
-"""How long a rank that lost another waits before it says so: under mpirun the other's exit ends it first.
+"""How long a rank that lost another waits before it reports that: under mpirun the other's exit ends it first.
 It does not wait if the process of the other rank ended without a report."""
 
 CLOSE_SECONDS = 60.0

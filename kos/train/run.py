@@ -141,7 +141,7 @@ class Trainer:
         return str(path), step, saved_step, True
 
     def _check_free(self, start: int, saved_step: int) -> None:
-        """ConfigError where ``out`` holds another run than the one that goes on from ``start``."""
+        """ConfigError if ``out`` holds another run than the one that continues from ``start``."""
         left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
         left += ["metrics"] * bool(start and read_metrics(self.out / METRICS))
         if left and saved_step < 0:

@@ -549,7 +549,7 @@ class DeviceBackend(Backend):
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
         with self.shared.lock:
             if self.broken is not None:
-                launching = not isinstance(error, KosError)  # amid which the watchdog ended the communicator
+                launching = not isinstance(error, KosError)  # during a launch the watchdog ended the communicator
                 text = f"{call}: the communicator failed before: {self.broken}" if launching else None
                 return super().failed(call, again(self.broken, text))  # of which ``error`` is a consequence
             failure = super().failed(call, self.cause(call, error))

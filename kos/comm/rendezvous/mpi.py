@@ -158,7 +158,7 @@ class MPIGroup(Rendezvous):
                     self._check(source)
                     ended = self._ended(range(self.size))
                     ended_at = (ended_at or now) if ended else None
-                    if ended_at is not None and now - ended_at > _LATE_SECONDS:  # MPI has not told this rank
+                    if ended_at is not None and now - ended_at > _LATE_SECONDS:  # MPI has not notified this rank
                         raise self.ledger.lost(ended[0], "its process ended", "rendezvous")
                     if look is not None:
                         look()

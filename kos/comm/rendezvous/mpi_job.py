@@ -71,7 +71,7 @@ def load_mpi(process_hooks: bool = True) -> Any:
         os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
         if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
-            # mpi4py's own finalizer would also run in forked processes, and wait there for ever.
+            # mpi4py's own finalizer would also run in forked processes, and wait there forever.
             rc.finalize = False
             atexit.register(_finalize, os.getpid())
         # By name: static importers see a compiled module without a matching platform as missing.
@@ -300,7 +300,7 @@ def _end_job(code: int) -> None:
 
 
 def _exit_job() -> None:
-    """Wait for all ranks at exit: MPI_Finalize would wait for ever for a missing rank."""
+    """Wait for all ranks at exit: MPI_Finalize would wait forever for a missing rank."""
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return

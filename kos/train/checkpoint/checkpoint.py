@@ -145,7 +145,7 @@ def _remove_others(final: Path, keep: int, limit: int) -> None:
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
-        leaving = path.with_name(f"{TEMPORARY}{path.name}")  # else a kill amid the deletion leaves a damaged checkpoint
+        leaving = path.with_name(f"{TEMPORARY}{path.name}")  # a kill during the deletion would leave it damaged
         with suppress(OSError):
             path.rename(leaving)
         shutil.rmtree(leaving, ignore_errors=True)

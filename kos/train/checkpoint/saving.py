@@ -97,7 +97,7 @@ class Saving:
             return files
         except BaseException:
             while not self._cancelled.is_set() and self._tensors.get() is not None:
-                pass  # so that ``put`` does not wait for ever
+                pass  # so that ``put`` does not wait forever
             raise
 
     def _complete(self) -> None:

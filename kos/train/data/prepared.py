@@ -1,4 +1,4 @@
-"""What reading data comes to, kept beside the data: worked out once a machine, found by every later rank and run.
+"""The result of reading data, kept beside the data: computed once on each machine, used by all later ranks and runs.
 
 A folder under ``.kos`` beside the files (where that cannot be written, in the user's cache) is good as long as the
 files have the sizes and times of change that they had.

@@ -304,7 +304,7 @@ def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps
 
 
 class _PendingResult:
-    """What the host sends and gets of a step, in pinned memory, while the device goes on to the next."""
+    """The host's inputs and results of a step, in pinned memory, while the device runs the next step."""
 
     def __init__(self, answers: Array, state: Array) -> None:
         device = answers.device

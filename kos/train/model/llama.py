@@ -25,7 +25,7 @@ from kos.train.ops import Array, Ops
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.tensor import Half, TensorParallel
 
-HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
+HEAD_ROWS = 1024  # tokens whose logits are in memory at once, by default
 
 LOOKUPS = "lookups"
 """The name of the gradient of a tied embedding's lookups; ``--deterministic`` sums it apart from the head's."""
@@ -517,7 +517,7 @@ class Llama:
         return logits_NV
 
     def _rope_tables(self, seq_len: int, dtype: Any) -> tuple[Array, Array]:
-        """Rows of a longer table: sampling asks for every length, a captured pass goes on reading the one it saw."""
+        """Rows of a longer table: sampling uses every length, a captured pass keeps reading the table it captured."""
         length = seq_len if self.context.size > 1 else 1 << (seq_len - 1).bit_length()
         if (length, dtype) not in self._tables:
             positions = self.context.positions(length)

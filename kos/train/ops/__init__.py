@@ -79,7 +79,7 @@ class Ops(Protocol):
         """out (N, F) = x (N, D) weight^T + residual (N, F) + bias (F,), weight (F, D)."""
 
     def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
-        """dx (N, D) = d_out (N, F) weight, which the backward goes on with."""
+        """dx (N, D) = d_out (N, F) weight, from which the backward continues."""
 
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""

@@ -297,7 +297,7 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 
 
 # --- attention ---------------------------------------------------------------------------------------
-# ``numpy_attention.py`` computes it; here are its arrays, as that wants to see them.
+# ``numpy_attention.py`` computes attention; these methods give it views of the arrays in its layout.
 
 
 def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:

@@ -27,7 +27,7 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
 
 
 def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
-    """As many steps again; a learning rate that has fallen stays there, and does not begin anew. A warm-up goes on."""
+    """As many steps again. A learning rate that has decayed stays where it is. A warm-up continues."""
     last, flags = config.learning_rate()(config.steps), ["--steps", str(2 * config.steps)]
     if 0 < last < config.lr and config.steps >= config.warmup_steps:
         flags += ["--schedule", "constant", "--lr", f"{last:g}", "--warmup-steps", "0"]

@@ -49,7 +49,7 @@ class Console:
             self._spoke = time.monotonic()
             try:
                 print(text, flush=True)
-            except OSError:  # nobody reads any more (`| head`), or a full disk: the run goes on in silence
+            except OSError:  # the reader has gone (`| head`), or the disk is full: the run continues without output
                 self._silent = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 

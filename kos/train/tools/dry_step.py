@@ -5,7 +5,7 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 - An operation takes the longer of its flops and its bytes (``kos.train.tools.profile.cost``), at the hardware's rates;
   attention takes their sum.
 - A collective takes a latency and the time of the bytes that a ring sends: 2 (n - 1) / n of an all-reduce, half of that
-  of an all-gather or a reduce-scatter. What is asynchronous goes on beside the operations on a GPU, not on a CPU.
+  of an all-gather or a reduce-scatter. Asynchronous collectives overlap with the operations on a GPU, not on a CPU.
 - Messages between stages take no time here: ``timeline.simulate`` has it, and the waiting for other ranks.
 """
 

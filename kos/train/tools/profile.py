@@ -53,7 +53,7 @@ class Marks:
         self.stream = None if stream is None else streams.handle(stream)
 
     def captured(self) -> bool:
-        """Whether marks are now made in a graph, which takes them anew at each replay."""
+        """Whether marks are being captured in a graph, which records them again at each replay."""
         return self.stream is not None and is_captured(self.stream)
 
     def mark(self) -> Any:
@@ -140,7 +140,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         backward = name == "embedding_backward"
         tokens, table = arrays[backward : backward + 2]
         rows = min(int(tokens.size), len(table)) * table.shape[1] * table.dtype.itemsize
-        if not backward or arguments[3]:  # a gradient that starts anew is written whole
+        if not backward or arguments[3]:  # a gradient that is not accumulated is written whole
             nbytes += (2 * rows if backward else rows) - int(table.nbytes)
     elif name.startswith("rope"):  # of each row the first heads, in place
         x, _, head_dim, heads = arguments[:4]

@@ -26,7 +26,7 @@ class Rates(NamedTuple):
     operation: float  # seconds that each takes at least
     wire: float  # bytes a second to another rank
     latency: float  # seconds of a collective, at least
-    overlap: bool  # whether collectives go on beside operations
+    overlap: bool  # whether collectives overlap with operations
 
 
 class Gpu(NamedTuple):

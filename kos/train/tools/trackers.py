@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.5
 CLOSE_SECONDS = 20.0
 """How long the end of a run waits for its trackers."""
 ORPHAN_SECONDS = 60.0
-"""How long a tracker goes on after its input ended: nobody waits for that of a run that failed."""
+"""How long a tracker continues after its input has ended: a run that failed does not wait for its tracker."""
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class TrackerProcess:
 
 
 def _exit(args: Any) -> None:
-    """A thread that fails ends the process: a tracker without its writer would wait for ever."""
+    """A thread that fails ends the process: a tracker without its writer would wait forever."""
     sys.__excepthook__(*args[:3])
     os._exit(1)
 
@@ -184,7 +184,7 @@ def _rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
 
 def main(name: str, folder: str, settings: str) -> None:
     """The process of a tracker, until its input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # which tell the run to stop; it has more rows then
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # these stop the run, which still writes rows
         signal.signal(number, signal.SIG_IGN)
     threading.excepthook = _exit
     threading.Thread(target=_end_in_time, daemon=True).start()
