@@ -246,7 +246,7 @@ Keep = Callable[[list[Group], dict[str, str]], object]
 def measure(
     options: argparse.Namespace, arguments: list[str], logs: Path, keep: Keep = lambda groups, skipped: None
 ) -> tuple[list[Group], dict[str, str]]:
-    """kos and every variant of torch that came through, and why the others did not; ``keep`` gets them after each."""
+    """Measure kos and every variant of torch: those that succeeded, and why others failed; ``keep`` gets each."""
     variants = options.torch.split(",") if options.compare else []
     kos = Group("kos", options, arguments, logs)
     groups, skipped, enough = [kos], {}, options.repeats

@@ -54,7 +54,7 @@ class Hub(threading.Thread):
         super().__init__(name="kos rendezvous", daemon=True)
         self._size, self._ledger, self.timeout, self._where = len(ledger.world), ledger, timeout, where
         self._members = {0: own}
-        self._reading: dict[int, Waiting[bytes]] = {}  # ranks of whose message a part has come
+        self._reading: dict[int, Waiting[bytes]] = {}  # ranks whose message has arrived in part
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
         self._expected = 0  # ranks that may still join a group that has failed

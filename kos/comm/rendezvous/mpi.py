@@ -76,7 +76,7 @@ class MPIGroup(Rendezvous):
     _is_job = False
     _parent: tuple[MPIGroup, int, list[int]] | None = None
     """The group from which this one was split, the number of its exchanges up to then, and this one's ranks in the
-    communicator of that group; None once all ranks of this one have come to an exchange.
+    communicator of that group; None once all ranks of this one have reached an exchange.
     """
 
     def __init__(
