@@ -1,4 +1,4 @@
-"""What is always on costs a call: python -m benchmarks.recorder
+"""What the flight recorder and the comparison of calls cost per call: python -m benchmarks.recorder
 
 Times apart from everything else, as the communicator makes them: the flight recorder's record of a launched call
 and of its completion; and on a host the fingerprint of a call, its publication

@@ -1,4 +1,4 @@
-"""What is measured, behind one face: ours here, the peers in ``peers.py`` and ``peers_gpu.py``."""
+"""The implementations under one interface: kos here, the peers in ``peers.py`` and ``peers_gpu.py``."""
 
 from __future__ import annotations
 

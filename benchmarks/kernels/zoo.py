@@ -1,4 +1,4 @@
-"""What the cases are made of: tensors, launches of naive kernels, results of the numpy dialect."""
+"""The building blocks of cases: tensors, launches of naive kernels, results of the numpy dialect."""
 
 from __future__ import annotations
 

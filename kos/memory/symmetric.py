@@ -190,7 +190,7 @@ class MappedPart:
 
     @property
     def closed(self) -> bool:
-        """Whether the slab is mapped no more."""
+        """Whether the slab is no longer mapped."""
         return not self._memory.pointers
 
 

@@ -34,7 +34,7 @@ CLOSE_SECONDS = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; 0, also where it was asked to stop. A failure does not return: it ends the process, and the MPI job."""
+    """Train; returns 0, also after a request to stop. A failure never returns: it ends the process and the MPI job."""
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)

@@ -102,7 +102,7 @@ class Trainer:
             raise
 
     def _load_data(self) -> Dataset:
-        """Prepared by one rank of each machine; the others find what it kept."""
+        """Read the data.  One rank of each machine prepares it, and the others read the result."""
         first = self.comm.local_rank == 0
         initialized = self._resumes and self.config.init_from is not None
         weights = self.source if initialized else None  # the checkpoint: the folder of ``init_from`` may be gone
@@ -203,13 +203,13 @@ class Trainer:
             self.mesh.close()
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
-        """A run that failed waits for none: its error comes first."""
+        """A run that failed waits for no tracker: its error comes first."""
         self.stop.plan = "waiting for the trackers, all steps are saved"
         trackers.close(self._trackers, wait=failed is None)
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What was asked, what followed from it and where it ran, for config.json and the checkpoints."""
+        """The settings as given, the derived values and the machine of the run, for config.json and checkpoints."""
         derived = {name: value for name, value in self.config.to_json().items() if value != self._asked[name]}
         config = {**self._asked, "out": str(self.out)}
         about = {"data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
@@ -304,7 +304,7 @@ class Trainer:
                 tracker.check()
 
     def save(self) -> None:
-        """Save this step, after the checkpoint before is there. With ``--save-async`` files are written meanwhile."""
+        """Save this step after the previous checkpoint is complete. ``--save-async``: files are written meanwhile."""
         self._finish_save()
         if self.step == self.saved_step:
             return
@@ -353,7 +353,7 @@ class Trainer:
         return error
 
     def _finish_save(self) -> None:
-        """Wait for the checkpoint that is being written; what fails on one rank is raised on all. Collective."""
+        """Wait for the checkpoint that is being written; the error of one rank is raised on all. Collective."""
         if self._saving is not None:
             self._saving.finish()
             self.saved_step, self._saving = self._saving.step, None

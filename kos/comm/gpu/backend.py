@@ -501,7 +501,7 @@ class DeviceBackend(Backend):
             shared.lock.release()
 
     def _look_at_deadlines(self, now: float) -> None:
-        """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
+        """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank did not begin."""
         if (overdue := self._marks.overdue(now)) is not None:
             late = overdue[0] or self._last or Call(Operation("watchdog", self.rank))
             raise self.timed_out(late, overdue[1])
@@ -536,7 +536,7 @@ class DeviceBackend(Backend):
             self.ledger.board.post_queued(self, [self.ledger.world[rank] for rank in late])
 
     def lost(self, error: KosError) -> bool:
-        """Whether ``error`` is that this rank's GPU is of no more use."""
+        """Whether ``error`` makes this rank's GPU unusable."""
         if not isinstance(error, CudaError):
             return False
         try:

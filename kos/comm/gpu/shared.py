@@ -177,7 +177,7 @@ class Shared:
             self._fail(self.calls, end, 0 if self.streams.keepers else self.calls.begun)
 
     def report_end(self, reason: str) -> None:
-        """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
+        """Report to the other ranks that this one begins nothing more, and why, if no host backend reports it."""
         if self.calls is not None and self._owns_calls:
             self.post_end(reason)
             self.calls.mark_closed(ABORTED)

@@ -43,7 +43,7 @@ LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta"
 
 
 class TrainConfig(Section):
-    """Everything a run needs to know.  Build one with ``parse`` or ``from_preset``."""
+    """All settings of a run.  Build one with ``parse`` or ``from_preset``."""
 
     # fmt: off
     preset: str = option(f"Start from the settings of a preset: {', '.join(PRESETS)}", "tiny")
@@ -253,7 +253,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def preset_values(preset: Any) -> dict[str, Any]:
-    """The values of a preset.  Raises ConfigError with the list of presets if there is none of that name."""
+    """The values of a preset.  Raises ConfigError with the list of presets if no preset has that name."""
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
     return PRESETS[preset].values

@@ -1,4 +1,4 @@
-"""The engine of CPUs: numpy's dialect, a step at a time."""
+"""The engine of CPUs: the numpy dialect, one step at a time."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Sizing:
 
 
 class CpuEngine(Engine):
-    """Weights and moments are fp32 arrays of the host; with ``--zero 1`` a rank holds its share of the moments."""
+    """Weights and moments are fp32 arrays of the host; with ``--zero 1`` a rank holds its shard of the moments."""
 
     lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
 
@@ -154,7 +154,7 @@ class CpuEngine(Engine):
         self._norm = math.sqrt(total) / self.micro_batches_of_all
 
     def _exact_norm(self) -> float:
-        """The same bits however tensors are cut: of sums without rounding."""
+        """The norm by sums without rounding: the same bits for every split of the tensors."""
         counted, model = self.counted(), self.mesh.model
         largest = np.array([self.optimizer.largest(self.gradients, counted)])
         if self.comm.size > 1:

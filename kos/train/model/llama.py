@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """What a block's forward writes and its backward reads. The backward recomputes what is None."""
+    """The arrays that a block's forward writes and its backward reads. The backward recomputes those that are None."""
 
     x_nD: Array
     rstd_in_n: Array
@@ -64,7 +64,7 @@ class BlockActivations(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A layer's forward: where its activations and its output go. Without an output it ends at ``gate_up_N2F``."""
+    """A layer's forward: the arrays of its activations and its output. Without an output it ends at ``gate_up_N2F``."""
 
     layer: int
     kept: BlockActivations
@@ -90,7 +90,7 @@ class Slot:
         self.sent: Any = None  # the send of ``out_nD``
 
     def clear(self) -> None:
-        """For another micro-batch; nothing of this one is needed any more."""
+        """Prepare for another micro-batch; the data of this one is no longer needed."""
         self.arena.release(0)
         self.__init__(self.arena)  # type: ignore[misc]
 
@@ -225,7 +225,7 @@ class Llama:
             return self.ops.to_host(self._logits(weights, normed_ND)).reshape(*tokens.shape, -1)
 
     def next_logits(self, weights: Weights, tokens: Array) -> Array:
-        """The logits (V,) of what follows ``tokens`` (1, T), on the host; of the whole model."""
+        """The logits (V,) of the token that follows ``tokens`` (1, T), on the host; of the whole model."""
         with self.ops.step(self.arena):
             return self.logits_of(weights, self.evaluate_stage(weights, tokens), tokens.shape[1] - 1)
 

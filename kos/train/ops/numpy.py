@@ -1,4 +1,4 @@
-"""The numpy dialect of ``kos.train.ops``: the reference, and what CPUs train with.
+"""The numpy dialect of ``kos.train.ops``: the reference, and the implementation for training on CPUs.
 
 Three habits make it fast.  Arrays that are split by columns (heads, gate and up) have contiguous tokens
 (``empty_columns``).  So the halves of a rotation, the statistics of a softmax and every operand of a matrix

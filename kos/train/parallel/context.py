@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of a sequence split over ranks; attention alone looks at more than a rank's own.
+"""Context parallelism: the tokens of a sequence split over ranks; only attention needs the tokens of other ranks.
 
 A sequence is split into 2 cp chunks of c tokens; rank r holds chunks r and 2 cp - 1 - r, one after the other (zigzag:
 Llama 3, arXiv:2407.21783; the balance: Brandon et al. 2023, arXiv:2311.09431). A rank's attention is then

@@ -66,7 +66,7 @@ def predict(job: Job, memory: MemoryPlan) -> Prediction:
 
 
 def make_job(config: TrainConfig, model: LlamaConfig, layout: Layout, rates: Rates, **settings: Any) -> Job:
-    """ConfigError where a run would refuse it."""
+    """The job with these settings.  ConfigError if a run would refuse it."""
     config = config.model_copy(update={"pp": layout.pp, **settings}).for_world(layout.dp, config.device)
     assert config.micro_batch_size is not None
     steps = config.batch_size // (config.micro_batch_size * layout.dp)
@@ -158,7 +158,7 @@ def table(predictions: Sequence[Prediction]) -> str:
 
 
 def report(argv: Sequence[str]) -> str:
-    """What ``--plan`` prints. ConfigError where no layout is legal."""
+    """The output of ``--plan``. ConfigError if no layout is legal."""
     config, given, words, ranks, gpu = parse_plan(argv)
     vocabulary = config.model.vocab_size
     if vocabulary is None and config.tokenizer not in ("auto", "bytes"):
@@ -191,7 +191,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def notes(job: Job) -> list[str]:
-    """What no run has confirmed of a proposal for GPUs."""
+    """The parts of a proposal for GPUs that no run has confirmed."""
     layout, found = job.layout, list[str]()
     if job.config.device == "cpu":
         return found

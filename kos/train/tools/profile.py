@@ -116,7 +116,7 @@ class TimedWork(NamedTuple):
 
 
 class TimedOps:
-    """A dialect whose operations are what ``timed(name, operation)`` makes of them."""
+    """A dialect whose operations are wrapped by ``timed(name, operation)``."""
 
     def __init__(self, ops: Any, timed: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         self._ops, self._timed = ops, timed
@@ -215,7 +215,7 @@ class Profiler:
         return result
 
     def _limits(self) -> tuple[float, float]:
-        """Bytes and flops a second that this device reaches, or could."""
+        """The bytes and flops per second that this device reaches, or could reach."""
         source, target = (self.ops.zeros(COPIED, np.uint8) for _ in range(2))
         self.ops.copy(target, source)  # memory that was never written to may not be there
         bandwidth = 2 * COPIED / self.marks.fastest(self.ops.copy, source, target)
@@ -269,7 +269,7 @@ class Profiler:
 
 
 def covered(spans: list[Span]) -> float:
-    """Microseconds in which any of them was under way: collectives overlap one another."""
+    """Microseconds in which at least one of them was in progress: collectives overlap one another."""
     total, end = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.begin):
         total += max(0.0, span.end - max(span.begin, end))

@@ -17,7 +17,7 @@ from kos.train.tools.profile import COPIED, ROWS_ON_HOST, Marks
 
 
 class Rates(NamedTuple):
-    """Of the hardware of one rank."""
+    """Rates of the hardware of one rank."""
 
     name: str
     linear: float  # flops a second of matrix products
@@ -30,7 +30,7 @@ class Rates(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """Of a data sheet: bytes a second of memory and, one way, of NVLink; beside it, bytes of memory that are free."""
+    """From a data sheet: bytes per second of memory and, in one direction, of NVLink; also the bytes of free memory."""
 
     memory: float
     link: float
@@ -45,7 +45,7 @@ GPU, HOST = _TABLES["gpu"], _TABLES["host"]
 
 
 def gpu_rates(name: str, head_dim: int) -> Rates:
-    """Of the first of ``GPUS`` that is part of ``name``. ConfigError where there is none."""
+    """Rates of the first of ``GPUS`` whose name is part of ``name``. ConfigError if there is none."""
     known = next((part for part in GPUS if part in name), None)
     if known is None:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
@@ -58,7 +58,7 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
 
 
 def cpu_rates(ranks: int) -> Rates:
-    """Of each of ``ranks`` ranks that share the cores of this machine. Takes a second."""
+    """Rates of each of ``ranks`` ranks that share the cores of this machine. Takes a second."""
     fastest = Marks().fastest
     a, b, c = (np.zeros((ROWS_ON_HOST, ROWS_ON_HOST), np.float32) for _ in range(3))
     source, target = (np.ones(COPIED, np.uint8) for _ in range(2))

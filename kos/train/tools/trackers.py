@@ -80,7 +80,7 @@ class Service:
 
 
 def check(names: Sequence[str]) -> None:
-    """ConfigError where the package of a tracker is not installed."""
+    """ConfigError if the package of a tracker is not installed."""
     for name in names:
         found = importlib.util.find_spec(PACKAGES[name])
         if found is None or found.origin is None:  # as of a folder of that name, which wandb makes for its files
@@ -100,7 +100,7 @@ def start(names: Sequence[str], out: Path, start: int, description: Mapping[str,
 
 
 def close(processes: Sequence[TrackerProcess], wait: bool = True) -> None:
-    """Tell all trackers that there are no more rows. ``wait``: for ``CLOSE_SECONDS`` at most, until they have ended."""
+    """Notify all trackers that no more rows follow. ``wait``: wait until they have ended, at most ``CLOSE_SECONDS``."""
     limit = time.monotonic() + CLOSE_SECONDS
     for process in processes:
         process.end_rows()
@@ -109,7 +109,7 @@ def close(processes: Sequence[TrackerProcess], wait: bool = True) -> None:
 
 
 class TrackerProcess:
-    """The trainer's end of a tracker. What fails there is a warning, once."""
+    """The trainer's end of a tracker. A failure there causes one warning."""
 
     def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
         self._name, self._messages = name, out / f"{name}.log"

@@ -93,7 +93,7 @@ class PeerBackend(DeviceBackend):
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """What costs nothing to find out; ``__init__`` finds whether bytes move."""
+        """Checks that cost nothing; ``__init__`` tests whether bytes move."""
         try:
             device = device_of(rendezvous)
         except KosError as error:

@@ -204,7 +204,7 @@ def family_for(device: int, dtype: str, head_dim: int) -> str:
 
 
 def sizes(qkv: Array, heads: int, kv_heads: int, log_sum_exp: Array) -> tuple[int, int, int]:
-    """B, T and d of a call. InvalidArgument where no kernel takes heads of this size."""
+    """B, T and d of a call. InvalidArgument if no kernel supports heads of this size."""
     samples, _, length = log_sum_exp.shape
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if head_dim > MOST_HEAD_DIM:
@@ -218,7 +218,7 @@ def _rows(count: int) -> int:
 
 
 def _section(heads: int, group: int, length: int, head_dim: int) -> int:
-    """How many heads to work on at once: whole groups, whose other side fits the cache."""
+    """The number of heads to compute at once: whole groups, whose other operands fit the cache."""
     groups = max(1, _CACHED // (4 * length * head_dim))
     return min(heads, group * groups)
 
