@@ -10,8 +10,9 @@ from pathlib import Path
 
 import kos
 from kos import commands
-from kos.errors import install
+from kos.errors import ConfigError, install
 from kos.files import printing
+from kos.reporting import report
 
 COMMANDS = {
     "train": ("kos.train", "train a LLaMA: mpirun -n N kos train"),
@@ -39,14 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"kos {kos.__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"kos: error: expected one of {', '.join(COMMANDS)}, got {name!r}", file=sys.stderr)
-        return 2
+        return _refuse(f"expected one of {', '.join(COMMANDS)}, got {name!r}")
     module = COMMANDS[name][0]
     if name == "bench":
         benchmark, rest = (rest[0], rest[1:]) if rest and not rest[0].startswith("-") else ("collectives", rest)
         if problem := _no_benchmark(benchmark):
-            print(f"kos: error: bench: {problem}", file=sys.stderr)
-            return 2
+            return _refuse(f"bench: {problem}")
         module, name = f"benchmarks.{benchmark}", f"bench {benchmark}"
     commands.typed = f"kos {name}"
     sys.argv = [commands.typed, *rest]
@@ -60,6 +59,14 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         commands.typed = ""
     return 0
+
+
+def _refuse(problem: str) -> int:
+    """Report the problem, once for all ranks that mpirun started; returns the exit status."""
+    from kos.comm.rendezvous.choose import launched_rank  # which takes a tenth of a second
+
+    report(ConfigError(problem), launched_rank())
+    return 2
 
 
 def _no_benchmark(name: str) -> str:

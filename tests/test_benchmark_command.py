@@ -250,9 +250,12 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         (["--algorithm", "foo"], "--algorithm: expected some of auto, ring, "),
         (["--algorithm", "ring", "--collective", "broadcast"], "--algorithm: expected some of auto, got 'ring'"),
         (["--algorithm", "deterministic", "--collective", "all_gather"], "got 'deterministic'"),
+        (["--sizes"], "--sizes: expected one argument, got none"),
+        (["--foo"], "unrecognized arguments: --foo"),
     ):
-        error = refused(command.parse, arguments, capsys)
-        assert error.startswith("kos: error: ") and said in error
+        assert command.main(arguments) == 2
+        out, error = capsys.readouterr()
+        assert out == "" and error.count("\n") == 1 and error.startswith("kos: error: ") and said in error
 
 
 def test_an_algorithm_is_measured_where_it_exists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -265,6 +268,20 @@ def test_an_algorithm_is_measured_where_it_exists(monkeypatch: pytest.MonkeyPatc
         ("all_reduce", "two_shot"), ("all_reduce", "one_shot"), ("all_reduce", "deterministic"),
         ("reduce_scatter", "one_shot"), ("reduce_scatter", "deterministic"), ("all_gather", "one_shot"),
     }  # fmt: skip
+
+
+@needs_mpirun
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "bench collectives --collective foo", "bench collectives --foo", "bench collectives --json /nowhere/x",
+        "bench foo", "foo", "doctor --foo", "tune --foo",
+    ],
+)  # fmt: skip
+def test_rank_0_alone_refuses(typed: str) -> None:
+    done = run_program(MPIRUN, "-n", "2", sys.executable, "-m", "kos", *typed.split(), env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("kos") == 1, done.stderr
+    assert done.stderr.startswith("kos: error: ")
 
 
 @needs_mpirun

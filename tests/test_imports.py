@@ -22,6 +22,7 @@ FLOORS = {
     "errors": 0,
     "dtypes": 0,
     "files": 0,
+    "reporting": 0,
     "cuda": 1,
     "memory": 1,
     "comm": 2,
@@ -35,7 +36,7 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing"),
-    ("errors", "commands"),
+    ("errors", "commands"), ("reporting", "errors"),
 }  # fmt: skip
 
 ALLOWED_BY_CORE = {"numpy", "ml_dtypes", "kos"}

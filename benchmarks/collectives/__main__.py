@@ -20,10 +20,11 @@ from benchmarks.collectives.options import parse
 from benchmarks.collectives.plot import plot
 from benchmarks.collectives.summary import busy, summary
 from kos.comm import Communicator
-from kos.comm.rendezvous.choose import default_rendezvous
+from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
 from kos.cuda import unavailable
-from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
 from kos.files import check_picture, check_writable
+from kos.reporting import report as report_error
 from kos.testing import spawn
 
 STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
@@ -273,27 +274,35 @@ def all_cases(options: argparse.Namespace, ranks: int) -> list[list[Case]]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; returns its exit status."""
-    options = parse(arguments)
-    started = any(name in os.environ for name in STARTED_BY)
+def check(options: argparse.Namespace, started: bool) -> None:
+    """Choose the device if none is given; refuse what this machine cannot measure or write."""
     no_gpu = unavailable()
     if options.device is None:
         options.device = "gpu" if started and no_gpu is None else "host"
-    try:  # by each rank for itself: none has met another yet
-        if options.device == "gpu" and (no_gpu or not started):
-            raise BackendUnavailable(f"--device gpu: {no_gpu or 'expected mpirun to start a process for each GPU'}")
-        modes = (DeviceTimer if options.device == "gpu" else HostTimer).MODES
-        for mode in options.mode or ():
-            if mode not in modes:
-                known = ", ".join(modes)
-                raise InvalidArgument(f"--mode: expected some of {known} on a {options.device}, got {mode!r}")
-        if options.plot:
-            check_picture(options.plot)
-        if options.json:
-            check_writable(options.json)
+    if options.device == "gpu" and (no_gpu or not started):
+        raise BackendUnavailable(f"--device gpu: {no_gpu or 'expected mpirun to start a process for each GPU'}")
+    modes = (DeviceTimer if options.device == "gpu" else HostTimer).MODES
+    for mode in options.mode or ():
+        if mode not in modes:
+            known = ", ".join(modes)
+            raise InvalidArgument(f"--mode: expected some of {known} on a {options.device}, got {mode!r}")
+    if options.plot:
+        check_picture(options.plot)
+    if options.json:
+        check_writable(options.json)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    rank, started = launched_rank(), any(name in os.environ for name in STARTED_BY)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if rank != 0 and {"-h", "--help"} & {*arguments}:
+        return 0
+    try:  # by each rank for itself: none is connected yet
+        options = parse(arguments)
+        check(options, started)
     except KosError as error:
-        print(f"kos: error: {error}", file=sys.stderr)
+        report_error(ConfigError(str(error)), rank)
         return 2
     if started:
         control = kos.init("mpi" if default_rendezvous(120.0).mpi_comm is not None else "tcp")

@@ -9,12 +9,15 @@ from benchmarks.collectives import __doc__ as METHOD
 from benchmarks.collectives.cases import MEASURED, OPERATIONS, REDUCE_OPS, ROUTING, parse_sizes
 from benchmarks.collectives.implementations import GPU_BACKENDS, choices
 from kos.commands import program
+from kos.errors import ConfigError
+from kos.reporting import Parser
 
 HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    """The options; raises ConfigError for wrong ones."""
+    parser = Parser(
         prog=program("benchmarks.collectives"),
         description=METHOD,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -39,13 +42,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--no-plot", action="store_true", help="draw no picture")
     options = parser.parse_args(arguments)
 
-    def refuse(problem: str) -> None:
-        parser.exit(2, f"kos: error: {problem}\n")
-
     try:
         options.sizes = parse_sizes(options.sizes)
     except ValueError as error:
-        refuse(f"--sizes: {error}")
+        raise ConfigError(f"--sizes: {error}") from error
     options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
     options.backend = options.backend.split(",") if options.backend else None
     options.algorithm = options.algorithm.split(",")
@@ -58,17 +58,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ):
         for name in getattr(options, what) or ():
             if name not in known:
-                refuse(f"--{what}: expected some of {names(known)}, got {name!r}")
+                raise ConfigError(f"--{what}: expected some of {names(known)}, got {name!r}")
     algorithms = dict.fromkeys(name for op in options.collective for name in choices(op))
     for name in options.algorithm:
         if name not in algorithms:
-            refuse(f"--algorithm: expected some of {names(algorithms)}, got {name!r}")
+            raise ConfigError(f"--algorithm: expected some of {names(algorithms)}, got {name!r}")
     if options.dtype not in MEASURED:
-        refuse(f"--dtype: expected one of {names(MEASURED)}, got {options.dtype!r}")
+        raise ConfigError(f"--dtype: expected one of {names(MEASURED)}, got {options.dtype!r}")
     if options.seed < 0:
-        refuse(f"--seed: expected a number from 0 on, got {options.seed}")
+        raise ConfigError(f"--seed: expected a number from 0 on, got {options.seed}")
     if options.iterations < 1 or options.ranks < 1:
-        refuse("--iterations, --ranks: expected numbers from 1 on")
+        raise ConfigError("--iterations, --ranks: expected numbers from 1 on")
     if options.plot and options.no_plot:
-        refuse("--plot, --no-plot: expected one of them, got both")
+        raise ConfigError("--plot, --no-plot: expected one of them, got both")
     return options

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from kos.comm.arguments import check_bool, check_timeout, number_in
 from kos.comm.backend import UNMADE, Backend, Probe
@@ -24,7 +26,7 @@ from kos.comm.rendezvous.choose import default_rendezvous
 from kos.comm.rendezvous.foreign import rendezvous_of
 from kos.comm.tuning import for_group
 from kos.comm.work import ProgressThread, Work
-from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
+from kos.errors import BackendUnavailable, InvalidArgument, KosError, RendezvousError
 
 __all__ = [
     "BACKENDS", "Batch", "Communicator", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work", "init",
@@ -32,6 +34,7 @@ __all__ = [
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
+Error = TypeVar("Error", bound=KosError)
 
 
 def init(
@@ -104,7 +107,7 @@ def init(
         rendezvous = rendezvous_of(rendezvous, timeout)
     with ExitStack() as undo:  # frees what was made if this fails
         if rendezvous is not given:
-            undo.callback(rendezvous.abort, None)
+            undo.push(partial(_end, rendezvous.close, partial(rendezvous.abort, None)))
         if device is not None:
             rendezvous.device = device
         rendezvous.call, rendezvous.nccl = "init", options
@@ -114,6 +117,21 @@ def init(
             comm._progress = ProgressThread(made.engine)
         undo.pop_all()
     return comm
+
+
+def _end(
+    close: Callable[[], None], abort: Callable[[], None], kind: object, error: BaseException | None, trace: object
+) -> None:
+    """Free a part of an ``init`` that failed: together with the other ranks if all of them raise ``error``."""
+    if isinstance(error, KosError) and error.on_every_rank:
+        close()
+    else:
+        abort()
+
+
+def _on_every_rank(error: Error) -> Error:
+    error.on_every_rank = True
+    return error
 
 
 def _make(
@@ -126,15 +144,16 @@ def _make(
         usable = [name for name, probe in probes.items() if probe.usable]
         chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
         if not chosen:
-            raise BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}")
+            raise _on_every_rank(BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}"))
     elif requested is not None and not BACKENDS[backend].on_gpu:
-        raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {requested}")
+        text = f"device: expected None with backend {backend!r}, which uses no GPU, got {requested}"
+        raise _on_every_rank(InvalidArgument(text))
     elif not probes[backend].usable:
-        raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
+        raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     with rendezvous.reporting():
         made = BACKENDS[chosen](rendezvous)
-    undo.callback(made.abort, UNMADE)
+    undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
     if progress_thread:
         made.check_threads()
     if backend == "auto":
@@ -143,9 +162,10 @@ def _make(
             made = AutoBackend(rendezvous, made, gpus) if gpus else made
         if not gpus and requested is not None:
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
-            raise BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}")
+            raise _on_every_rank(BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}"))
     if rendezvous.nccl and "nccl" not in made.name.split("+"):
-        raise InvalidArgument(f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}")
+        text = f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}"
+        raise _on_every_rank(InvalidArgument(text))
     return probes, made
 
 
@@ -189,7 +209,8 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
     for rank, (backend, _, _, _, options) in enumerate(ballots):
         for what, ours, theirs in (("backend", wanted, backend), ("nccl", dict(rendezvous.nccl), options)):
             if theirs != ours:
-                raise RendezvousError(f"init: rank {rendezvous.rank} requested {what} {ours!r}, rank {rank} {theirs!r}")
+                text = f"init: rank {rendezvous.rank} requested {what} {ours!r}, rank {rank} {theirs!r}"
+                raise _on_every_rank(RendezvousError(text))
     # The same order on all ranks; a backend that rank 0 has not registered comes last and is unusable.
     agreed = {name: mine[name] for name in (*ballots[0][1], *mine) if name in mine}
     for name in agreed:

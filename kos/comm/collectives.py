@@ -266,8 +266,9 @@ class Operations:
         """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
         ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements and does not
-        overlap ``x``.  Contributions are always added in rank order.  Returns ``out``, or a new 1-D array.
-        ``counts=None`` on all ranks: the sizes of ``out`` travel first (see ``all_gather_v``).
+        overlap ``x``.  Contributions are always added in rank order.  Returns ``out``, or a new 1-D array, whatever
+        the shape of ``x``.  ``counts=None`` on all ranks, which pass ``out``: the sizes of ``out`` travel first (see
+        ``all_gather_v``).
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
@@ -415,11 +416,12 @@ class Operations:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
 
         ``counts`` is the same on all ranks, and ``counts[rank]`` is ``x.size``.  ``out`` has ``sum(counts)`` elements
-        and does not overlap ``x``.  Returns ``out``, or a new 1-D array.
+        and does not overlap ``x``.  Returns ``out``, or a new 1-D array, whatever the shape of ``x``.
 
         ``counts=None`` on all ranks: the sizes travel first, by host memory, and the host waits for them, also with
-        ``async_op=True``.  If a size is wrong, every rank raises InvalidArgument that names its rank.  In a batch, for
-        a persistent operation and in a CUDA graph ``counts`` must be given.
+        ``async_op=True``.  In host memory that is an operation with a number of its own.  If a size is wrong, every
+        rank raises InvalidArgument that names its rank.  In a batch, for a persistent operation and in a CUDA graph
+        ``counts`` must be given.
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
@@ -471,9 +473,10 @@ class Operations:
         """``all_to_all`` of different sizes: ``send_counts[j]`` elements for rank j, ``recv_counts[i]`` from rank i.
 
         Counts are this rank's own: ``recv_counts[i]`` equals ``send_counts[rank]`` of rank i.  They sum to
-        ``x.size`` and to the size of ``out``, which does not overlap ``x``.  Returns ``out``, or a new 1-D array.
-        Raises CollectiveMismatch if the counts of two ranks disagree.  ``recv_counts=None`` on all ranks: the counts
-        travel first (see ``all_gather_v``).
+        ``x.size`` and to the size of ``out``, which does not overlap ``x``.  Returns ``out``, or a new 1-D array,
+        whatever the shape of ``x``.  Raises CollectiveMismatch if the counts of two ranks disagree.
+        ``recv_counts=None`` on all ranks: the counts travel first (see ``all_gather_v``).  ``send_counts`` may not be
+        None.
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
@@ -539,7 +542,8 @@ class Operations:
         """``gather`` of different sizes: ``counts[r]`` elements from rank r.
 
         ``x`` and ``counts`` are as in ``all_gather_v``, but only ``root`` may pass ``out``.
-        Returns ``out`` or a new 1-D array of ``sum(counts)`` elements on ``root``, None elsewhere.
+        Returns ``out``, or a new 1-D array of ``sum(counts)`` elements whatever the shape of ``x``, on ``root``; None
+        elsewhere.
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
@@ -696,7 +700,7 @@ class Operations:
     def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> Work[None] | None: ...
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
-        """Send ``x`` to rank ``dst``, which calls ``recv`` with the same ``tag``.
+        """Send ``x`` to rank ``dst``, another rank, which calls ``recv`` with the same ``tag``.
 
         ``x`` may be changed once the call (or its Work) is done, or has failed.  Messages between two ranks with one
         tag arrive in order; ``tag`` is from 0 to 1,048,575, and 0 on a GPU.  In host memory a message may be complete
@@ -719,7 +723,7 @@ class Operations:
     def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
-        """Receive a message of rank ``src`` with ``tag`` into ``x``; returns ``x``.
+        """Receive a message of rank ``src``, another rank, with ``tag`` into ``x``; returns ``x``.
 
         Dtype and number of elements equal those of the sent array; otherwise both ranks raise CollectiveMismatch.
 
@@ -746,6 +750,7 @@ class Operations:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.
 
         The two messages have the same ``tag`` and match those of ``send`` and ``recv``; ``out`` does not overlap ``x``.
+        ``dst`` and ``src`` are other ranks: a message to oneself raises InvalidArgument, also in a group of one rank.
 
             comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
         """

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, Literal, NoReturn, overload
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from kos.comm.work import ProgressThread, Work, forked_from
 from kos.errors import CollectiveError, Interrupted, InvalidArgument, KosError, OutOfMemory, RendezvousError
 from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
-
-T = TypeVar("T")
 
 
 class Communicator(Operations):
@@ -439,13 +437,14 @@ class Communicator(Operations):
             except MemoryError as error:
                 raise OutOfMemory(f"{call}: {error}") from error
 
-    def views(self, x: T) -> list[T]:
+    def views(self, x: Any) -> list[Any]:
         """Every rank's memory at the place of ``x``, an array of ``allocate`` or ``register``, or a part of one.
 
         Element r of the list has the shape and dtype of ``x`` and lies in the memory of rank r.  To write it is a put,
         to read it a get.  Nothing is sent, and no other rank takes part: a ``barrier`` between the writes of one rank
         and the accesses of another orders them, on a GPU ``barrier(stream=)``.  The views are ndarrays, or
-        ``kos.memory.Array`` on the stream of ``x``.  On a GPU they are invalid after ``close``.
+        ``kos.memory.Array`` on the stream of ``x``, also if ``x`` is of another library, such as a tensor of torch.  On
+        a GPU they are invalid after ``close``.
 
         Raises InvalidArgument for other arrays, BackendUnavailable on ``nccl`` and between hosts.
 

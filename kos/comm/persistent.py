@@ -27,6 +27,12 @@ class Persistent(Generic[T]):
         self._prepare()
         comm._persistents.add(self)
 
+    def __repr__(self) -> str:
+        call, work = self._call, self._queued or self._work
+        if call.sequence < 0:
+            return f"<Persistent {call.group}: {call.name}{call.arguments}: not started>"
+        return f"<Persistent {call}: {'complete' if work is None else work.state}>"
+
     def _prepare(self) -> None:
         self._windows = self._comm._cache.windows
         self._comm.backend.prepare(self._call)

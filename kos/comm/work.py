@@ -204,8 +204,18 @@ class Work(Generic[T]):
         self._report_at: float | None = None  # when ``done`` next posts the ranks that it waits for
         self.reported = False  # whether ``wait`` or ``done`` has returned or raised the outcome
 
+    def __repr__(self) -> str:
+        return f"<Work {self.call}: {self.state}>"
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"the Work of {self.call} cannot be copied or pickled: wait for it")
+
+    @property
+    def state(self) -> str:
+        """``in flight``, ``complete``, or ``failed`` with the error's class; without a look at other ranks."""
+        if self._steps is not None:
+            return "in flight"
+        return "complete" if self._error is None else f"failed: {type(self._error).__name__}"
 
     def advance(self) -> bool:
         """Run until the operation has to wait (False) or is over (True).  ``wait`` raises its errors."""

@@ -40,9 +40,9 @@ def unavailable() -> str | None:
         try:
             status, *_ = cu.cuInit(0)
         except BackendUnavailable as error:
-            return str(error).removeprefix("CUDA: ")
+            return _not_loadable() or str(error).removeprefix("CUDA: ")
         except RuntimeError as error:  # of cuda.pathfinder, or of the bindings to an old driver
-            return _unusable(error)
+            return _not_loadable() or f"the CUDA driver (libcuda.so.1) does not work: {error}"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
         if status != cu.CUresult.CUDA_SUCCESS:
@@ -54,15 +54,15 @@ def unavailable() -> str | None:
         return None
 
 
-def _unusable(error: RuntimeError) -> str:
-    """Why the driver's library does not work: cuda.pathfinder reports every library that does not load as missing."""
+def _not_loadable() -> str | None:
+    """Why the driver's library does not load: cuda.pathfinder reports every such library as missing."""
     try:
         ctypes.CDLL("libcuda.so.1")
-    except OSError as loader:
-        if str(loader).startswith("libcuda.so.1: cannot open shared object file: No such file"):
+    except OSError as error:
+        if str(error).startswith("libcuda.so.1: cannot open shared object file: No such file"):
             return "no CUDA driver (libcuda.so.1) on this machine"
-        return f"the CUDA driver does not load: {loader}"
-    return f"the CUDA driver (libcuda.so.1) does not work: {error}"
+        return f"the CUDA driver does not load: {error}"
+    return None
 
 
 def require() -> None:

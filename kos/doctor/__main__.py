@@ -26,8 +26,9 @@ from kos.cuda import visible_devices
 from kos.doctor import ranks
 from kos.doctor.checks import BAD, CHECK_SECONDS, Check, facts, local_checks
 from kos.doctor.report import Report
-from kos.errors import BackendUnavailable, in_words
+from kos.errors import BackendUnavailable, ConfigError, in_words
 from kos.files import printing
+from kos.reporting import Parser, report
 
 GRACE = 2.0
 """Seconds between the limit of a stage and its alarm: a wait within the stage raises its own error first."""
@@ -139,12 +140,16 @@ class Doctor:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog=program("kos.doctor"), description=(__doc__ or "").partition("\n")[2])
+    parser = Parser(prog=program("kos.doctor"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of any wait for others (30)")
-    options = parser.parse_args(arguments)
-    if not 1 <= options.timeout <= 1e5:
-        parser.error(f"--timeout: expected 1 to 100000 seconds, got {options.timeout:g}")
+    try:
+        options = parser.parse_args(arguments)
+        if not 1 <= options.timeout <= 1e5:
+            parser.error(f"--timeout: expected 1 to 100000 seconds, got {options.timeout:g}")
+    except ConfigError as error:
+        report(error, launched_rank())
+        return 2
     return Doctor(options).examine()
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from threading import TIMEOUT_MAX
 
 from kos.comm.arguments import check_int
+from kos.comm.failures import blaming
 from kos.comm.operation import Call
 from kos.comm.rendezvous.threads import ThreadWorld
 from kos.errors import CollectiveError, InvalidArgument
@@ -27,6 +28,7 @@ class Fault:
     - ``drop``: the messages that it sends in that operation are lost: ranks that wait for one raise Deadlock, or
       RankLost if the sender has returned;
     - ``error``: the operation raises CollectiveError before it begins, also on the other ranks that take part;
+      its ``ranks`` has this rank;
     - ``stall``: the rank stops forever before that operation: ranks that wait for it raise Deadlock;
     - ``crash``: the rank ends without a report before that operation: the others raise RankLost.
 
@@ -94,7 +96,7 @@ class FaultPlan:
                 with world.lock:
                     world.wakeup[rank].wait_for(lambda: False, fault.seconds or 0.02)
             elif fault.kind == "error":
-                raise CollectiveError(f"{call}: rank {rank} failed, as the test's plan says")
+                raise blaming(CollectiveError(f"{call}: rank {rank} failed, as the test's plan says"), [rank])
             elif fault.kind == "stall":
                 self._stall(world, rank, call)
             else:

@@ -9,25 +9,14 @@ import os
 import signal
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Sequence
 
 import kos
-from kos.errors import ConfigError, KosError, RankLost, debugging, in_words
+from kos.errors import ConfigError, KosError, debugging
 from kos.files import printing
+from kos.reporting import report
 from kos.train import missing
 from kos.train.parallel.stopping import Stop, Stopped
-
-SPOKESMAN_SECONDS = 10.0
-"""How long the other ranks wait for rank 0 to say an error that all have; its exit ends them."""
-
-TURN_SECONDS = 0.3
-"""How much later than the rank before a rank says what may be the others' error too: that one's exit ends it first."""
-
-ECHO_SECONDS = 3.0
-"""How long a rank that lost another waits before it reports that: under mpirun the other's exit ends it first.
-It does not wait if the process of the other rank ended without a report."""
 
 CLOSE_SECONDS = 60.0
 """How long a rank may take to close after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
@@ -57,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ImportError as error:
             raise missing(error) from error
         if "--plan" in arguments:
-            from kos.train.tools.plan import report
+            from kos.train.tools import plan
 
             with printing():
-                print(report(arguments))
+                print(plan.report(arguments))
             return 0
         config = parse(arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
@@ -90,26 +79,11 @@ def _fail_later(error: KosError, rank: int, arguments: Sequence[str]) -> None:
 
 
 def _fail(error: Exception, rank: int, note: str, debug: bool) -> None:
-    """Print the error and its note on one line and end the job, with exit code 2 for bad settings, else 1.
+    """Report the error with its note and end the job, with exit code 2 for bad settings, else 1.
 
-    ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it. mpirun ends the other ranks as soon
-    as one process exits with an error. So a rank that only saw another rank fail lets that rank print first. If several
-    ranks have the same error, the lowest of them prints it, once.
+    ``sys.exit`` is not used: MPI_Finalize would wait for ranks that do not call it.
     """
-    shared = isinstance(error, KosError) and error.on_every_rank
-    likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
-    if (shared or likely) and rank != 0:
-        time.sleep(SPOKESMAN_SECONDS)
-    if not shared or rank == 0:
-        if isinstance(error, RankLost) and "its process" not in str(error):
-            time.sleep(ECHO_SECONDS)
-        if not shared:
-            time.sleep(min(rank, 8) * TURN_SECONDS)
-        if debug:
-            traceback.print_exception(error)
-        where = "" if shared or (likely and rank == 0) else f"rank {rank}: "
-        with contextlib.suppress(OSError, ValueError):
-            print(f"kos: error: {where}{in_words(error)}{note}", file=sys.stderr)
+    report(error, rank, note, debug)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

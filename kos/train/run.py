@@ -38,7 +38,7 @@ from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
-from kos.train.tools.folders import check_folder, check_shared, lock_folder, run_folder
+from kos.train.tools.folders import check_folder, check_shared, check_unlocked, lock_folder, run_folder
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import StepResult, train
@@ -123,13 +123,17 @@ class Trainer:
         What can be refused before there are data is refused here.
         """
         config = self.config
+        check_unlocked(self.out)
         trackers.check(config.tracker)
         if config.resume == "auto":
             self._found = checkpoint.latest(self.checkpoints, show=self.console.progress)
             if self._found is None:
                 self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
         elif config.resume is not None:
-            self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
+            try:
+                self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
+            except CheckpointError as error:
+                raise CheckpointError(f"--resume: {error}") from error
         if self._found is None:
             self._check_free(start=0, saved_step=-1)
             return config.init_from, 0, -1, False
@@ -190,8 +194,6 @@ class Trainer:
             self._trackers = trackers.start(config.tracker, self.out, self.start, self.description)
             self._held.push(self._close_trackers)
             return metrics
-        except BlockingIOError as error:
-            raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
 
@@ -367,7 +369,7 @@ class Trainer:
         layers = plural(model.num_hidden_layers, "layer")
         self.console.say(
             f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
-            f"{self.data.describe()}, {self.mesh.layout.describe()}, "
+            f"{self.data.describe()}, {self.mesh.layout.describe()}{', ZeRO-1' * self.engine.sharded}, "
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         self.console.say(self.engine.describe())

@@ -30,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}
     try:
+        for name, value in {"tokens": arguments.tokens, **options}.items():
+            if not value >= 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
         from kos.train import load  # of which packages may be missing
 
         text = load(arguments.run).generate(arguments.prompt, arguments.tokens, **options)

@@ -29,9 +29,10 @@ from kos.comm.rendezvous.choose import launched_rank
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
 from kos.commands import program
 from kos.cuda import capture, create_stream, driver, set_device, streams
-from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array, as_dtype
+from kos.reporting import Parser, report
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = KB
@@ -285,10 +286,14 @@ def _bytes(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog=program("kos.tune"), description=(__doc__ or "").partition("\n")[2])
+    parser = Parser(prog=program("kos.tune"), description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="measure up to this size (1G)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the user's cache)")
-    options = parser.parse_args(arguments)
+    try:
+        options = parser.parse_args(arguments)
+    except ConfigError as error:
+        report(error, launched_rank())
+        return 2
     try:
         check_place(options.out)
         with init("peer") as peer, init("nccl") as nccl:

@@ -105,6 +105,7 @@ def test_an_operation_that_fails_on_one_rank(name: str) -> None:
     for error in errors.values():
         assert isinstance(error, CollectiveError)
         assert f"rank {CULPRIT} failed, as the test's plan says" in str(error)
+        assert error.ranks == (CULPRIT,)
 
 
 def test_ranks_of_a_split_are_those_of_the_world() -> None:

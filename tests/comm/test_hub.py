@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -29,6 +30,7 @@ from tests.comm.tcp_ranks import (
     finish,
     free_port,
     run_ranks,
+    run_threads,
     start,
 )
 from tests.forked import python
@@ -346,6 +348,75 @@ def test_a_listener_without_an_acceptor_is_closed(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(OSError, match="too many"):
         admit_all(listener, b"key", {1}, 2, time.monotonic() + TIMEOUT)
     assert listener.fileno() < 0
+
+
+def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks hear it as soon as rank 0 has closed another file."""
+    usual, close, free, port = socket.socket.accept, Connection.close, threading.Event(), free_port()
+
+    def accept(self: socket.socket) -> Any:
+        if threading.current_thread().name == "kos rendezvous" and not free.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return usual(self)
+
+    def join(rank: int) -> KosError:
+        with pytest.raises(RendezvousError, match="rank 0 cannot open its connections: .*Too many open") as caught:
+            EnvRendezvous(15, environment(rank, 3, port))
+        return caught.value
+
+    def close_and_free(self: Connection) -> None:
+        close(self)
+        free.set()
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    monkeypatch.setattr(Connection, "close", close_and_free)
+    errors = run_threads(*[partial(join, rank) for rank in range(3)])
+    assert [error.ranks for error in errors] == [(0,)] * 3
+
+
+@pytest.mark.parametrize("opens", ["accept", "dup", "connect"])
+def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: pytest.MonkeyPatch, opens: str) -> None:
+    lacking: threading.Thread | None = None
+
+    def limit(name: str, owner: Any) -> None:
+        usual = getattr(owner, name)
+
+        def limited(*given: Any, **more: Any) -> Any:
+            if threading.current_thread() is lacking:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return usual(*given, **more)
+
+        monkeypatch.setattr(owner, name, limited)
+
+    limit("create_connection" if opens == "connect" else opens, socket if opens == "connect" else socket.socket)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        nonlocal lacking
+        if rendezvous.rank == 1:
+            lacking = threading.current_thread()
+        rendezvous.barrier()
+        def connect() -> None:
+            with rendezvous.reporting():
+                rendezvous.connect()
+                rendezvous.barrier()  # rank 0 may have all of its connections
+
+        with pytest.raises(KosError) as caught:
+            connect()
+        assert caught.value.ranks == (1,), caught.value
+        if rendezvous.rank == 1:
+            assert str(caught.value) == (
+                "rendezvous: rank 1 cannot open its connections: [Errno 24] Too many open files"
+            )
+
+    run_ranks(3, body)
+
+
+def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    monkeypatch.setattr(socket, "create_connection", fail)
+    with pytest.raises(RendezvousError, match="rank 1 cannot open its connections: .*Too many open files") as caught:
+        EnvRendezvous(5, environment(1, 2, free_port()))
+    assert caught.value.ranks == (1,) and fail.call_count == 1
 
 
 def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.MonkeyPatch) -> None:

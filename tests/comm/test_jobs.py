@@ -279,6 +279,36 @@ for attempt in range(2):
 
 
 @needs_mpirun
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_an_init_that_all_ranks_refuse_frees_its_communicators(tmp_path: Path, hosts: int) -> None:
+    text = f"""
+from kos.comm.rendezvous import base, mpi_job
+from kos.errors import KosError
+MPI = mpi_job.load_mpi()
+world = MPI.COMM_WORLD
+base.host_id = lambda: f"host {{world.rank % {hosts}}}"
+calls = [dict(backend="mpi", device=0), dict(backend="mock"), dict(backend=("mpi", "tcp")[world.rank])]
+calls.append(dict(backend="mpi", nccl={{"max_ctas": 2}}))
+for call in calls:
+    other = world.Dup()
+    free = other.py2f()
+    other.Free()
+    try:
+        kos.init(timeout=60, **call)
+    except KosError as error:
+        assert error.on_every_rank, call
+    else:
+        sys.exit("not refused")
+    other = world.Dup()
+    assert other.py2f() == free, call
+    other.Free()
+with kos.init("mpi", timeout=60) as comm:
+    assert comm.all_reduce(np.ones(1)) == 2
+"""
+    output(tmp_path, text, 2)
+
+
+@needs_mpirun
 def test_mpi_is_finalized_once(tmp_path: Path) -> None:
     """After what the program registered, whoever imports mpi4py; also where nobody closed the communicator."""
     text = """

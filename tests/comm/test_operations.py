@@ -65,6 +65,47 @@ def test_a_work_stays_in_its_process(way: Callable[[Any], Any]) -> None:
         work.wait()
 
 
+def test_the_repr_of_a_work_and_of_a_persistent_operation() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(2, np.float32)
+        summing = comm.all_reduce_init(x)
+        assert repr(summing) == "<Persistent world: all_reduce of float32[2] by SUM: not started>"
+        if comm.rank == 1:
+            comm.rendezvous.barrier()
+        work = summing.start()
+        if comm.rank == 0:
+            assert repr(work) == "<Work world: all_reduce #0 of float32[2] by SUM: in flight>"
+            assert repr(summing) == "<Persistent world: all_reduce #0 of float32[2] by SUM: in flight>"
+            comm.rendezvous.barrier()
+        work.wait()
+        assert repr(work) == "<Work world: all_reduce #0 of float32[2] by SUM: complete>"
+        assert repr(summing) == "<Persistent world: all_reduce #0 of float32[2] by SUM: complete>"
+        comm.synchronize()
+        assert repr(summing) == "<Persistent world: all_reduce #0 of float32[2] by SUM: complete>"
+        if comm.rank == 0:
+            receiving = comm.recv_init(x, src=1, tag=3, timeout=0.05)
+            work = receiving.start()
+            with pytest.raises(CollectiveTimeout):
+                work.wait()
+            assert repr(work).endswith("recv #0 of float32[2], from rank 1 with tag 3: failed: CollectiveTimeout>")
+            assert repr(receiving).endswith("with tag 3: failed: CollectiveTimeout>")
+        over.wait(20)
+
+    over = threading.Barrier(2)
+    spawn(body, 2, timeout=30)
+
+
+def test_the_repr_of_what_is_queued_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(gpu: Any) -> None:
+        summing = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
+        assert repr(summing) == "<Persistent world: all_reduce of float32[3] by SUM: not started>"
+        assert repr(summing.start()) == "<Work world: all_reduce #0 of float32[3] by SUM: queued on cuda:0>"
+        assert repr(summing) == "<Persistent world: all_reduce #0 of float32[3] by SUM: queued on cuda:0>"
+
+    with no_gpu(monkeypatch):
+        FakeRanks(1).run(body)
+
+
 def test_keywords_that_are_none() -> None:
     with kos.init("mock") as comm:
         with pytest.raises(TypeError, match=r"all_reduce\(\) got an unexpected keyword argument 'algoritm'$"):

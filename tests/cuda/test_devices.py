@@ -83,15 +83,28 @@ def _say(code: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_without_the_cuda_packages() -> None:
-    said = _say("import sys; sys.modules['cuda.bindings'] = None")
-    assert said.count(f"the CUDA packages are not installed: {install('cuda')}") == 2
-    assert " ()" in said
+_NO_PACKAGES = "import sys; sys.modules['cuda.bindings'] = None"
+
+
+def _some_library() -> bytes:
+    """A library that loads, and has nothing of a driver."""
+    other = re.search(r"/.*/libm[.-].*", Path("/proc/self/maps").read_text())
+    assert other
+    return Path(other[0]).read_bytes()
+
+
+def test_without_the_cuda_packages(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_bytes(_some_library())
+    said = _say(_NO_PACKAGES, LD_LIBRARY_PATH=f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}")
+    assert f"the CUDA packages are not installed: {install('cuda')} ()" in said
+    assert f"CUDA: the CUDA packages are not installed: {install('cuda')}" in said
 
 
 @pytest.mark.skipif("no CUDA driver" not in (cuda.unavailable() or ""), reason="there is a CUDA driver")
-def test_without_a_driver() -> None:
-    assert _say("").count("no CUDA driver (libcuda.so.1) on this machine") == 2
+@pytest.mark.parametrize("code", ["", _NO_PACKAGES], ids=["packages", "no packages"])
+def test_without_a_driver(code: str) -> None:
+    """Packages would not help."""
+    assert _say(code).count("no CUDA driver (libcuda.so.1) on this machine") == 2
 
 
 def test_a_driver_that_cannot_be_used(tmp_path: Path) -> None:
@@ -101,9 +114,7 @@ def test_a_driver_that_cannot_be_used(tmp_path: Path) -> None:
     library.write_bytes(b"")
     path = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
     assert _say("", LD_LIBRARY_PATH=path).count(f"the CUDA driver does not load: {library}: file too short") == 2
-    other = re.search(r"/.*/libm[.-].*", Path("/proc/self/maps").read_text())
-    assert other
-    library.write_bytes(Path(other[0]).read_bytes())
+    library.write_bytes(_some_library())
     said = _say("", LD_LIBRARY_PATH=path)
     assert said.count("the CUDA driver (libcuda.so.1) does not work: Failed to get cuGetProcAddress") == 2
 

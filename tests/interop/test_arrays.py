@@ -112,3 +112,17 @@ def test_allocate_takes_dtypes_of_torch() -> None:
         return [str(array.dtype) for array in arrays]
 
     assert spawn(body, 2, timeout=20) == [["float32", "bfloat16", "bool"]] * 2
+
+
+def test_views_of_a_tensor_are_ndarrays() -> None:
+    torch = pytest.importorskip("torch")
+
+    def body(comm: kos.Communicator) -> list[Any]:
+        x = torch.from_numpy(comm.allocate(2, np.float32))
+        views = comm.views(x)
+        assert all(type(view) is np.ndarray for view in views)
+        views[1 - comm.rank][:] = comm.rank
+        comm.barrier()
+        return x.tolist()
+
+    assert spawn(body, 2) == [[1, 1], [0, 0]]

@@ -392,8 +392,9 @@ def test_a_folder_is_one_runs_at_a_time(text: Path, tmp_path: Path) -> None:
 
     def run(comm: Communicator) -> None:
         trainer = Trainer(config, comm)
-        with pytest.raises(ConfigError, match="expected a free folder, got one that a run is writing to"):
-            Trainer(config, comm)
+        for later in (config, config.model_copy(update={"data": str(tmp_path / "missing.txt")})):  # not read
+            with pytest.raises(ConfigError, match="expected a free folder, got one that a run is writing to"):
+                Trainer(later, comm)
         trainer.run()
 
     spawn(run, 1)

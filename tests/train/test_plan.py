@@ -341,6 +341,13 @@ def test_what_no_run_has_confirmed_is_said(flags, said):
     assert len(notes) == len(said) and all(part in note for part, note in zip(said, notes, strict=True))
 
 
+def test_a_gpu_that_is_assumed_is_said(monkeypatch):
+    for here, said in ((None, "H200 (no GPU is here: see --gpu), "), ("NVIDIA H100 80GB HBM3", "H100, ")):
+        monkeypatch.setattr(planning, "gpu_here", lambda here=here: here)
+        line = planning.report(["--plan", "--preset", "tiny", "--ranks", "2"]).partition("\n")[0]
+        assert line.startswith("2 ranks on ") and said in line and ("see --gpu" in line) == (here is None)
+
+
 def test_the_vocabulary_is_that_of_the_data(tmp_path):
     """As in a run, token files of 16 bits have the vocabulary size 50,257."""
     header = np.array([20240520, 1, 300, *[0] * 253], "<i4")

@@ -134,6 +134,8 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
     _train(text, tmp_path / "a", steps=1)
     _train(text, tmp_path / "b", steps=1)
     missing, source = tmp_path / "missing.txt", str(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="--resume: .*nowhere: expected a checkpoint .*, got no such folder"):
+        _train(missing, tmp_path / "c", 2, resume=str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="of another run"):
         _train(missing, tmp_path / "b", 2, resume=source)
     with pytest.raises(CheckpointError, match="expected the model of this run, tie_word_embeddings False, got True"):
@@ -166,9 +168,9 @@ def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> N
     assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting a new run\n")
     assert "(1 layer x 32)" in said and ", 4 ranks (tp 2, cp 2), 8 x 32 tokens a step\n" in said
     assert "in all: 1 step of " in said
-    _train(text, tmp_path, 2, steps=2, **how)
+    _train(text, tmp_path, 2, steps=2, zero=1, **how)
     said = capsys.readouterr().out
-    assert "no checkpoint" not in said and ", 2 ranks, 8 x 32 tokens a step\n" in said
+    assert "no checkpoint" not in said and ", 2 ranks, ZeRO-1, 8 x 32 tokens a step\n" in said
     assert "in all: 1 step of " in said and ", 1 validation of " in said
 
 

@@ -31,6 +31,10 @@ class DeviceWork(Work[Any]):
         self.backend = backend  # ``kos.comm.gpu.backend.DeviceBackend``
         self.event = event  # recorded after an operation on the communicator's own stream
 
+    @property
+    def state(self) -> str:
+        return f"queued on cuda:{self.backend.device}"  # an event's query could disturb the capture of a graph
+
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with everything on its stream)."""
         if self.event is None:

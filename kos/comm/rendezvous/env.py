@@ -33,7 +33,7 @@ from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES,
 from kos.comm.rendezvous.notices import Notices, TCPNotices
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
-from kos.comm.rendezvous.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback
+from kos.comm.rendezvous.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback, lacks_files
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -116,6 +116,8 @@ class TCPRendezvous(Rendezvous):
                     connection.close()
                 if isinstance(error, KosError) and error.ranks:
                     raise
+                if lacks_files(error):
+                    raise self._unable(error) from error
                 if isinstance(error, TimeoutError):
                     raise self.absent([peer], "tcp", timeouts.ANSWER, several=False) from error
                 raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
@@ -164,7 +166,10 @@ class TCPRendezvous(Rendezvous):
             return self._child([self.rank], "", None)
         assert self._listener is not None
         key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
-        others, missing = admit_all(self._listener, key, above, self.size, deadline, gone)
+        try:
+            others, missing = admit_all(self._listener, key, above, self.size, deadline, gone)
+        except OSError as error:
+            raise self._unable(error) from error
         ranks, (listener, hub_address) = sorted([self.rank, *others]), self._listen()
         for connection in others.values():
             connection.post(json.dumps([missing, ranks, hub_address]).encode())
@@ -215,14 +220,9 @@ class TCPRendezvous(Rendezvous):
         if self.size == 1:
             return
         host, port, purpose = json.loads(hub_address)
-        try:
-            self._join(host, [port], purpose.encode(), listener)
-        except OSError as error:
-            if isinstance(error, KosError):  # a CollectiveTimeout of another rank
-                raise
-            raise self._unable(error) from error
+        self._join(host, [port], purpose.encode(), listener)
 
-    def _unable(self, error: OSError) -> KosError:
+    def _unable(self, error: BaseException) -> KosError:
         me = self.ledger.world[self.rank]
         return blaming(RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}"), [me])
 
@@ -269,10 +269,14 @@ class TCPRendezvous(Rendezvous):
             self._addresses = [(host, port) for host, port, *_ in everyone]
             self._set_neighbours([place for _, _, *place in everyone])
         except BaseException as error:
+            unable = isinstance(error, OSError) and not isinstance(error, KosError)  # as a CollectiveTimeout is both
+            failure = self._unable(error) if unable else error
             if self._connection is not None:
                 if self.failure is None:  # else the others know
-                    self._cut_short(self._unable(error) if isinstance(error, OSError) else error)
+                    self._cut_short(failure)
                 self.close()
+            if unable:
+                raise failure from error
             raise
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
@@ -283,6 +287,8 @@ class TCPRendezvous(Rendezvous):
                 try:
                     found = self.network.call(host, port, purpose, self.rank, self.size, deadline, greeting_seconds)
                 except (OSError, HandshakeError) as error:
+                    if lacks_files(error):
+                        raise
                     problem = f"{host or self.network.hub}:{port}: {error}"
                     if isinstance(error, ConnectionRefusedError) and not self._is_job:  # it listened before
                         raise self.ledger.lost(0, "its connection was refused", "rendezvous") from error

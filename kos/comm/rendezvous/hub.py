@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kos.comm import timeouts
-from kos.comm.failures import Ledger
+from kos.comm.failures import Ledger, blaming, to_record
 from kos.comm.rendezvous.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
 from kos.errors import RendezvousError
 
@@ -92,7 +92,7 @@ class Hub(threading.Thread):
         """Admit all ranks.  Returns the messages received meanwhile.  An abort fails the group at once."""
         began, slots, lost = time.monotonic(), dict[int, bytes](), set[int]()
         while len(present := [*self._members, *self._closed]) < self._size:
-            caller = self._acceptor.admit(min(self._wait_seconds(began, present), _POLL_SECONDS))
+            caller = self._admit(self._wait_seconds(began, present), len(present))
             for rank in self._ready(self._members.keys() - slots.keys(), select.POLLIN, 0.0):
                 try:
                     self._receive(rank, slots)
@@ -122,6 +122,16 @@ class Hub(threading.Thread):
                 self._members[rank].close()
             self._members[rank] = connection
         return slots
+
+    def _admit(self, seconds: float, present: int) -> tuple[int, int, Connection] | None:
+        """The next caller.  Raises _Failure, with rank 0 as the cause, if there is no file descriptor for it."""
+        try:
+            return self._acceptor.admit(min(seconds, _POLL_SECONDS))
+        except OSError as error:
+            self._expected = self._size - present
+            me = self._ledger.world[0]
+            cause = blaming(RendezvousError(f"rank {me} cannot open its connections: {error}"), [me])
+            raise _Failure(LOST, [0], "", to_record(cause)) from None
 
     def _look_for_ended(self, present: list[int]) -> None:
         """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
@@ -225,10 +235,18 @@ class Hub(threading.Thread):
                 with contextlib.suppress(OSError):
                     next(connection.flush(), None)
             self.reported.set()
-            waiting = [connection for connection in waiting + new if not connection.drain()]
+            ended = [connection for connection in waiting + new if connection.drain()]
+            waiting = [connection for connection in waiting + new if connection not in ended]
+            for connection in ended:
+                connection.close()  # this process may have no other file descriptor for a late rank
             if own not in waiting:
                 deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)
-            caller = self._acceptor.admit(_POLL_SECONDS) if waiting or self._expected > 0 else None
+            caller = None
+            if waiting or self._expected > 0:
+                try:
+                    caller = self._acceptor.admit(_POLL_SECONDS)
+                except OSError:  # no file descriptor, until another connection is closed
+                    time.sleep(_POLL_SECONDS)
             new = [] if caller is None else [caller[2]]
             self._expected -= len(new)
             self._refused += new

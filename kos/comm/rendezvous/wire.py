@@ -17,6 +17,7 @@ no other.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import ipaddress
 import os
@@ -42,7 +43,7 @@ Waiting = Generator[int, None, T]
 MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
 MAX_PENDING = 256  # callers in their handshakes
-_NO_FILES_SECONDS = 0.1  # pause of a listener that is out of file descriptors
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 _MAGIC = b"kos/tcp2"  # the protocol and its version
 _NONCE = 32
@@ -217,7 +218,10 @@ class Acceptor:
         self._selector.close()
 
     def admit(self, seconds: float) -> tuple[int, int, Connection] | None:
-        """Rank, size and connection of the next authenticated caller; None after ``seconds``."""
+        """Rank, size and connection of the next authenticated caller; None after ``seconds``.
+
+        Raises OSError if this process has no file descriptor left for a caller.
+        """
         deadline = time.monotonic() + seconds
         if self._listener.fileno() < 0:
             time.sleep(seconds)
@@ -234,11 +238,12 @@ class Acceptor:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # probably too many open files: reject the oldest caller
-            if self._callers:
-                self._reject(next(iter(self._callers)))
-            else:
-                time.sleep(_NO_FILES_SECONDS)
+        except OSError as error:
+            if not lacks_files(error):
+                return  # the caller has gone
+            if not self._callers:
+                raise
+            self._reject(next(iter(self._callers)))  # perhaps a stranger, who makes room for this caller
             return
         _prepare(sock)
         if len(self._callers) >= MAX_PENDING:
@@ -272,7 +277,7 @@ def admit_all(
 ) -> tuple[dict[int, Connection], list[int]]:  # fmt: skip
     """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline and not ``gone``.
 
-    ``look`` is called every second and may raise.  Closes the listener.
+    ``look`` is called every second and may raise.  Closes the listener.  Raises the OSError of ``Acceptor.admit``.
     """
     admitted: dict[int, Connection] = {}
     with listener, closing(Acceptor(listener, key)) as acceptor:
@@ -325,6 +330,11 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Calla
                 look()
         else:
             raise TimeoutError("no answer in time")
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Whether the error says that this process, or this host, has no file descriptor or memory for another socket."""
+    return isinstance(error, OSError) and error.errno in _NO_FILES
 
 
 def is_loopback(host: str) -> bool:

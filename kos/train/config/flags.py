@@ -12,12 +12,13 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
 from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
+from kos.reporting import Parser
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config.options import KEYS, TrainConfig, build, closest, flag_of, flatten, preset_values
 from kos.train.config.presets import PRESETS
@@ -35,14 +36,6 @@ GROUPS = {
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
 """The groups of ``--help``: the first setting of each, and its title."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if message.endswith("expected one argument"):
-            message += ", got none"
-        message = message.replace("ignored explicit argument", "expected no value, got")
-        raise ConfigError(message.removeprefix("argument "))
 
 
 def _type_of(field: FieldInfo) -> Any:
@@ -76,7 +69,7 @@ def _add_plan(group: Any) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """One flag per field, grouped; no flag has a default here, so that only the given ones are known."""
-    parser = _Parser(
+    parser = Parser(
         prog=program("kos.train"),
         usage=f"[mpirun -n RANKS] {program('kos.train')} [--preset NAME] [--config FILE] [flags]",
         description="Train a LLaMA. A preset gives the values, a file overrides it, flags override both.",
@@ -139,7 +132,7 @@ def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], i
     number of ranks and the GPU.  A setting of a file counts as given if it differs from its default, since the
     config.json of a run has every setting.
     """
-    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
     _add_plan(parser)
     arguments, words = parser.parse_known_args(argv)
     config, ranks = parse(words), getattr(arguments, "ranks", None)

@@ -91,7 +91,7 @@ class Engine(Step):
         raise NotImplementedError
 
     def sampling_ops(self) -> Ops:
-        """The stages that accept a pass of any length."""
+        """The operations that accept a pass of any length."""
         raise NotImplementedError
 
     def close(self, failed: bool = False) -> None:

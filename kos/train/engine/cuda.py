@@ -136,7 +136,7 @@ class CudaEngine(Engine):
         return Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)
 
     def _search(self, model: LlamaConfig, accumulation_steps: int) -> dict[str, str]:
-        """The fastest algorithms for the matrix products: found by one rank of a machine, used by all, and later.
+        """The fastest algorithms for the matrix products: found by one rank of a machine, for all ranks and later runs.
 
         Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need; where
         this very code has made them before, with these shapes, all is found already.  They compute with numbers like

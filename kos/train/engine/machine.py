@@ -89,7 +89,7 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of Python and of the installed packages."""
+    """The versions of Python and of those ``packages`` that are installed."""
     versions = {"python": platform.python_version()}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

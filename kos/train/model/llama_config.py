@@ -55,7 +55,7 @@ class FlopsPerToken(NamedTuple):
 
 
 class LayerNames(NamedTuple):
-    """The weights of a layer as a model reads them: four matrices, two of which may be groups, and their norms."""
+    """The names of a layer's weights as a model reads them: four matrices, two of which may be groups, and norms."""
 
     input_norm: str
     qkv: str

@@ -10,6 +10,7 @@ import secrets
 import tempfile
 import time
 from pathlib import Path
+from typing import TextIO
 
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError
@@ -65,13 +66,26 @@ def check_folder(out: Path, rank: int) -> None:
 def lock_folder(out: Path, held: contextlib.ExitStack) -> None:
     """Lock ``out`` until ``held`` closes, and write a random name of this run to the lock file.
 
-    Raises BlockingIOError if another run holds the lock.
+    Raises ConfigError if another run holds the lock.
     """
     lock = held.enter_context((out / LOCK).open("a"))
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    _take(lock, out)
     lock.truncate(0)
     lock.write(secrets.token_hex(8))
     lock.flush()
+
+
+def check_unlocked(out: Path) -> None:
+    """ConfigError if another run holds the lock of ``out``, without taking it."""
+    with contextlib.suppress(OSError), (out / LOCK).open("r+") as lock:
+        _take(lock, out)
+
+
+def _take(lock: TextIO, out: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"--out {out}: expected a free folder, got one that a run is writing to") from error
 
 
 def check_shared(out: Path, comm: Communicator) -> str:

@@ -168,18 +168,21 @@ def report(argv: Sequence[str]) -> str:
     if config.deterministic:
         raise ConfigError("--plan: expected no --deterministic, whose sums in order are not predicted, got it")
     model = config.model_config_for(vocabulary or ByteTokenizer.vocab_size)
+    assumed = False
     if config.device == "cpu":
         rates = cpu_rates(ranks)
     elif config.dtype == "float32":
         raise ConfigError("--dtype: expected bfloat16 with --plan for GPUs, whose rates are known, got float32")
     else:
         config = config.model_copy(update={"device": "cuda"})
-        rates = gpu_rates(gpu or gpu_here() or "H200", model.head_dim)
+        gpu = gpu or gpu_here()
+        rates, assumed = gpu_rates(gpu or "H200", model.head_dim), gpu is None
     legal, refused = plan(config, given, ranks, rates, model)
     if not legal:
         raise ConfigError(f"--plan: expected a layout of {plural(ranks, 'rank')}, got none: {refused[0][1]}")
     return "\n".join([
-        f"{plural(ranks, 'rank')} on {rates.name}, {model.num_parameters():,} parameters, "
+        f"{plural(ranks, 'rank')} on {rates.name}{' (no GPU is here: see --gpu)' * assumed}, "
+        f"{model.num_parameters():,} parameters, "
         f"{config.batch_size} x {config.seq_len} tokens a step",
         "memory (GiB), and bytes sent a step over each axis (GB): those of the rank that has most",
         table(legal),

@@ -404,7 +404,7 @@ class PeerEngine:
         return self._bind_writes("all_to_all", send, recv, nbytes)
 
     def write_algorithm(self, name: str, nbytes: int, beside: bool = False) -> str:
-        """The function that writes ``nbytes`` from each rank to symmetric memory of each: by ``name`` or copy engines."""
+        """The algorithm that writes ``nbytes`` from each rank to symmetric memory of each: ``name``, or "copies"."""
         return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
 
     def _bind_writes(self, name: str, send: int, recv: int, nbytes: int, beside: bool = False) -> Run | None:
@@ -600,4 +600,4 @@ def _ends(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _nothing(stream: Any) -> None:
-    """The function that is queued if there is nothing to do."""
+    """Queues nothing, for operations without work."""

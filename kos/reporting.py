@@ -1,0 +1,56 @@
+"""The errors with which the ranks of a command end: one line each, printed once for all ranks that have it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+from kos.errors import ConfigError, KosError, RankLost, in_words
+
+RANK_0_SECONDS = 10.0
+"""How long the other ranks wait for rank 0 to print an error that all have; its exit ends them."""
+
+TURN_SECONDS = 0.3
+"""How much later than the rank before a rank prints an error that others may have too: that exit ends it first."""
+
+LOST_SECONDS = 3.0
+"""How long a rank that lost another waits before it prints that: under mpirun the other's exit ends it first.
+It does not wait if the process of the other rank ended without a report."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError for arguments that it refuses."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += ", got none"
+        message = message.replace("ignored explicit argument", "expected no value, got")
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def report(error: Exception, rank: int, note: str = "", debug: bool = False) -> None:
+    """Print the error and its note on one line; the process then ends with an exit code that is not 0.
+
+    mpirun ends the other ranks as soon as one process exits with an error. So a rank that only saw another rank fail
+    lets that rank print first. If several ranks have the same error, the lowest of them prints it, once. ``debug``:
+    print the traceback before it.
+    """
+    shared = isinstance(error, KosError) and error.on_every_rank
+    likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
+    if (shared or likely) and rank != 0:
+        time.sleep(RANK_0_SECONDS)
+    if shared and rank != 0:
+        return
+    if isinstance(error, RankLost) and "its process" not in str(error):
+        time.sleep(LOST_SECONDS)
+    if not shared:
+        time.sleep(min(rank, 8) * TURN_SECONDS)
+    if debug:
+        traceback.print_exception(error)
+    where = "" if shared or (likely and rank == 0) else f"rank {rank}: "
+    with contextlib.suppress(OSError, ValueError):
+        print(f"kos: error: {where}{in_words(error)}{note}", file=sys.stderr, flush=True)
