@@ -1,4 +1,4 @@
-"""What a call costs in two trees, by turns: python -m benchmarks.compare OLD NEW [--ranks N] [--backend B] [--graph]
+"""The cost of a call in two source trees: python -m benchmarks.compare OLD NEW [--ranks N] [--backend B] [--graph]
 
 OLD and NEW are folders that each hold a package `kos`.  Each round starts, for each backend and tree, a job of that
 many ranks (mpirun; `tcp` by environment).  It times an all_reduce of 1 KB, in loops of 100 calls: eager, persistent

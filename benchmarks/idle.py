@@ -1,9 +1,9 @@
 """How long each rank of a pipeline computes and how long it waits: ``python -m benchmarks.train --idle --pp 4``.
 
 A rank records a timestamp before and after each pass of its schedule, the gradient norm and the update. On a GPU, a
-timestamp is an event on the engine's stream, and so a node of the step's CUDA graph. A rank is idle while it does none
-of these: it waits for messages, for sums of gradients, or for the last rank. If messages slow a pass down, the whole
-pass counts as computing.
+timestamp is an event on the engine's stream, and therefore a node of the step's CUDA graph. A rank is idle while it
+runs none of these: it waits for messages, for sums of gradients, or for the last rank. If messages slow a pass down,
+the whole pass counts as computing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kos.train.tools.profile import Marks
 
 
 class Stamps:
-    """Timestamps around the passes of ``engine``, of its last step. Construct it before the engine's first step."""
+    """Timestamps around the passes of the last step of ``engine``. Construct it before the engine's first step."""
 
     def __init__(self, engine: Any) -> None:
         self.engine, self.actions = engine, engine.pipeline.actions

@@ -1,8 +1,8 @@
-"""What is always on costs a call: python -m benchmarks.recorder
+"""What the flight recorder and the comparison of calls cost per call: python -m benchmarks.recorder
 
 Times apart from everything else, as the communicator makes them: the flight recorder's record of a launched call
 and of its completion; and on a host the fingerprint of a call, its publication
-and its comparison with the other ranks' calls, which have come.  Nanoseconds a call, the best of many runs.
+and its comparison with the other ranks' calls, which have arrived.  Nanoseconds per call, the best of many runs.
 """
 
 from __future__ import annotations

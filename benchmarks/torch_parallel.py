@@ -1,4 +1,4 @@
-"""PyTorch's own tensor and context parallelism for ``benchmarks.torch_llama``, beside kos' ``--tp`` and ``--cp``."""
+"""PyTorch's own tensor and context parallelism for ``benchmarks.torch_llama``, for kos's ``--tp`` and ``--cp``."""
 
 from __future__ import annotations
 

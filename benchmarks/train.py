@@ -1,4 +1,4 @@
-"""Tokens per second of training, kos beside PyTorch: ``python -m benchmarks.train --preset tiny --compare torch``.
+"""Tokens per second of training with kos and PyTorch: ``python -m benchmarks.train --preset tiny --compare torch``.
 
 The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
 the engine that ``python -m kos.train`` runs, whose flags are taken here too (``--tp 2`` is a layout); torch are the
@@ -246,7 +246,7 @@ Keep = Callable[[list[Group], dict[str, str]], object]
 def measure(
     options: argparse.Namespace, arguments: list[str], logs: Path, keep: Keep = lambda groups, skipped: None
 ) -> tuple[list[Group], dict[str, str]]:
-    """kos and every variant of torch that came through, and why the others did not; ``keep`` gets them after each."""
+    """Measure kos and every variant of torch: those that succeeded, and why others failed; ``keep`` gets each."""
     variants = options.torch.split(",") if options.compare else []
     kos = Group("kos", options, arguments, logs)
     groups, skipped, enough = [kos], {}, options.repeats
@@ -407,7 +407,7 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
         epilog="All other flags are those of python -m kos.train.",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--compare", choices=("torch", "picotron"), help="what to measure beside kos")
+    parser.add_argument("--compare", choices=("torch", "picotron"), help="library to compare with kos")
     parser.add_argument("--picotron", metavar="PATH", help="the clone of huggingface/picotron for --compare picotron")
     parser.add_argument("--torch", metavar="VARIANT,…", help=f"on CPUs {VARIANTS['cpu']}, on GPUs {VARIANTS['cuda']}")
     parser.add_argument("--ranks", type=int, help="processes of each; default: mpirun's, or 1")

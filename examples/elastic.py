@@ -1,4 +1,4 @@
-"""Training that loses a rank and goes on: the survivors shrink the group, agree on a step, and repeat it.
+"""Training that loses a rank and continues: the survivors shrink the group, agree on a step, and repeat it.
 
 Every rank holds the weights, so no checkpoint has to be read; a rank that died is not replaced.  KILL=rank:step ends
 that rank there, as a failing host would.
@@ -36,7 +36,7 @@ def train(comm):
             steps = comm.all_gather(np.array([step])).ravel()  # some ranks may have completed the sum
             step, furthest = int(steps.max()), int(steps.argmax())
             comm.broadcast(weights, furthest)
-            print(f"rank {me} goes on at step {step} with {comm.size} ranks: {error}", flush=True)
+            print(f"rank {me} continues at step {step} with {comm.size} ranks: {error}", flush=True)
             continue
         weights -= RATE * mean
         step += 1

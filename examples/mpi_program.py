@@ -1,4 +1,4 @@
-"""kos beside plain MPI calls in one mpi4py program, and in place of ``comm.Allreduce``.
+"""kos together with plain MPI calls in one mpi4py program, and instead of ``comm.Allreduce``.
 
 kos takes the program's communicator, makes its own duplicate of it and sets no hook of the process: the program starts
 and ends MPI.  Messages of MPI and operations of kos may be in flight at once; they never match each other.

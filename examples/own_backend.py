@@ -1,4 +1,4 @@
-"""A backend of one's own: messages by mpi4py, and every operation of kos on top of them.
+"""A backend of your own: messages by mpi4py, and every operation of kos on top of them.
 
 docs/guides/writing-a-backend.md builds one that also compares calls, and names failures.
 

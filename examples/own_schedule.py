@@ -1,4 +1,4 @@
-"""An algorithm of one's own for all_reduce: verified, simulated on GPUs that are not there, then run.
+"""An algorithm of your own for all_reduce: verified, simulated on GPUs that this machine need not have, then run.
 
 Neighbours share a host, so each odd rank first adds to the even rank before it.  The even ranks send to rank 0, which
 sends the sum back; the odd ranks get it last.  "A schedule of your own" in docs/guides/collectives.md explains

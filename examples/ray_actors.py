@@ -1,4 +1,4 @@
-"""kos between Ray actors: by ray.util.collective, and as a communicator of the actors' own.
+"""kos between Ray actors: through ray.util.collective, and with a separate communicator.
 
 python examples/ray_actors.py
 """

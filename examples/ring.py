@@ -1,4 +1,4 @@
-"""An all-reduce by hand, round a ring of messages, beside the library's own.
+"""An all-reduce written by hand as a ring of messages, compared with the library's own.
 
 Each rank sends to the rank after it and receives from the one before.  First every block of the array goes once round
 the ring and is added up on its way; then every finished block goes round again.  Each rank sends 2 (n - 1) / n of the

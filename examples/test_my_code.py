@@ -1,4 +1,4 @@
-"""Tests of one's own distributed code, on ranks that are threads: no launcher, no GPU, and faults on order.
+"""Tests of your own distributed code, on ranks that are threads: no launcher, no GPU, and faults on demand.
 
 pytest -p kos.testing.plugin examples/test_my_code.py
 """
@@ -43,7 +43,7 @@ def test_a_branch_that_one_rank_does_not_take_is_found(spawn_ranks):
 
 def test_messages_that_wait_for_each_other_are_found():
     def body(comm):
-        comm.send(np.ones(3), 1 - comm.rank)  # nccl would wait here for ever
+        comm.send(np.ones(3), 1 - comm.rank)  # nccl would wait here forever
         return comm.recv(np.empty(3), 1 - comm.rank)
 
     with pytest.raises(Deadlock, match="the cycle: rank 0 -> rank 1 -> rank 0"):

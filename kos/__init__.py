@@ -1,4 +1,4 @@
-"""kos: collective communication without torch, and a LLaMA trainer that stands on it.
+"""kos: collective communication without torch, and a LLaMA trainer built on it.
 
 Names are imported when they are first used: ``import kos`` alone loads neither NumPy nor anything else.
 """

@@ -44,7 +44,7 @@ class CollectiveError(KosError):
 
 
 class Interrupted(CollectiveError):
-    """An operation that a Ctrl-C, or another signal's exception, cut short in the middle of a step."""
+    """Ctrl-C, or another signal's exception, interrupted an operation in the middle of a step."""
 
 
 class CollectiveMismatch(CollectiveError):
@@ -72,7 +72,7 @@ class CheckpointError(KosError):
 
 
 class TrainingError(KosError):
-    """Training cannot go on: a loss or a gradient is not finite."""
+    """Training cannot continue: a loss or a gradient is not finite."""
 
 
 class OutOfMemory(KosError, MemoryError):
@@ -128,7 +128,7 @@ def describe(error: BaseException) -> tuple[str, str]:
 
 
 def debugging() -> bool:
-    """Whether KOS_DEBUG asks for whole tracebacks."""
+    """Whether KOS_DEBUG requests full tracebacks."""
     return os.environ.get("KOS_DEBUG", "0") not in ("", "0")
 
 

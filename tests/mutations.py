@@ -178,7 +178,7 @@ MUTATIONS = [
              "tests/comm/test_jobs.py -k forked"),
     Mutation(HOST + "tcp.py", "ABORT, str(self.broken or reason)", 'ABORT, ""',
              "tests/comm/test_host_messages.py -k announced_message"),
-    Mutation(TRAIN + "tools/console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
+    Mutation(TRAIN + "tools/console.py", "except OSError:  # the reader", "except KeyError:  # the reader",
              "tests/train/test_cli.py -k nobody_takes"),
 ]
 

@@ -93,7 +93,7 @@ def test_survivors_go_on() -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 9, 0], texts
     for rank in (0, 2):
-        assert f"rank {rank} goes on at step 4 with 2 ranks: world: all_reduce #4 of" in texts[rank]
+        assert f"rank {rank} continues at step 4 with 2 ranks: world: all_reduce #4 of" in texts[rank]
         assert f"rank {rank}: [1. 2. 3.] after 10 steps on 2 ranks" in texts[rank]
 
 

@@ -1,4 +1,4 @@
-"""Collectives, measured beside their peers: ``mpirun -n 4 python -m benchmarks.collectives``.
+"""Collectives of kos and other libraries, measured: ``mpirun -n 4 python -m benchmarks.collectives``.
 
 Rows read like those of nccl-tests (https://github.com/NVIDIA/nccl-tests): size, count, type, redop, time, algbw,
 busbw and #wrong, out of place and in place.  What differs:
@@ -7,7 +7,7 @@ busbw and #wrong, out of place and in place.  What differs:
   same batch captured in a CUDA graph and replayed, after an untimed graph that runs for 200 us or more.
   ``single_shot``: each call alone after a barrier, from the call to its result, which is what a user who waits for
   it sees.
-- Implementations take turns, batch by batch, so that what else the machine does hits all of them alike.
+- Implementations take turns, batch by batch, so that other load on the machine affects all of them alike.
 - ``time_us`` is the median and ``p99_us`` the 99th percentile of the samples: single calls in ``single_shot``,
   the mean call of a batch otherwise.  The slowest rank counts.
 - ``cpu_us``: for host memory the CPU time of a rank per call (its threads, system calls included), where waiting
@@ -15,12 +15,11 @@ busbw and #wrong, out of place and in place.  What differs:
   divided by its operations.  One rank (``mpirun -n 1``) and 4 bytes show Python's cost of a call,
   beside that of the library's own.
 
-Every timed call has its data checked, and cannot be passed over.  A batch has a slot, its own input and output,
-for each of its calls.  Before the batch all outputs are poisoned and all inputs written, with values that follow
-from (seed, rank, iteration, position) and differ between neighbouring iterations; the calls are timed; then
-every element of every output is compared with what must be there, bit by bit.  ``wrong`` counts the elements
-that differ over all ranks and iterations.  The values are small integers, so that sums are exact in the type
-and no order of additions changes them.
+The data of every timed call is checked.  A batch has a slot, with its own input and output, for each of its calls.
+Before the batch, all outputs are poisoned and all inputs are written, with values that follow from (seed, rank,
+iteration, position) and differ between neighbouring iterations.  Then the calls are timed.  Then every element of every
+output is compared with the expected value, bit by bit.  ``wrong`` counts the elements that differ over all ranks and
+iterations.  The values are small integers, so that sums are exact in the type and independent of their order.
 
 The operations that end in ``_v`` have uneven parts: ranks 0, 2, ... have half of an equal part, ranks 1, 3, ... one and
 a half.  The last of an odd number of ranks has an equal part.  In ``all_to_all_v`` a rank's piece for itself has the

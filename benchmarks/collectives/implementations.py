@@ -1,4 +1,4 @@
-"""What is measured, behind one face: ours here, the peers in ``peers.py`` and ``peers_gpu.py``."""
+"""The implementations under one interface: kos here, the peers in ``peers.py`` and ``peers_gpu.py``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Implementation:
         return True
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
-        """A function that does the operation once and returns when a user of it would go on.
+        """A function that runs the operation once and returns when its caller could continue.
 
         None where the implementation has no such operation, type or place.
         """

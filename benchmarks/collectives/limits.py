@@ -1,4 +1,4 @@
-"""The physical limits that rows are held against (``__init__.py`` says which), measured in the same run.
+"""The physical limits of rows (defined in ``__init__.py``), measured in the same run.
 
 Host: (input + output) / 2 bytes are copied by every rank at once, in slots, batches and mode of the row: each byte
 of the input is read once, each of the output written once.  For an all_reduce in place the copy is one pass that

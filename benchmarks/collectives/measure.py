@@ -17,7 +17,7 @@ from kos.comm import Communicator
 Times = list[float]
 
 _LEAD_US = 200.0
-"""For so long an untimed graph runs before a timed one, whose launch takes tens of microseconds."""
+"""How long an untimed graph runs before a timed one, whose launch takes tens of microseconds."""
 
 
 class Job:
@@ -88,7 +88,7 @@ class HostTimer:
 class DeviceTimer:
     """Times calls that queue work on ``stream``.  ``lead`` is queued before the timed calls: it aligns the GPUs.
 
-    The lead of a graph is a graph of the same call.  While it runs, the launch of the timed graph completes.
+    An untimed graph of the same call precedes the timed graph.  While it runs, the launch of the timed graph completes.
     """
 
     MODES = ("graph", "eager", "single_shot")

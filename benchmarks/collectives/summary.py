@@ -1,4 +1,4 @@
-"""What a person wants to know of a run: the fastest by size, and kos beside each peer, worst rows first."""
+"""The summary of a run: the fastest library by size, and kos compared with each peer, worst rows first."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 try:
     import torch
-except ImportError:  # told of once the arguments are known to be right
+except ImportError:  # reported after the arguments have been checked
     torch = None
 
 from benchmarks import kernels

@@ -1,4 +1,4 @@
-"""What the cases are made of: tensors, launches of naive kernels, results of the numpy dialect."""
+"""The building blocks of cases: tensors, launches of naive kernels, results of the numpy dialect."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Zoo:
     def case(
         self, name: str, *arguments: Any, writes: Sequence[torch.Tensor], columns: bool = False, **more: Any
     ) -> Case:
-        """Of an operation of both dialects: ours on the GPU is the fast one, numpy's in float64 what is expected.
+        """The case of an operation that both dialects have: the GPU's is timed, NumPy's in float64 is the reference.
 
         Bytes and flops are those that the trainer's ``--profile`` counts, unless given.
         """

@@ -100,7 +100,7 @@ MODELS = [  # preset, sequences of a GPU, tokens of a sequence, label
 
 
 def trained(ranks: int) -> list[Trained]:
-    """Every model that was measured beside PyTorch on so many H200."""
+    """Every model that was measured with kos and PyTorch on this number of H200."""
     found = []
     for preset, batch, tokens, label in MODELS:
         rows = select(f"train-h200-{ranks}", preset=preset, batch_size=batch, seq_len=tokens)

@@ -114,7 +114,7 @@ def collectives() -> Any:
 
 
 def training() -> Any:
-    """Tokens a second of a GPU, by model and number of GPUs, beside compiled PyTorch."""
+    """Tokens per second and GPU of kos and compiled PyTorch, by model and number of GPUs."""
     figure, panels = new(3.9, columns=len(measured.MODELS), sharey=False)
     every = [measured.trained(ranks) for ranks in (1, 4, 8)]
     for axes, (*_, label) in zip(panels[0], measured.MODELS, strict=True):

@@ -1,4 +1,4 @@
-"""How every picture looks: 7 inches wide, legible at 700 pixels."""
+"""The style of all pictures: 7 inches wide, legible at 700 pixels."""
 
 from __future__ import annotations
 

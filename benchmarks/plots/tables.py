@@ -80,7 +80,7 @@ def readme() -> str:
     )
     rows.append(["training `tiny`, 2 ranks on 2 EPYC cores, tokens/s", f"{kos:,.0f}", f"{torch:,.0f} (PyTorch, DDP)",
                  ratio(kos / torch), link("train-epyc-zen4-2.json")])  # fmt: skip
-    return table(["what", "kos", "beside", "times as fast", "recorded"], rows)
+    return table(["measured", "kos", "compared with", "speedup", "results"], rows)
 
 
 ALL_REDUCE = "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
@@ -155,7 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def renewed(text: str, page: Path) -> str:
-    """The page with every marked table written anew.  LookupError where one is not known."""
+    """The page with every marked table regenerated.  LookupError if a table is unknown."""
 
     def write(found: re.Match[str]) -> str:
         if found["name"] not in TABLES:

@@ -149,7 +149,7 @@ def layouts_of_four() -> str:
 
 
 def layouts_peers() -> str:
-    """Layouts beside those of other libraries, on the same batch in the same run."""
+    """Layouts of kos and of other libraries, on the same batch in the same run."""
     names = {"cudnn-master": "PyTorch", "cudnn-master-async": "PyTorch, async", "cudnn-master-alltoall":
              "PyTorch, all-to-all", "flash-master": "PyTorch, its flash attention", "flash": "picotron",
              "flash-fused": "picotron, fused"}  # fmt: skip

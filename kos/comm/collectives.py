@@ -651,7 +651,7 @@ class Operations:
     def _counts_of_all(
         self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int], depth: int = 5
     ) -> list[tuple[int, ...]]:
-        """Each number of every rank for a call without ``what``, made ``depth`` frames up.  The host waits for them."""
+        """The numbers of every rank, for a call without ``what`` made ``depth`` frames up.  The host waits for them."""
         if self._deferred:
             raise InvalidArgument(f"{what}: expected numbers in a batch and for a persistent operation, got None")
         if buffer.device is not None and streams.capture_of(buffer.stream):
@@ -803,9 +803,9 @@ _INTEGERS = {int, np.int64}
 
 
 def _key(counts: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Counts as a part of a cache key.  If they are not a list or a tuple of integers: None, which no cached call has.
+    """Counts as a part of a cache key, or None, which no cached call has, if they are no list or tuple of integers.
 
-    A full call refuses 2.0 and True, which equal integers.
+    2.0 and True equal integers, but an uncached call refuses them.
     """
     if type(counts) is list or type(counts) is tuple:  # isinstance takes twice as long
         return tuple(counts) if _INTEGERS.issuperset(map(type, counts)) else None

@@ -275,7 +275,7 @@ class Communicator(Operations):
         self, color: int | None, key: int, label: str, purpose: str = "", nccl: NCCLOptions | None = None,
         call: str = "split",
     ) -> Communicator | None:  # fmt: skip
-        """``purpose``, which errors name after the call, is the same on all ranks, as the options of NCCL are."""
+        """``purpose``, which errors name after the call, must be equal on all ranks, as the options of NCCL must."""
         options = self._nccl_options(nccl)
         if nccl is not None:
             purpose = ", ".join(filter(None, (purpose, f"nccl {options}")))
@@ -342,7 +342,7 @@ class Communicator(Operations):
             with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 rendezvous.nccl = self.rendezvous.nccl
-                # Without a number: a split in which a rank was lost advanced the count on some ranks only.
+                # The name has no number: a split in which a rank was lost has advanced the count on some ranks only.
                 group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
                 assert group is not None
                 return group
@@ -659,7 +659,7 @@ _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A forked process is no rank: it reports nothing on behalf of the rank, and ends none of its operations."""
+    """A forked process is not a rank: it reports nothing on behalf of the rank, and ends none of its operations."""
     for comm in _communicators:
         comm.backend.engine.disown()
         if not comm._closed:

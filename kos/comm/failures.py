@@ -42,7 +42,7 @@ for a rank that is closed or late.
 
 
 LOOK_SECONDS = 0.2
-"""Seconds between two looks for stopped ranks."""
+"""Seconds between two checks for stopped ranks."""
 
 WHY_CLOSED = "it closed its communicator"
 """The reason for the loss of a rank that has called ``close``: a failure only for a rank that waits for that rank."""
@@ -180,7 +180,7 @@ class Board:
 class StoppedRanks:
     """Finds the ranks of this host that a signal or a debugger has stopped for longer than the usual timeout.
 
-    A call with a longer timeout of its own waits so long for a rank that computes, but not for one that is stopped.
+    A call whose own timeout is longer waits that long for a rank that computes, but not for a rank that is stopped.
     """
 
     def __init__(self, ledger: Ledger, usual: float) -> None:
@@ -189,7 +189,7 @@ class StoppedRanks:
         self._look_at = 0.0
 
     def find(self, awaited: Iterable[int]) -> list[int]:
-        """Those of the awaited ranks, all of the world.  Looks at most every ``LOOK_SECONDS``."""
+        """The awaited ranks that are stopped, as world ranks.  Checks at most every ``LOOK_SECONDS``."""
         now, board = time.monotonic(), self._ledger.board
         if now < self._look_at:
             return []
@@ -199,7 +199,7 @@ class StoppedRanks:
         return [rank for rank, since in self._since.items() if now - since > self._usual]
 
     def check(self, what: object) -> None:
-        """Raise for such a rank in an exchange of all ranks."""
+        """Raise if a rank is stopped, in an exchange of all ranks."""
         if world := self.find(self._ledger.world):
             late = [self._ledger.world.index(rank) for rank in world]
             absent = timeouts.late(self._ledger.names(late), within=self._usual)
@@ -209,8 +209,8 @@ class StoppedRanks:
 class Ledger:
     """The failures of one group, whose rank r is rank ``world[r]`` of the world.
 
-    If the two numbers differ, errors say ``rank 2 of world`` of a rank that failed, and ``rank 1 of the group`` in the
-    arguments of a call.
+    If the two numbers differ, errors name a rank that failed ``rank 2 of world``, and a rank in the arguments of a call
+    ``rank 1 of the group``.
     """
 
     def __init__(self, world: Sequence[int], rank: int, board: Board | None = None, timeout: float = 120.0) -> None:

@@ -205,7 +205,7 @@ class ScheduledBackend(Backend):
         while distance < self.size:
             send = self.transport.isend(empty, (self.rank + distance) % self.size, tag)
             recv = self.transport.irecv(empty, (self.rank - distance) % self.size, tag)
-            yield from _wait_for(recv, send)  # in this order: over MPI, a receive is matched when it is polled
+            yield from _wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
     def _message(self, call: Call) -> Steps:

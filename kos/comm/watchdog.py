@@ -86,7 +86,7 @@ def _end() -> None:
 
 
 def _forked() -> None:
-    """Reset in a forked process, which is no rank."""
+    """Reset in a forked process, which is not a rank."""
     global _thread, _lock, _checking, _stop
     _thread, _lock, _checking, _stop = None, threading.RLock(), threading.Lock(), threading.Event()  # it may hold them
     _watched.clear()

@@ -137,7 +137,7 @@ class Engine:
 
 def forked_from(rank: int) -> str:
     """Why a process that a rank has forked cannot communicate."""
-    return f"this process was forked from rank {rank}; a forked process is no rank"
+    return f"this process was forked from rank {rank}; a forked process is not a rank"
 
 
 class ProgressThread:
@@ -235,7 +235,7 @@ class Work(Generic[T]):
             if self.backend.broken is None:
                 self.backend.engine.unreported.append(self)
             return True
-        except BaseException as error:  # Ctrl-C has ended the generator amid the operation
+        except BaseException as error:  # Ctrl-C has ended the generator during the operation
             self.backend.engine.remove(self)
             self._fail(Interrupted(f"{self.call}: interrupted by {type(error).__name__}"))
             raise

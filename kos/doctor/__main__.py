@@ -46,7 +46,7 @@ class Doctor:
     def begin(self, stage: str, seconds: float) -> None:
         """Begin the next stage, which must end within ``seconds``.
 
-        A library may wait for ever, and may hold Python's lock while it waits: the second alarm needs no lock.
+        A library may wait forever, and may hold Python's lock while it waits: the second alarm needs no lock.
         """
         self.rest()
         self.stage, self.limit = stage, seconds

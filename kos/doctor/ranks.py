@@ -65,7 +65,7 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
             found = f"{ranks_in_words(without)} see{'s' * (len(without) == 1)} none"
             yield Check("GPUs of the ranks", NO, found, "look at CUDA_VISIBLE_DEVICES there")
         elif 0 < len(gpus) < len(ranks):
-            found = f"{where} share {plural(len(gpus), 'GPU')}: backend peer can, nccl cannot"
+            found = f"{where} share {plural(len(gpus), 'GPU')}: peer can be used, nccl cannot"
             yield Check("GPUs of the ranks", NO, found, "start a rank for each GPU")
 
 

@@ -132,5 +132,5 @@ def _empty(leaf: Any, shape: Shape) -> Any:
         raise InvalidArgument(f"tree: expected arrays on one device, got {leaf.sharding}: {error}") from error
     if kind in ON_GPU:
         return Array.empty(shape, leaf.dtype, device)
-    memory = allocate_host(math.prod(shape) * leaf.dtype.itemsize)  # JAX copies memory aligned to less than 64 bytes
+    memory = allocate_host(math.prod(shape) * leaf.dtype.itemsize)  # aligned to 64 bytes, else JAX copies it
     return memory.view(leaf.dtype).reshape(shape)

@@ -179,7 +179,7 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
                 if immutable(x):
                     array.flags.writeable = False
                 return array
-        except Exception as error:  # whatever its library raises: torch, ValueError for meta tensors
+        except Exception as error:  # libraries raise different types, such as torch ValueError for meta tensors
             raise InvalidArgument(
                 f"{what}: expected an array that DLPack can share, got {type(x).__name__}: {error}"
             ) from error

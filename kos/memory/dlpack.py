@@ -140,7 +140,7 @@ class ImportedTensor:
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """Of memory on the host; elements as bytes, for NumPy has no names of the short floats."""
-        # Empty memory may have no address. NumPy would take a null pointer for none, and 1 is MPI_IN_PLACE of Open MPI.
+        # Empty memory may have no address. NumPy would treat a null pointer as None, and 1 is Open MPI's MPI_IN_PLACE.
         place = self.pointer or ctypes.addressof(self._managed), self.readonly
         return {"version": 3, "data": place, "shape": self.shape, "typestr": f"|V{self.dtype.itemsize}"}
 

@@ -113,7 +113,7 @@ def _torch_dtype(dtype: Any) -> DType | None:
 
 
 def negated(x: Any) -> bool:
-    """Whether ``x`` is a torch tensor that holds its values with the other sign, which DLPack does not tell."""
+    """Whether ``x`` is a torch tensor that stores its values negated, which DLPack does not report."""
     return library_of(x) == "torch" and bool(x.is_neg())
 
 

@@ -41,7 +41,7 @@ class Exchange(Protocol):
 def on_all(exchange: Exchange, what: str, step: Callable[[], bytes | None]) -> list[bytes]:
     """Run a step that succeeds on all ranks or raises on all of them.  Returns the result of each rank.
 
-    A rank whose step fails raises its error, the others PeerMemoryError, which names the ranks that failed.
+    A rank whose step fails raises its own error.  The others raise PeerMemoryError, which names the ranks that failed.
     """
     try:
         mine = b"+" + (step() or b"")
@@ -190,7 +190,7 @@ class MappedPart:
 
     @property
     def closed(self) -> bool:
-        """Whether the slab is mapped no more."""
+        """Whether the slab is no longer mapped."""
         return not self._memory.pointers
 
 

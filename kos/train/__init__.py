@@ -1,4 +1,4 @@
-"""A LLaMA trainer on kos: ``python -m kos.train`` trains a model, ``load`` takes one into Python.
+"""A LLaMA trainer on kos: ``python -m kos.train`` trains a model, ``load`` reads one in Python.
 
 Names are imported when they are first used.
 """

@@ -19,11 +19,11 @@ from kos.train import missing
 from kos.train.parallel.stopping import Stop, Stopped
 
 CLOSE_SECONDS = 60.0
-"""How long a rank closes what it holds after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
+"""How long a rank may take to close after a failure: to free memory, CUDA waits for a GPU that may never be idle."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; 0, also where it was asked to stop. A failure does not return: it ends the process, and the MPI job."""
+    """Train; returns 0, also after a request to stop. A failure never returns: it ends the process and the MPI job."""
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail_later(error: KosError, rank: int, arguments: Sequence[str]) -> None:
-    """Say the error and end the process, should it not have ended by then."""
+    """Print the error and end the process if it has not ended in time."""
     debug = "--debug" in arguments or debugging()
     timer = threading.Timer(CLOSE_SECONDS, _fail, (error, rank, "; what it held could not be closed", debug))
     timer.daemon = True

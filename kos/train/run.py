@@ -102,7 +102,7 @@ class Trainer:
             raise
 
     def _load_data(self) -> Dataset:
-        """Prepared by one rank of each machine; the others find what it kept."""
+        """Read the data.  One rank of each machine prepares it, and the others read the result."""
         first = self.comm.local_rank == 0
         initialized = self._resumes and self.config.init_from is not None
         weights = self.source if initialized else None  # the checkpoint: the folder of ``init_from`` may be gone
@@ -128,7 +128,7 @@ class Trainer:
         if config.resume == "auto":
             self._found = checkpoint.latest(self.checkpoints, show=self.console.progress)
             if self._found is None:
-                self.console.say(f"no checkpoint in {self.checkpoints}: starting anew")
+                self.console.say(f"no checkpoint in {self.checkpoints}: starting a new run")
         elif config.resume is not None:
             try:
                 self._found = checkpoint.find(Path(config.resume), show=self.console.progress)
@@ -145,11 +145,11 @@ class Trainer:
         return str(path), step, saved_step, True
 
     def _check_free(self, start: int, saved_step: int) -> None:
-        """ConfigError where ``out`` holds another run than the one that goes on from ``start``."""
+        """ConfigError if ``out`` holds another run than the one that continues from ``start``."""
         left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
         left += ["metrics"] * bool(start and read_metrics(self.out / METRICS))
         if left and saved_step < 0:
-            expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
+            expected = "expected an empty folder, or --resume auto to continue from the checkpoints in it"
             raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
 
     def _load(self) -> None:
@@ -205,13 +205,13 @@ class Trainer:
             self.mesh.close()
 
     def _close_trackers(self, failed: type[BaseException] | None, *_: object) -> None:
-        """A run that failed waits for none: its error comes first."""
+        """A run that failed waits for no tracker: its error comes first."""
         self.stop.plan = "waiting for the trackers, all steps are saved"
         trackers.close(self._trackers, wait=failed is None)
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What was asked, what followed from it and where it ran, for config.json and the checkpoints."""
+        """The settings as given, the derived values and the machine of the run, for config.json and checkpoints."""
         derived = {name: value for name, value in self.config.to_json().items() if value != self._asked[name]}
         config = {**self._asked, "out": str(self.out)}
         about = {"data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
@@ -220,8 +220,8 @@ class Trainer:
     def run(self, failing: Callable[[KosError], None] = lambda error: None) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where.
 
-        Raises ``Stopped`` where that is before the first step is over: there is nothing to save.  ``failing`` is
-        called with the error of a failure before what the run holds is closed.
+        Raises ``Stopped`` if that is before the first step is over: there is nothing to save.  After a failure,
+        ``failing`` is called with the error before the run closes anything.
         """
         config = self.config
         with self._held:
@@ -239,7 +239,7 @@ class Trainer:
                 stop_together(self.comm, self.stop)
                 self.stop.plan = f"stopping after this step, then saving to {self.checkpoints}"
                 if self.comm.rank == 0:
-                    self.stop.advice = f"; to go on: {commands.resume(self.out, self.comm.size)}"
+                    self.stop.advice = f"; resume with: {commands.resume(self.out, self.comm.size)}"
                 self.console.close()
                 stopped = train(self.engine, config, self)
                 self._finish_save()
@@ -252,13 +252,13 @@ class Trainer:
                 raise failure from error
 
     def _validate_untrained(self) -> None:
-        with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # of several ranks, one may wait
+        with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # several ranks: one may wait
             self._untrained = loss = self.engine.evaluate()
         self.console.say(f"validation loss before training: {loss:.4f}")
         if not math.isfinite(loss):
             whose = self.config.init_from or "this model before its first step"
             raise self._for_all(
-                f"expected a finite validation loss before training, got {loss}: it is the weights' of {whose}"
+                f"expected a finite validation loss before training, got {loss} with the weights of {whose}"
             )
 
     # --- what the loop reports -------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Trainer:
                 tracker.check()
 
     def save(self) -> None:
-        """Save this step, after the checkpoint before is there. With ``--save-async`` files are written meanwhile."""
+        """Save this step after the previous checkpoint is complete. ``--save-async``: files are written meanwhile."""
         self._finish_save()
         if self.step == self.saved_step:
             return
@@ -331,9 +331,9 @@ class Trainer:
             ranks = self.comm.world_ranks  # of those that survive another one, the lowest gives the advice
             lowest = not error.ranks or ranks[self.comm.rank] == min(set(ranks) - set(error.ranks), default=-1)
             if lowest and not self.stop.advised:
-                left += f"; to go on: {commands.resume(self.out, self.comm.size)}"
+                left += f"; resume with: {commands.resume(self.out, self.comm.size)}"
         elif self.start > 0:
-            left = f"there is no checkpoint yet but the one that it began from, {self.source}"
+            left = f"there is no checkpoint yet except the one from which the run started, {self.source}"
         left = "" if left in str(error) else f"; {left}"  # the error of another rank may end with it
         failure = type(error)(f"after step {self.step}{where}: {error}{left}")
         failure.on_every_rank = error.on_every_rank
@@ -355,7 +355,7 @@ class Trainer:
         return error
 
     def _finish_save(self) -> None:
-        """Wait for the checkpoint that is being written; what fails on one rank is raised on all. Collective."""
+        """Wait for the checkpoint that is being written; the error of one rank is raised on all. Collective."""
         if self._saving is not None:
             self._saving.finish()
             self.saved_step, self._saving = self._saving.step, None
@@ -403,7 +403,7 @@ class Trainer:
             done = plural(step - self.start, "step")
             say(f"{self.skipped} of {done} left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
-            say(f"stopped on request after step {step}; to go on: {commands.resume(out, self.comm.size)}")
+            say(f"stopped on request after step {step}; resume with: {commands.resume(out, self.comm.size)}")
         elif text:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")

@@ -1,6 +1,6 @@
 """Text from a trained model: ``python -m kos.train.sample RUN --prompt "def "``.
 
-RUN is a run's folder (its newest whole checkpoint is taken) or a checkpoint's. One process, no MPI.
+RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. One process, no MPI.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
-    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--prompt", default="", help="text to continue")
     parser.add_argument("--tokens", type=int, default=500, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--top-k", type=int, default=40, help="draw among the k likeliest; 0: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
     arguments = parser.parse_args(argv)
     options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}
     try:

@@ -46,10 +46,10 @@ class Run(Protocol):
     stop: Stop
 
     def measure(self, result: StepResult) -> dict[str, Any]:
-        """The metrics of the step. TrainingError where its loss or norm is not finite."""
+        """The metrics of the step. TrainingError if its loss or norm is not finite."""
 
     def validate(self) -> float:
-        """The validation loss. TrainingError where it is not finite."""
+        """The validation loss. TrainingError if it is not finite."""
 
     def log(self, row: dict[str, Any], last: bool) -> None:
         """Print and write the metrics of a step."""
@@ -59,7 +59,7 @@ class Run(Protocol):
 
 
 def train(engine: Step, config: TrainConfig, run: Run) -> bool:
-    """Train from step ``run.step`` to ``config.steps``, or until a rank is asked to stop: returns whether one was.
+    """Train from step ``run.step`` to ``config.steps``, or until a stop is requested: returns whether one was.
 
     The engine may start ``lag`` steps before the first of them is finished. It does not start a step before the weights
     of the step before are evaluated and saved.
@@ -118,7 +118,7 @@ class Step:
     """The same of every rank of the world."""
 
     def start_step(self, step: int, stop: bool) -> None:
-        """Begin the step (counted from 0). ``stop``: this rank was asked to stop."""
+        """Begin the step (counted from 0). ``stop``: a stop was requested on this rank."""
         raise NotImplementedError
 
     def finish_step(self, step: int) -> StepResult:
@@ -134,7 +134,7 @@ class Step:
         raise NotImplementedError
 
     def queue_update(self) -> None:
-        """Clipping, learning rate and AdamW; nothing where the norm is not finite."""
+        """Clipping, learning rate and AdamW; no update if the norm is not finite."""
         raise NotImplementedError
 
     def queue_step(self) -> None:
@@ -164,7 +164,7 @@ class Step:
             self._weight_gradients(action)
 
     def _forward(self, action: Action, weights: Weights, received: Buffer | None) -> None:
-        """A stage's forward; its input is received, or the output of the chunk before on this rank."""
+        """A stage's forward; its input is received, or is the output of the previous chunk on this rank."""
         model, slot = self.models[action.chunk], self.slots.pop()
         tokens, _ = self.micro_batch(action.micro_batch)
         x_nD = None
@@ -179,7 +179,7 @@ class Step:
         self._in_flight[action.micro_batch, action.chunk] = slot
 
     def _backward(self, action: Action, weights: Weights, received: Buffer | None) -> None:
-        """A stage's backward (B), or of it what the stage before waits for (I)."""
+        """A stage's backward (B), or only the part that the previous stage waits for (I)."""
         model, slot = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
         if slot.sent is not None:
             slot.sent.wait()

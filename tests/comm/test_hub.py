@@ -165,7 +165,7 @@ def test_the_first_failure_is_raised_again(run: Any, how: str, monkeypatch: pyte
 
     first, second = run(2, body)
     assert len(set(first)) == 1 and len(set(second)) == 1
-    expected = {"late": r"ranks \[1\]", "interrupted": "cut short on rank 0", "closed": "rank 0 closed"}
+    expected = {"late": r"ranks \[1\]", "interrupted": "interrupted on rank 0", "closed": "rank 0 closed"}
     assert re.search(expected[how], first[0]), first
 
 
@@ -188,11 +188,11 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException
                 group._exchange = Mock(side_effect=error)
                 with pytest.raises(type(error)):
                     group.barrier()
-            with pytest.raises(RendezvousError, match="cut short on rank 1"):
+            with pytest.raises(RendezvousError, match="interrupted on rank 1"):
                 group.barrier()
         else:
             me, what = "rank 1( of world)?", f"{type(error).__name__}.*{error}"
-            told = f"rendezvous: exchange was cut short on {me} by {what}; {me} aborted because of it"
+            told = f"rendezvous: exchange was interrupted on {me} by {what}; {me} aborted because of it"
             for _ in range(2):
                 with pytest.raises(RendezvousError, match=told) as caught:
                     group.barrier()
@@ -205,7 +205,7 @@ def test_a_rank_that_gives_up_says_so(run: Any, where: str, error: BaseException
 @pytest.mark.parametrize(
     ("error", "told"),
     [(OSError("too many open files"), "rank {} cannot open its connections: too many"),
-     (KeyboardInterrupt(), "cut short on rank {} by KeyboardInterrupt")],
+     (KeyboardInterrupt(), "interrupted on rank {} by KeyboardInterrupt")],
 )  # fmt: skip
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_within_a_join_says_why(
@@ -288,7 +288,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
             monkeypatch.setattr(Hub, "_admit_all", admit)
         elif early:
             monkeypatch.setattr(rendezvous, "_unjoined", lambda ranks, usual=rendezvous._unjoined: late(usual(ranks)))
-        with pytest.raises(KosError, match=f"cut short on rank {rank} .*Keyboard" if early else "rank") as caught:
+        with pytest.raises(KosError, match=f"interrupted on rank {rank} .*Keyboard" if early else "rank") as caught:
             rendezvous.split(0)
         assert caught.value.ranks == (rank,)
 
@@ -315,7 +315,7 @@ def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
         with pytest.raises(expected) as caught, rendezvous.reporting():
             rendezvous.connect()
         if rendezvous.rank == 0:
-            assert "cut short on rank 1 by KeyboardInterrupt" in str(caught.value)
+            assert "interrupted on rank 1 by KeyboardInterrupt" in str(caught.value)
 
     run_ranks(2, body, timeout=10.0)
 
@@ -473,7 +473,7 @@ def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: st
 
     def body(rendezvous: EnvRendezvous) -> None:
         if rendezvous.rank != rank:
-            with pytest.raises(KosError, match=f"cut short on rank {rank} .*by KeyboardInterrupt") as caught:
+            with pytest.raises(KosError, match=f"interrupted on rank {rank} .*by KeyboardInterrupt") as caught:
                 rendezvous.split(0, rendezvous.rank)
             assert caught.value.ranks == (rank,)
             return

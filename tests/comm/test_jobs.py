@@ -174,7 +174,7 @@ def raises(call, *args):
     try:
         call(*args)
     except kos.errors.CollectiveError as error:
-        forked = f": this process was forked from rank {comm.rank}; a forked process is no rank"
+        forked = f": this process was forked from rank {comm.rank}; a forked process is not a rank"
         sys.exit(0 if str(error).endswith(forked) else 3)
 
 def code(child):

@@ -217,7 +217,7 @@ def fail_to_make_a_part(comm: kos.Communicator) -> None:
     with pytest.raises(MemoryError if comm.rank == 1 else KosError) as caught:
         comm.split(0).rendezvous.barrier()
     if comm.rank != 1:
-        assert "was cut short on rank 1 by MemoryError: all is used" in str(caught.value)
+        assert "was interrupted on rank 1 by MemoryError: all is used" in str(caught.value)
         assert caught.value.ranks == (1,)  # type: ignore[union-attr]
     comm.backend.split = usual
     assert comm.all_reduce(np.ones(2)).tolist() == [comm.size] * 2

@@ -567,7 +567,7 @@ while len(list(told())) < 2 and time.monotonic() - began < 100:
     time.sleep(0.01)
 os._exit(0)
 """
-    error = "rendezvous: init was cut short on rank 1 by KeyboardInterrupt; rank 1 aborted because of it"
+    error = "rendezvous: init was interrupted on rank 1 by KeyboardInterrupt; rank 1 aborted because of it"
     assert job(tmp_path, 3, text) == [f"(1,) {error} True"] * 2
 
 
@@ -592,7 +592,7 @@ if group.rank == 1:
 try:
     group.split(0, (group.rank + 1) % 3).barrier()
 except kos.errors.KosError as error:
-    named = "cut short on rank 1 by KeyboardInterrupt" in str(error)
+    named = "interrupted on rank 1 by KeyboardInterrupt" in str(error)
     print(error.ranks, named, time.monotonic() - began < 30, flush=True)
     pathlib.Path({str(tmp_path)!r}, f"told {{group.rank}}").touch()
 except KeyboardInterrupt:

@@ -242,7 +242,7 @@ def test_a_rank_whose_backend_cannot_be_made(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(MemoryError if rendezvous.rank == 1 else KosError) as caught:
             kos.init("tcp", rendezvous=rendezvous)
         if rendezvous.rank != 1:
-            told = "init was cut short on rank 1 by MemoryError: all is used"
+            told = "init was interrupted on rank 1 by MemoryError: all is used"
             assert told in str(caught.value) and caught.value.ranks == (1,), caught.value
 
     monkeypatch.setattr(TCPBackend, "__init__", make_but_on_1)

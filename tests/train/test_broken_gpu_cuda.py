@@ -83,7 +83,8 @@ def test_a_kernel_goes_astray(tmp_path: Path, ranks: int, victim: int, backend: 
     errors = [line for line in said.splitlines() if line.startswith("kos: error:")]
     assert code == 1 and len(errors) == 1 and "Traceback" not in said and "Exception ignored" not in said, said
     where = rf"kos: error: rank {victim}: after step {AT} on cuda:\d+ \([^)]+\): .*ILLEGAL_ADDRESS.*"
-    assert re.fullmatch(where + rf"; the last checkpoint, of step {AT}, is good; to go on: .* --resume auto", errors[0])
+    left = rf"; the last checkpoint, of step {AT}, is good; resume with: .* --resume auto"
+    assert re.fullmatch(where + left, errors[0])
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert found is not None and found.step == AT
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, AT + 1))

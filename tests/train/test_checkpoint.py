@@ -133,7 +133,7 @@ def test_find_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a checkpoint or a run .* got no such folder"):
         checkpoint.find(tmp_path / "step-3")
     (tmp_path / "step-3").mkdir()
-    with pytest.raises(CheckpointError, match="expected a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="expected a complete checkpoint"):
         checkpoint.find(tmp_path / "step-3")
     assert checkpoint.latest(tmp_path / "nowhere") is None
 
@@ -146,7 +146,7 @@ def test_a_manifest_that_is_none(tmp_path: Path) -> None:
         with refused(CheckpointError, f"{path}: expected an integer step and a config, got"):
             checkpoint.verify(path.parent)
     path.write_text("[" * 100_000)
-    with refused(CheckpointError, f"{path.parent}: expected a whole checkpoint, got RecursionError"):
+    with refused(CheckpointError, f"{path.parent}: expected a complete checkpoint, got RecursionError"):
         checkpoint.verify(path.parent)
 
 

@@ -163,7 +163,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     found = checkpoint.find(tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert found.step == rows[-1]["step"]
-    (command,) = re.findall(f"after step {found.step}; to go on: (.*)", said)
+    (command,) = re.findall(f"after step {found.step}; resume with: (.*)", said)
     command = command.replace(sys.executable, shlex.join(python()))
     more = run_program("sh", "-c", f"{command} --steps {found.step + 2}", env=ENVIRONMENT)
     assert (more.returncode, more.stderr) == (0, ""), more.stderr
@@ -199,7 +199,7 @@ def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: 
         if victim == "rank":  # mpirun kills the other rank half a second later
             (line,) = (line for line in said.splitlines() if line.startswith("kos: error: "))
             assert re.search(rf"after step \d+: .* is gone: its process {ranks[1]} ended; the last checkpoint, ", line)
-            assert said.count("to go on: ") == 1, said
+            assert said.count("resume with: ") == 1, said
         deadline = time.monotonic() + 60
         while any(Path(f"/proc/{pid}/fd").exists() and os.path.exists(f"/proc/{pid}/exe") for pid in ranks):
             assert time.monotonic() < deadline, "a rank outlived its job"
@@ -222,7 +222,8 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
         done = _run("--data", text, "--out", disk, "--steps", "8", "--save-every", "1", "--keep", "9")
         assert done.returncode == 1
         assert len(_errors(done)) == 1 and "expected to write a checkpoint" in _errors(done)[0]
-        assert re.search(r"after step \d: .*; the last checkpoint, of step \d, is good; to go on: ", _errors(done)[0])
+        left = r"; the last checkpoint, of step \d, is good; resume with: "
+        assert re.search(r"after step \d: .*" + left, _errors(done)[0])
         assert "No space left" in _errors(done)[0]
         found = checkpoint.latest(disk / "checkpoints")
         assert found is not None and not list((disk / "checkpoints").glob(".*"))

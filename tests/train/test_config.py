@@ -82,7 +82,7 @@ def test_help_begins_with_what_a_newcomer_needs() -> None:
     """Every flag is in a named group; its help is a sentence, with the default."""
     parts = re.split(r"^(\w.*):$", make_parser().format_help(), flags=re.MULTILINE)
     groups = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert list(groups)[1:5] == ["Model", "Data", "Ranks and layout", "How long, and where to"]
+    assert list(groups)[1:5] == ["Model", "Data", "Ranks and layout", "Length and output"]
     assert "--preset" in groups["Model"] and "--tp" in groups["Ranks and layout"]
     flags = {title: re.findall(r"^  (--[a-z0-9-]+)((?:.*\n)(?: {10}.*\n)*)", text, re.MULTILINE)
              for title, text in groups.items()}  # fmt: skip

@@ -122,7 +122,7 @@ def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph,
             patch.setattr(owner, method, fake)
         go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
         start = "start the 2 ranks as before, with: " * (ranks > 1)
-        good = rf"the last checkpoint, of step 6, is good; to go on: {start}\S+ -m kos\.train {go_on}"
+        good = rf"the last checkpoint, of step 6, is good; resume with: {start}\S+ -m kos\.train {go_on}"
         for fault, left in ((7, good), (1, "there is no checkpoint yet")):
             out = tmp_path / str(fault)
             with pytest.raises(CudaError):

@@ -190,7 +190,7 @@ def test_what_cannot_get_better_ends(text: Path, tmp_path: Path, monkeypatch: An
     weights = load_file(begun / "model.safetensors")
     weights["model.norm.weight"][3] = np.nan
     save_file(weights, begun / "model.safetensors")
-    expected = rf"^expected a finite validation loss before training, got nan: it is the weights' of {begun}"
+    expected = rf"^expected a finite validation loss before training, got nan with the weights of {begun}"
     with pytest.raises(TrainingError, match=expected):
         _train(text, tmp_path / "nan", 2, init_from=str(begun), skip_outliers=10.0)
     start_step = CpuEngine.start_step
@@ -297,7 +297,7 @@ def test_damaged_checkpoints_are_not_kept_for_good_ones(text: Path, tmp_path: Pa
     assert "passing over a damaged checkpoint" in caplog.text and len(read_metrics(tmp_path / "metrics.jsonl")) == 7
     for path in (tmp_path / "checkpoints").iterdir():
         (path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="expected a whole checkpoint to go on from, got 2 damaged ones"):
+    with pytest.raises(CheckpointError, match="expected a complete checkpoint to resume from, got 2 damaged ones"):
         _train(text, tmp_path, 2, steps=9, resume="auto", **constant)
 
 
@@ -441,7 +441,8 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(CollectiveTimeout("too late"), r"^after step 2: too late; the last checkpoint, of step 2, is good; to go on: .*"),
+    [(CollectiveTimeout("too late"),
+      r"^after step 2: too late; the last checkpoint, of step 2, is good; resume with: .*"),
      (CompileError("sum.cu:3: undefined\nthe log"), r"^sum\.cu:3: undefined\nthe log")],
     ids=["timeout", "compiler"],
 )  # fmt: skip
@@ -481,7 +482,7 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
     good = "after step 1: rank 0 is gone; the last checkpoint, of step 1, is good"
     said = spawn(run, 3, timeout=100)
     assert said[0] == said[2] == good
-    advice = r"; to go on: start the 3 ranks as before, with: \S+ -m kos\.train .*"
+    advice = r"; resume with: start the 3 ranks as before, with: \S+ -m kos\.train .*"
     assert re.fullmatch(re.escape(good) + advice, said[1])
 
 
@@ -510,7 +511,7 @@ def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
         for rank, line in said.items():
             lost = r"after step 1: .*rank 1.* is gone: it crashed before \w+(; .* because of it)?"
             good = "; the last checkpoint, of step 1, is good"
-            advice = r"; to go on: start the 3 ranks as before, with: .*" if rank == 0 else ""
+            advice = r"; resume with: start the 3 ranks as before, with: .*" if rank == 0 else ""
             assert re.fullmatch(lost + good + advice, line), line
 
 

@@ -165,7 +165,7 @@ def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> N
     how: dict[str, Any] = {"resume": "auto", "eval_every": 0, "model": SMALL["model"] | {"num_hidden_layers": 1}}
     _train(text, tmp_path, 4, steps=1, tp=2, cp=2, **how)
     said = capsys.readouterr().out
-    assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting anew\n")
+    assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting a new run\n")
     assert "(1 layer x 32)" in said and ", 4 ranks (tp 2, cp 2), 8 x 32 tokens a step\n" in said
     assert "in all: 1 step of " in said
     _train(text, tmp_path, 2, steps=2, zero=1, **how)

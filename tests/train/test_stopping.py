@@ -110,7 +110,7 @@ def test_a_stop_comes_after_the_step(text: Path, tmp_path: Path, ranks: int, mom
         trainer.run()
 
     spawn(run, ranks, timeout=100)
-    assert "stopped on request after step 3; to go on" in capsys.readouterr().out
+    assert "stopped on request after step 3; resume with: " in capsys.readouterr().out
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert checkpoint.find(tmp_path).step == len(rows) == 3 and "val_loss" in rows[1]
 
@@ -224,8 +224,8 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
     assert said == [early] * (moment in ("imports", "loading", "weights", "validation"))
     steps = {"checkpoint": 4, "last step": 6, "sample": 6}.get(moment)
     assert steps is None or checkpoint.find(tmp_path / "run").step == steps
-    assert ("to go on: " in done.stdout) == (moment == "checkpoint"), done.stdout
-    assert done.stderr.count("; to go on: ") == (moment in ("checkpoint", "last step")), done.stderr
+    assert ("resume with: " in done.stdout) == (moment == "checkpoint"), done.stdout
+    assert done.stderr.count("; resume with: ") == (moment in ("checkpoint", "last step")), done.stderr
 
 
 LONG_STEP = """
@@ -270,7 +270,7 @@ def test_ctrl_c_says_within_the_step_what_it_does(
         said += process.stdout
     assert said[0] == f"kos: {plan}; Ctrl-C again to end now\n"
     assert said.count(said[0]) == 1, "rank 0 speaks for all"
-    assert any("stopped on request after step 4; to go on: " in line for line in said)
+    assert any("stopped on request after step 4; resume with: " in line for line in said)
     assert checkpoint.find(tmp_path / "run").step == 4
 
 

@@ -185,7 +185,7 @@ FAULTS = {
         "    print(process.pid, file=open('started', 'w'), flush=True)\n"
         "    print('waiting', flush=True)\n"
         "    threading.Event().wait()",
-        "not done 5 s after the last step: waiting",
+        "not finished 5 s after the last step: waiting",
     ),
 }
 
@@ -291,7 +291,7 @@ def test_trackers_are_waited_for_together(
     trackers.close(trackers.start(["wandb", "trackio"], tmp_path, 0, {"config": {}}))
     assert (tmp_path / "done").exists()
     assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "--tracker wandb: not done 5 s after the last step"
+        "--tracker wandb: not finished 5 s after the last step"
     ]
 
 

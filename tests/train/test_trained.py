@@ -88,7 +88,7 @@ def test_what_several_ranks_have_saved(tmp_path: Path) -> None:
     model = kos.train.load(path)
     assert all(np.array_equal(model.weights[name], whole[name]) for name in model.weights)
     (path / "model-00003-of-00004.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="expected a whole checkpoint, got .*model-00003-of-00004"):
+    with pytest.raises(CheckpointError, match="expected a complete checkpoint, got .*model-00003-of-00004"):
         kos.train.load(path)
 
 

@@ -54,7 +54,7 @@ class AutoBackend(Backend):
             gpu.cache = self.cache
             gpu.join(self.gpus)
         self._order = Order()
-        # The backend that may queue on those streams without ordering it again.
+        # The backend that queued last, and the streams on which it may queue again without being ordered.
         self._last_queued: tuple[DeviceBackend, Collection[int]] = (self.gpus[0], ())
         self._by_host = Route(host)
 

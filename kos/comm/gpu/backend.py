@@ -61,11 +61,11 @@ _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 _ABORT_SECONDS = 20.0
 _HALTED_SECONDS = 1.0
-"""So long a failed communicator waits for the GPU until others that wait for the same stopped rank fail too."""
+"""How long a failed communicator waits for the GPU before others that wait for the same stopped rank fail too."""
 _ENDED = "what was in flight was ended, and its results are undefined"
 
 _aborting: dict[DeviceBackend, float] = {}
-"""Failed backends that wait for their GPU to be idle, and since when."""
+"""Failed backends that wait for their GPU to become idle, and when each began."""
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
@@ -501,7 +501,7 @@ class DeviceBackend(Backend):
             shared.lock.release()
 
     def _look_at_deadlines(self, now: float) -> None:
-        """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
+        """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank did not begin."""
         if (overdue := self._marks.overdue(now)) is not None:
             late = overdue[0] or self._last or Call(Operation("watchdog", self.rank))
             raise self.timed_out(late, overdue[1])
@@ -511,9 +511,10 @@ class DeviceBackend(Backend):
         self.streams.current = self.streams.NONE  # the next call is marked again
 
     def _look_at_aborts(self, now: float) -> None:
-        """Raise where another communicator failed for a rank of this one, and the GPU does not become idle.
+        """Raise if another communicator failed because of a rank of this one, and the GPU does not become idle.
 
-        Then it waits for that rank in calls whose begin the watchdog does not see, such as those of a replayed graph.
+        In that case this communicator waits for the rank in calls whose start the watchdog does not see, such as those
+        of a replayed graph.
         """
         for other, began in list(_aborting.items()):
             failure = other.broken
@@ -535,7 +536,7 @@ class DeviceBackend(Backend):
             self.ledger.board.post_queued(self, [self.ledger.world[rank] for rank in late])
 
     def lost(self, error: KosError) -> bool:
-        """Whether ``error`` is that this rank's GPU is of no more use."""
+        """Whether ``error`` makes this rank's GPU unusable."""
         if not isinstance(error, CudaError):
             return False
         try:
@@ -548,7 +549,7 @@ class DeviceBackend(Backend):
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
         with self.shared.lock:
             if self.broken is not None:
-                launching = not isinstance(error, KosError)  # amid which the watchdog ended the communicator
+                launching = not isinstance(error, KosError)  # during a launch the watchdog ended the communicator
                 text = f"{call}: the communicator failed before: {self.broken}" if launching else None
                 return super().failed(call, again(self.broken, text))  # of which ``error`` is a consequence
             failure = super().failed(call, self.cause(call, error))

@@ -227,7 +227,7 @@ class NCCLBackend(DeviceBackend):
         self._windows.free(self._windows.unused())
 
     def _has_ended(self) -> bool:
-        """Whether NCCL uses no memory of this communicator any more."""
+        """Whether NCCL no longer uses memory of this communicator."""
         return self._handle is None and (self._ending is None or self._ending.done())
 
     def inspect(self, o: Call) -> None:

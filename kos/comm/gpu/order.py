@@ -84,7 +84,7 @@ class Streams:
         self._event.hold(stream)
 
     def _waited_if_closed(self, stream: int, keeper: Any) -> bool:
-        """Whether the owner of ``stream`` has closed it; then waits on the host, since closing does not."""
+        """Whether the owner of ``stream`` has closed it; if so, waits on the host, since closing does not."""
         closed = hasattr(keeper, "__cuda_stream__") and streams.handle(keeper) != stream
         if closed:
             driver.synchronize(self._device)

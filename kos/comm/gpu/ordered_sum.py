@@ -171,7 +171,7 @@ class OrderedReduction:
         return partial(self._backend.exchange, sends, self._parts_of_result())
 
     def _parts_of_result(self) -> list[Piece]:
-        """Where the parts of the result go on this rank; nowhere if it has none."""
+        """The places of the parts of the result on this rank; none if it has no part."""
         if not self._recv:
             return [(0, 0)] * self._backend.size
         parts = zip(self._starts, self._counts, strict=True)

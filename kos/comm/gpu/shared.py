@@ -20,7 +20,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 _UNCONFIRMED = 64
-"""Collectives that are queued before they are compared with the other ranks', as far as those have come."""
+"""Collectives that are queued before they are compared with those of the other ranks, as far as these have arrived."""
 _REPORT_SECONDS = 1.0
 """In which a rank whose work on the GPU ended early reports why: four ticks of its watchdog."""
 _DEAD_SECONDS = 0.5
@@ -85,7 +85,7 @@ class Shared:
             calls.raise_failure(sys.maxsize)
         except RankLost as error:
             self._lost = error
-        except KosError:  # of a collective that this rank has not come to
+        except KosError:  # of a collective that this rank has not reached
             pass
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
@@ -98,7 +98,7 @@ class Shared:
                 self._hosts.receive(self.last.group)
 
     def last_of(self, backend: Backend) -> Call | None:
-        """The last collective, if ``backend`` carries it and it does not end before all have come."""
+        """The last collective, if ``backend`` carries it and it does not end before all ranks have arrived."""
         o = self.last
         mine = o is not None and o.route is not None and o.route.backend is backend and o.operation.root is None
         return o if mine else None
@@ -177,7 +177,7 @@ class Shared:
             self._fail(self.calls, end, 0 if self.streams.keepers else self.calls.begun)
 
     def report_end(self, reason: str) -> None:
-        """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
+        """Report to the other ranks that this one begins nothing more, and why, if no host backend reports it."""
         if self.calls is not None and self._owns_calls:
             self.post_end(reason)
             self.calls.mark_closed(ABORTED)

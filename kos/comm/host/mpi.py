@@ -109,7 +109,7 @@ class MPIBackend(HostBackend):
                 comm.Revoke()  # ends the waits of ranks on other hosts
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
-        """Between hosts, an MPI_Iallreduce of the fingerprints compares them and tells when all ranks have arrived."""
+        """Between hosts, an MPI_Iallreduce compares the fingerprints, and ends when all ranks have arrived."""
         local_poll = super().agree(call)
         if self.one_host:
             return local_poll

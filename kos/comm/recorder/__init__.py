@@ -92,7 +92,7 @@ class Group:
 class Recorder:
     """The last operations of one rank, over a communicator and its splits.
 
-    Its methods raise nothing, save ``dump``: InvalidArgument where the file cannot be written.  ``reason`` is a text in
+    Its methods raise nothing, except ``dump``: InvalidArgument if the file cannot be written.  ``reason`` is a text in
     a dump.
     """
 

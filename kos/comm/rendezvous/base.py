@@ -47,7 +47,7 @@ class Rendezvous(ABC):
     _near: dict[int, int | None] | None = None
     call = "exchange"  # the program's call, with its arguments; the same on all ranks
     usual: float | None = None
-    """The communicator's timeout where ``timeout`` is that of a call.  A stopped rank is not waited for any longer."""
+    """The communicator's timeout, where ``timeout`` is that of a call.  It limits the wait for a stopped rank."""
     failure: KosError | None = None  # the first
     _exchanges = 0  # begun by this rank
     _ledger: Ledger | None = None
@@ -82,7 +82,7 @@ class Rendezvous(ABC):
             if not all(part.startswith(head) for part in parts):
                 raise CollectiveMismatch(_difference(parts, self.ledger))
         except KosError as error:
-            self.failure = self.failure or again(error)  # whose frames would hold this group and what fails with it
+            self.failure = self.failure or again(error)  # a copy: the frames of ``error`` would keep this group alive
             raise
         except BaseException as error:
             self._cut_short(error)
@@ -91,7 +91,7 @@ class Rendezvous(ABC):
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """A context whose exceptions the other ranks, which would wait for this one, raise in their exchanges.
+        """A context whose exceptions the other ranks raise in their exchanges, in which they would wait for this rank.
 
         BackendUnavailable is not reported: ranks that refuse a backend raise it together.
         """
@@ -106,13 +106,13 @@ class Rendezvous(ABC):
             raise
 
     def _cut_short(self, error: BaseException) -> None:
-        """Keep ``error``, Ctrl-C perhaps, as the failure of this rank, and report it."""
+        """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
         me = self.ledger.names([self.rank], False)
         if isinstance(error, CollectiveError | RendezvousError):
             self.failure = again(error, None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self.failure = RendezvousError(f"rendezvous: {self.call} was cut short on {me} by {what}")
+            self.failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
         self.failure.ranks = self.failure.ranks or (self.ledger.world[self.rank],)
         if self.size > 1:
             self._report(self.failure)
@@ -121,7 +121,7 @@ class Rendezvous(ABC):
         """Report to the other ranks that this one joins no more exchanges."""
 
     def look_for_stopped(self) -> Callable[[], None] | None:
-        """For a call with a timeout longer than the usual one: what raises for ranks that are stopped."""
+        """The check that raises if ranks are stopped, for a call whose timeout is longer than the usual one."""
         if self.usual is None or self.usual >= self.timeout:
             return None
         return partial(StoppedRanks(self.ledger, self.usual).check, "rendezvous")

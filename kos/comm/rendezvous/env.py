@@ -68,7 +68,7 @@ class TCPRendezvous(Rendezvous):
 
     def _report(self, failure: KosError) -> None:
         if self._connection is not None:
-            _send(self._connection, _abort("its exchange was cut short", failure))
+            _send(self._connection, _abort("its exchange was interrupted", failure))
 
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
@@ -89,7 +89,7 @@ class TCPRendezvous(Rendezvous):
             if child is not None and (self.failure is not None or not isinstance(error, KosError)):
                 child._refuse(error, hub_address, listener)
             if listener is not None and child is not None and child._hub is None:
-                listener.close()  # the others are refused
+                listener.close()  # refuses the other ranks
             raise
         return child
 
@@ -124,7 +124,7 @@ class TCPRendezvous(Rendezvous):
         return found
 
     def _look_for_failure(self) -> None:
-        """Raise the failure of another rank, if the hub reports one: outside of an exchange it sends nothing else."""
+        """Raise the failure of another rank if the hub reports one.  Outside an exchange it sends nothing else."""
         poll = select.poll()
         if self._connection is not None:
             poll.register(self._connection.sock, select.POLLIN)
@@ -181,7 +181,7 @@ class TCPRendezvous(Rendezvous):
         return self._child(ranks, hub_address, listener)
 
     def _unseen(self, missing: Sequence[int]) -> KosError:
-        """The error of a shrink to which live ranks did not come."""
+        """The error of a shrink in which live ranks did not arrive."""
         text = timeouts.late(f"shrink: {self.ledger.names(missing)}", within=self.timeout)
         return blaming(RendezvousError(text), [self.ledger.world[rank] for rank in missing])
 
@@ -227,9 +227,9 @@ class TCPRendezvous(Rendezvous):
         return blaming(RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}"), [me])
 
     def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
-        """Join only to report ``error``, Ctrl-C perhaps, to the other ranks, which would wait for this one.
+        """Join only to report ``error``, such as Ctrl-C, to the other ranks, which would wait for this rank.
 
-        A rank that has joined before has reported it.
+        A rank that had already joined has reported it.
         """
         if self.failure is not None:
             return
@@ -239,7 +239,7 @@ class TCPRendezvous(Rendezvous):
         else:
             self._cut_short(error)
         assert self.failure is not None
-        self.ledger.board.post_failure(self.failure)  # the hub may have admitted this rank, and refuses another call
+        self.ledger.board.post_failure(self.failure)  # a hub that has admitted this rank refuses a second call
         with contextlib.suppress(KosError):
             self._join_at(hub_address, listener)
 
@@ -259,7 +259,7 @@ class TCPRendezvous(Rendezvous):
                 self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
                 self._hub = hub
             else:
-                with nullcontext() if self.failure else self.waiting():  # who joins only to report waits for nobody
+                with nullcontext() if self.failure else self.waiting():  # a rank that only reports does not wait
                     self._connection = self._call_hub(host, ports, purpose)
             if self.failure is not None:
                 self._report(self.failure)
@@ -331,7 +331,7 @@ class TCPRendezvous(Rendezvous):
         if self._hub is not None:
             self._hub.timeout = self.timeout  # the program may have changed it
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
-        look = self.look_for_stopped()  # the hub may wait for a stopped rank, or such a rank may run the hub
+        look = self.look_for_stopped()  # the hub may wait for a stopped rank, or run on one
         connection.post(message)
         with self.waiting():
             try:

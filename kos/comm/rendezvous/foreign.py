@@ -221,7 +221,7 @@ def _listen(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[s
 
 
 def _offer(carrier: str, data: Any) -> dict[str, Any]:
-    """The offer of rank 0 as ``carrier`` has returned it.  Raises RendezvousError, without the data, if it is none."""
+    """The offer of rank 0, as ``carrier`` returned it.  If it is no offer: RendezvousError, which omits the data."""
     with contextlib.suppress(TypeError, ValueError):
         offer = json.loads(data)
         if isinstance(offer, dict) and any(offer.keys() == keys for keys in _OFFERS):

@@ -54,7 +54,7 @@ class Hub(threading.Thread):
         super().__init__(name="kos rendezvous", daemon=True)
         self._size, self._ledger, self.timeout, self._where = len(ledger.world), ledger, timeout, where
         self._members = {0: own}
-        self._reading: dict[int, Waiting[bytes]] = {}  # ranks of whose message a part has come
+        self._reading: dict[int, Waiting[bytes]] = {}  # ranks whose message has arrived in part
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
         self._expected = 0  # ranks that may still join a group that has failed
@@ -100,7 +100,7 @@ class Hub(threading.Thread):
                     self._refused += [] if caller is None else [caller[2]]
                     self._expected = self._size - len(present) - (caller is not None)
                     raise
-                except _Failure:  # a lost connection: found again once all ranks have come, if it has not called again
+                except _Failure:  # a lost connection: found again once all ranks have joined, unless the rank rejoins
                     lost.add(rank)
             if caller is None:
                 self._look_for_ended(present)
@@ -134,7 +134,7 @@ class Hub(threading.Thread):
             raise _Failure(LOST, [0], "", to_record(cause)) from None
 
     def _look_for_ended(self, present: list[int]) -> None:
-        """Raise _Failure for a rank of this host that has ended before it joined: it has no connection to lose."""
+        """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
         board, world = self._ledger.board, self._ledger.world
         missing = [rank for rank in range(self._size) if rank not in present]
         if ended := [rank for rank in missing if board.ended(world[rank])]:

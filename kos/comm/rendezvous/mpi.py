@@ -46,8 +46,8 @@ class SharedComm:
         self._groups = itertools.count()
         self.open: WeakValueDictionary[int, MPIGroup] = WeakValueDictionary()  # the groups by tag
         self.numbers = itertools.count()  # of messages of backends
-        self.unreceived: set[int] = set()  # those in use: MPI would give a receive the first message of its number
-        self.lock = threading.Lock()  # of the next two, tags and reports: each group may be used by a thread of its own
+        self.unreceived: set[int] = set()  # numbers in use: MPI gives a receive the first message with its number
+        self.lock = threading.Lock()  # of the next two, tags and reports: each group may be used by a separate thread
         self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
 
     def new_tag(self) -> int:
@@ -76,7 +76,7 @@ class MPIGroup(Rendezvous):
     _is_job = False
     _parent: tuple[MPIGroup, int, list[int]] | None = None
     """The group from which this one was split, the number of its exchanges up to then, and this one's ranks in the
-    communicator of that group; None once all ranks of this one have come to an exchange.
+    communicator of that group; None once all ranks of this one have reached an exchange.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class MPIGroup(Rendezvous):
                     self._check(source)
                     ended = self._ended(range(self.size))
                     ended_at = (ended_at or now) if ended else None
-                    if ended_at is not None and now - ended_at > _LATE_SECONDS:  # MPI has not told this rank
+                    if ended_at is not None and now - ended_at > _LATE_SECONDS:  # MPI has not notified this rank
                         raise self.ledger.lost(ended[0], "its process ended", "rendezvous")
                     if look is not None:
                         look()
@@ -194,7 +194,7 @@ class MPIGroup(Rendezvous):
     def _report_of(self, rank: int) -> tuple[int, list[Any]]:
         """The failed exchange of a rank of the shared communicator, and its failure as a record; (0, []) if none."""
         status = self._MPI.Status()
-        with self.shared.lock:  # groups that were split from this one ask too, on threads of their own
+        with self.shared.lock:  # groups that were split from this one probe too, on other threads
             probed = None if rank in self._reports else self.shared.comm.Improbe(rank, self._tag + 2, status)
             if probed is not None:
                 data = bytearray(status.Get_count(self._MPI.BYTE))
@@ -235,9 +235,9 @@ class MPIGroup(Rendezvous):
         """Split a group of several hosts.  Each part has its own communicator, for its backend's collectives."""
         color = self._MPI.UNDEFINED if color is None else color
         try:
-            self._exchanges += 1  # it counts as one, whose failure a rank reports
+            self._exchanges += 1  # it counts as an exchange, so that a rank reports its failure
             call, timeout = partial(self.mpi_comm.Split, color, key), self.timeout
-            # In a thread, as MPI_Comm_split has no timeout.
+            # On a thread, because MPI_Comm_split has no timeout.
             part = self._wait("split", partial(mpi_job.in_thread, call, timeout, self._look_for_reports))[0]
         except BaseException as error:
             self._cut_short(error)
@@ -315,12 +315,12 @@ class MPIGroup(Rendezvous):
     def _agree_on_members(self, members: set[int], began: float) -> list[int]:
         """The same members on all survivors; ``members`` are the ranks whose messages this rank has.
 
-        A rank that died while it sent them may have reached only some survivors: a rank that one survivor lacks is no
-        member.  A rank that dies later is a member, and the new group names it.
+        The messages of a rank that died may have reached only some survivors, so a rank that one survivor lacks is not
+        a member.  A rank that dies later is a member, and the new group names it.
 
-        Survivors exchange their members until no further rank is lost: a rank that hears from the same ranks as before
-        knows what every survivor knew.  Its last message, which has the number ``size`` too, decides for the others
-        (early-stopping consensus: Dolev, Reischuk and Strong, JACM 37, 1990).
+        Survivors exchange their members until no further rank is lost.  A rank that receives from the same ranks as
+        before knows what every survivor knew.  Its last message, which also has the number ``size``, decides for the
+        others (early-stopping consensus: Dolev, Reischuk and Strong, JACM 37, 1990).
         """
         heard, decided = members - {self.rank}, False
         while not decided:
@@ -341,8 +341,8 @@ class MPIGroup(Rendezvous):
     ) -> dict[int, list[int]]:
         """Exchange 1 to ``size + 1`` numbers with each of ``ranks``.  Returns those of each rank that is not lost.
 
-        ``began`` is when the shrink began, on ``time.monotonic``.  A message begins with -1 or the rank for which the
-        sender has waited in vain.  In the latter case RankLost is raised.
+        ``began`` is when the shrink began, on ``time.monotonic``.  A message begins with -1, or with the rank that did
+        not answer the sender.  In the latter case RankLost is raised.
         """
         comm, tag = self.shared.comm, self._tag + 1
         awaited: dict[int, tuple[Any, np.ndarray]] = {}

@@ -71,7 +71,7 @@ def load_mpi(process_hooks: bool = True) -> Any:
         os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
         if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
-            # mpi4py's own finalizer would also run in forked processes, and wait there for ever.
+            # mpi4py's own finalizer would also run in forked processes, and wait there forever.
             rc.finalize = False
             atexit.register(_finalize, os.getpid())
         # By name: static importers see a compiled module without a matching platform as missing.
@@ -168,7 +168,7 @@ def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
 
 
 def in_thread(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:
-    """Run a call that has no timeout of its own: a list of its result, empty after ``timeout`` seconds.
+    """Run a call that has no timeout: returns a list of its result, or an empty list after ``timeout`` seconds.
 
     Meanwhile ``look`` is called, which may raise.
     """
@@ -267,7 +267,7 @@ def guard_job() -> None:
 def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Callable[[], object]) -> None:
     """Report an uncaught exception and end the job: one line on each rank that raised, the frames on one of them.
 
-    ``own`` is the program's own hook, if it has one; ``usual`` is the report of a process that is no rank.
+    ``own`` is the program's own hook, if it has one; ``usual`` is the report of a process that is not a rank.
     """
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
@@ -300,7 +300,7 @@ def _end_job(code: int) -> None:
 
 
 def _exit_job() -> None:
-    """Wait for all ranks at exit: MPI_Finalize would wait for ever for a missing rank."""
+    """Wait for all ranks at exit: MPI_Finalize would wait forever for a missing rank."""
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return

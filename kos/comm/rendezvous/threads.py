@@ -107,7 +107,7 @@ class ThreadGroup:
     def raise_end(self, rank: int, ledger: Ledger, what: object = None) -> None:
         """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
         why, end = self.world.ends.get(self.members[rank]), self._closed.get(rank)
-        if why is not None and (end is None or end[0] == WHY_CLOSED):  # an abort has said more before the end
+        if why is not None and (end is None or end[0] == WHY_CLOSED):  # an earlier abort has given a better reason
             end = why, None, None
         if end is not None:
             why, cause, window = end

@@ -1,4 +1,4 @@
-"""``python -m kos.comm.schedules``: list, print, prove and draw schedules, or predict their times."""
+"""``python -m kos.comm.schedules``: list, print, verify and draw schedules, or predict their times."""
 
 from __future__ import annotations
 

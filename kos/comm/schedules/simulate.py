@@ -121,7 +121,7 @@ def _different(block: Iterable[Moves] | Repeat, reach: int) -> Iterator[tuple[It
 
 
 def _key(families: list[Moves], reach: int) -> bytes:
-    """Equal for rounds that cost the same: with the same transfers, a multiple of ``reach`` ranks further on."""
+    """A key that is equal for rounds of equal cost: the same transfers, shifted by a multiple of ``reach`` ranks."""
     first = min((end.min() for m in families for end in map(np.asarray, (m.src, m.dst)) if end.size), default=0)
     digest = hashlib.blake2b()
     for m in families:

@@ -5,7 +5,7 @@ On host memory it returns a Work that a wait advances.  On a GPU it runs on the 
 ``side`` after the current stream.  An event after it is recorded only if its Work is polled, or still alive when the
 next operation begins.
 
-torch 2.11 to 2.13 let Python replace a whole ProcessGroup, not one backend of it.  So one group serves all devices.
+torch 2.11 to 2.13 let Python replace a whole ProcessGroup, but not one of its backends: one group serves all devices.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The operations of a process group, with the names and arguments of torch.
 
 Each operation is a function of a ``Launch``, which gives it the communicator's methods and the tensors as arrays.
-torch's C++ calls only the operations that DDP and the functional collectives use; Python calls all.
+torch's C++ calls only the operations that DDP and the functional collectives use; Python calls all of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from kos.interop.torch.tensors import Tensor, as_array, check_parts, op_id, redu
 from kos.interop.torch.works import NONE
 
 _C: Any = torch._C
-_ProcessGroup: Any = dist.ProcessGroup  # whose overloads no method with one signature can override
+_ProcessGroup: Any = dist.ProcessGroup  # Any: one signature cannot override its overloads
 
 _FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # parameter -> field of torch's options
 
 
 def _overloaded(kind: Any, other: str) -> Callable[[Any], Any]:
-    """Let a method also be called as torch's other overload, whose parameters are ``other``.
+    """Allow calls of a method in the form of torch's other overload, whose parameters are ``other``.
 
     The method takes tensors, and then options of the class ``kind``.  The other overload takes the same without the
     outer lists, and then the options one by one: ``allreduce(tensor, op, timeout)``.  Both can be called by name.

@@ -234,7 +234,7 @@ class DeviceMessage(DeviceWork):
         if self.event is None:
             self._group.send_all()
             if self.event is None:
-                raise dist.DistBackendError(f"kos: {self.name}: the messages launched with it failed, and it was not")
+                raise dist.DistBackendError(f"kos: {self.name}: not launched, because messages of its group failed")
 
 
 class CoalescedWork(_Work):

@@ -162,7 +162,7 @@ def messages(comm: Communicator) -> None:
 def cancelled(comm: Communicator) -> None:
     """Data written to an array after its send timed out is not received: the receiver gets the message, or raises.
 
-    The receiver calls after the timeout, or calls before it and stops amid the message, as a rank that computes.
+    The receiver calls after the timeout, or calls before it and stops during the message, as a rank that computes.
     """
     for begun in (False, True):
         pair = comm.split(0 if comm.rank < 2 else None)

@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints that are either complete or absent.
 
 ``step-N/`` holds the weights (``model.safetensors``, or one file of several ranks each and an index), ``config.json``
 and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), both Adam moments
@@ -110,7 +110,7 @@ def save(
 
 
 def _begin(folder: Path, temporary: Path) -> None:
-    """Make the folder in which ranks write, in place of any that an earlier run has left."""
+    """Make the folder to which ranks write, and remove any that an earlier run has left."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
@@ -121,7 +121,7 @@ def _begin(folder: Path, temporary: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what runs that were killed have left of checkpoints; no run may be writing there."""
+    """Remove unfinished checkpoints of runs that were killed; no run may be writing there."""
     for left in folder.glob(f"{TEMPORARY}*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -145,7 +145,7 @@ def _remove_others(final: Path, keep: int, limit: int) -> None:
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
-        leaving = path.with_name(f"{TEMPORARY}{path.name}")  # else a kill amid the deletion leaves a damaged checkpoint
+        leaving = path.with_name(f"{TEMPORARY}{path.name}")  # a kill during the deletion would leave it damaged
         with suppress(OSError):
             path.rename(leaving)
         shutil.rmtree(leaving, ignore_errors=True)
@@ -186,15 +186,15 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """CheckpointError in place of what goes wrong with a damaged checkpoint."""
+    """A context that raises CheckpointError for any error caused by a damaged checkpoint."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{path}: expected a complete checkpoint, got {type(error).__name__}: {error}") from error
 
 
 def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint | None:
-    """The newest whole checkpoint under ``folder``, damaged ones passed over with a warning; None if there is none.
+    """The newest complete checkpoint under ``folder``; damaged ones are skipped with a warning; None if there is none.
 
     CheckpointError where there are some and all are damaged.
     """
@@ -206,7 +206,7 @@ def latest(folder: Path, weights_only: bool = False, show: Show = lambda what, s
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
         raise CheckpointError(
-            f"{folder}: expected a whole checkpoint to go on from, got {len(named)} damaged ones; "
+            f"{folder}: expected a complete checkpoint to resume from, got {len(named)} damaged ones; "
             "remove them to start over"
         )
     return None
@@ -229,7 +229,7 @@ def find(path: Path, weights_only: bool = False, show: Show = lambda what, share
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of what is named like a checkpoint; of one step, what was to be replaced comes first."""
+    """(step, path) of each folder named like a checkpoint; of one step, the folder to be replaced comes first."""
     try:
         paths = list(folder.iterdir()) if folder.is_dir() else []
     except OSError as error:

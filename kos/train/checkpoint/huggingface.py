@@ -106,7 +106,7 @@ def _rope(given: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> LlamaConfig:
-    """The model described by ``directory/config.json``."""
+    """The model that ``directory/config.json`` describes."""
     path = directory / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -135,7 +135,7 @@ def read_weights(directory: Path, weights: Parameters) -> None:
 
 
 def weight_files(directory: Path, shapes: Mapping[str, Shape]) -> TensorFiles:
-    """The weights in ``directory``, which are those of a model of these shapes."""
+    """The weights in ``directory``, checked to be those of a model of these shapes."""
     index = directory / INDEX
     shards = ["model.safetensors"]
     try:
@@ -161,7 +161,7 @@ class TensorFiles:
     """The tensors of safetensors files, of which slices are read.
 
     ``rename(name, shapes)`` gives our name, or None for what is left out.  Matrices whose names end with ``transposed``
-    are turned around.  CheckpointError: a file that cannot be read, or other tensors, shapes or dtypes than ``shapes``.
+    are transposed.  CheckpointError: a file that cannot be read, or other tensors, shapes or dtypes than ``shapes``.
     """
 
     def __init__(

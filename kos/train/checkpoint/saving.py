@@ -59,11 +59,11 @@ class Saving:
         pool.shutdown(wait=False)
 
     def put(self, tensor: np.ndarray | None) -> None:
-        """Hand over the next tensor, which nobody changes from now on. Waits while too many wait to be written."""
+        """Pass the next tensor, which must not change afterwards. Waits while too many tensors wait to be written."""
         self._tensors.put(tensor)
 
     def finish(self) -> None:
-        """Wait until the checkpoint is there. Collective: what failed on one rank is raised on all."""
+        """Wait until the checkpoint is complete. Collective: the error of one rank is raised on all."""
         try:
             together(self._comm, partial(self._wait, self._written))
             together(self._comm, partial(self._wait, self._done))
@@ -72,7 +72,7 @@ class Saving:
             raise
 
     def cancel(self) -> None:
-        """Stop as soon as the tensor under way is written. The checkpoint is whole or not there."""
+        """Stop as soon as the current tensor is written. The checkpoint is either complete or absent."""
         self._cancelled.set()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -97,7 +97,7 @@ class Saving:
             return files
         except BaseException:
             while not self._cancelled.is_set() and self._tensors.get() is not None:
-                pass  # so that ``put`` does not wait for ever
+                pass  # so that ``put`` does not wait forever
             raise
 
     def _complete(self) -> None:
@@ -106,7 +106,7 @@ class Saving:
             self._publish(files)
 
     def _collect(self, files: Files) -> bool:
-        """Add what the other ranks have written to ``files``; False if it was cancelled first."""
+        """Add the files that the other ranks have written to ``files``; False if it was cancelled first."""
         for rank in sorted(self._others):
             path = self._temporary / f"rank-{rank}.json"
             while not path.exists():

@@ -1,4 +1,4 @@
-"""Weights and Adam moments of a rank, between where it trains on them and the whole tensors of files.
+"""Weights and Adam moments of a rank: conversion between the layout of training and the whole tensors of files.
 
 A rank holds tensors in part: those of its pipeline stage, their tensor-parallel ``Placement``, and of these, with
 ZeRO-1, its part of each bucket. To be saved, a tensor is gathered to the one rank that writes it, bucket by bucket.
@@ -150,7 +150,7 @@ class ShardedState:
 
 
 def _joined(parts: np.ndarray, shape: tuple[int, ...], dim: int | None) -> np.ndarray:
-    """The whole tensor of its parts (shards, size). Parts of columns give a view (rows, shards, columns of a part)."""
+    """The whole tensor of its parts (shards, size). Column parts give a view (rows, shards, columns of a part)."""
     if dim != 1 or len(parts) == 1:
         return parts.reshape(shape)
     return parts.reshape(len(parts), shape[0], -1).swapaxes(0, 1)

@@ -30,7 +30,7 @@ METAVARS = {
 
 
 GROUPS = {
-    "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "How long, and where to",
+    "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
     "lr": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
     "log_every": "Logging", "micro_batch_size": "Performance", "debug": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
@@ -44,7 +44,7 @@ def _type_of(field: FieldInfo) -> Any:
 
 
 def _value(field: FieldInfo, text: str) -> Any:
-    """The number that ``text`` spells if the field wants one, otherwise ``text`` for validation to refuse."""
+    """The number in ``text`` if the field is a number, otherwise ``text``, which validation refuses."""
     with contextlib.suppress(ValueError):
         return _type_of(field)(text) if _type_of(field) in (int, float) else text
     return text
@@ -60,7 +60,7 @@ def _default(key: str, field: FieldInfo) -> str:
 
 
 def _add_plan(group: Any) -> None:
-    """What ``--plan`` takes beside the settings of a run."""
+    """Add the flags of ``--plan`` that are not settings of a run."""
     about = "Train nothing: list the layouts of --ranks N, with memory, bytes sent and predicted time of a step."
     group.add_argument("--plan", action="store_true", help=f"{about} Default: train.")
     group.add_argument("--ranks", type=int, metavar="N", help="Ranks to plan for. Default: none, --plan needs it.")
@@ -68,7 +68,7 @@ def _add_plan(group: Any) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """One flag a field, grouped; nothing has a default here, so that only what was given is known."""
+    """One flag per field, grouped; no flag has a default here, so that only the given ones are known."""
     parser = Parser(
         prog=program("kos.train"),
         usage=f"[mpirun -n RANKS] {program('kos.train')} [--preset NAME] [--config FILE] [flags]",
@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _preset_table() -> str:
-    """Two lines a preset."""
+    """Two lines per preset."""
     lines = ["Presets (the defaults above are those of tiny):"]
     for name, (about, values) in PRESETS.items():
         shape = values["model"]
@@ -212,7 +212,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The table of these keys, ValueError for one that is there twice: TOML refuses it, ``json`` takes the last."""
+    """The table of these keys; ValueError for a duplicate key, which TOML refuses and ``json`` silently overrides."""
     keys = [key for key, _ in pairs]
     if twice := [key for key in keys if keys.count(key) > 1]:
         raise ValueError(f"the key {twice[0]!r} twice")

@@ -48,7 +48,7 @@ class ModelSection(Section):
     # fmt: on
 
     def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
-        """The model's shape; what was left open is the tokenizer's vocabulary and the run's context."""
+        """The model's shape; sizes that were left open follow from the tokenizer's vocabulary and the run's context."""
         width, heads = self.hidden_size, self.num_attention_heads
         if self.head_dim is None and width % heads:
             raise ConfigError(f"hidden_size: expected a multiple of {heads} (num_attention_heads), got {width}")

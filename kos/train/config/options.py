@@ -43,7 +43,7 @@ LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta"
 
 
 class TrainConfig(Section):
-    """Everything a run needs to know.  Build one with ``parse`` or ``from_preset``."""
+    """All settings of a run.  Build one with ``parse`` or ``from_preset``."""
 
     # fmt: off
     preset: str = option(f"Start from the settings of a preset: {', '.join(PRESETS)}", "tiny")
@@ -60,7 +60,7 @@ class TrainConfig(Section):
     batch_size: int = option("Sequences in a step, over all ranks", ge=1, le=1_000_000)
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "Compute on cpu or cuda; auto takes cuda where every rank has a GPU of its own", "auto")
+        "Compute on cpu or cuda; auto takes cuda if every rank has its own GPU", "auto")
     dp: int | None = option("Data-parallel ranks", None, "ranks / (tp × pp × cp)", ge=1)
     tp: int = option("Tensor-parallel ranks, which split each layer", 1, ge=1)
     pp: int = option("Pipeline-parallel ranks, which split the list of layers", 1, ge=1)
@@ -75,7 +75,8 @@ class TrainConfig(Section):
         "Folder of metrics and checkpoints", None,
         "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False)
     resume: str | None = option(
-        "Go on from the checkpoint in DIR; auto takes the newest good one of the run", None, "begin anew", min_length=1)
+        "Resume from the checkpoint in DIR; auto takes the newest complete one of the run", None, "start a new run",
+        min_length=1)
 
     lr: float = option("Peak learning rate", gt=0)
     min_lr: float | None = option("Learning rate at the end", None, "--lr / 10", ge=0)
@@ -89,7 +90,7 @@ class TrainConfig(Section):
     eps: float = option("AdamW's epsilon", 1e-8, gt=0)
     grad_clip: float = option("Largest global gradient norm; 0 turns clipping off", 1.0, ge=0)
     skip_outliers: float = option(
-        "Leave out steps whose gradient norm is above X or not finite; 0 stops the run at what is not finite", 0.0,
+        "Skip steps whose gradient norm is above X or not finite; 0 ends the run if the norm is not finite", 0.0,
         ge=0)
 
     eval_every: int = option("Steps between validations; 0 validates before and after training only", 100, ge=0)
@@ -114,11 +115,11 @@ class TrainConfig(Section):
     save_every: int = option("Steps between checkpoints; 0 saves at the end only", 200, ge=0)
     keep: int = option("How many of the newest checkpoints to keep", 2, ge=1)
     save_async: bool = option(
-        "Train on while a checkpoint is written; takes host memory for the rank's share", False)
+        "Continue training while a checkpoint is written; takes host memory for the rank's shard", False)
 
     log_every: int = option("Steps between printed lines", 1, ge=1)
     tracker: tuple[str, ...] = option(
-        f"Send metrics to {', '.join(PACKAGES)} too; repeat the flag, or separate names by commas", (),
+        f"Also send metrics to {', '.join(PACKAGES)}; repeat the flag, or separate names by commas", (),
         "metrics.jsonl only")
 
     micro_batch_size: int | None = option(
@@ -252,7 +253,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def preset_values(preset: Any) -> dict[str, Any]:
-    """The values of a preset.  Raises ConfigError with the list of presets if there is none of that name."""
+    """The values of a preset.  Raises ConfigError with the list of presets if no preset has that name."""
     if not isinstance(preset, str) or preset not in PRESETS:
         raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
     return PRESETS[preset].values
@@ -272,7 +273,7 @@ def closest(word: str, known: Sequence[str]) -> str:
 def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
 
-    ConfigError: an unknown key or a refused value, naming the layer it came from.
+    ConfigError: an unknown key or a refused value; names the layer that set it.
     """
     merged: dict[str, Any] = {}
     label: dict[str, str] = {}

@@ -133,7 +133,7 @@ class Dataset:
 
 
 def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
-    """Sequences of a validation batch, where there are as many, and tokens of each: at most ``EVAL_BATCH_TOKENS``."""
+    """The sequences of a validation batch, if there are enough, and tokens of each: at most ``EVAL_BATCH_TOKENS``."""
     return max(1, min(settings.batch_size, EVAL_BATCH_TOKENS // settings.seq_len)), settings.seq_len
 
 
@@ -142,7 +142,7 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
 
     For text, ``--tokenizer auto`` is the tokenizer in the folder ``weights``, by default ``config.init_from``.
     DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a prompt that the
-    tokenizer cannot spell.  ConfigError: a tokenizer that does not go with the data.
+    tokenizer cannot encode.  ConfigError: a tokenizer that does not fit the data.
     """
     corpus = read_corpus(config.data, show)
     if corpus.vocab_size is None:
@@ -179,7 +179,7 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
 
 
 def _load_text(corpus: Corpus, spec: str, show: Show) -> tuple[Shards, Shards, Tokenizer, str]:
-    """Tokens of ``corpus``, mapped from files, their tokenizer and their fingerprint."""
+    """Tokens of ``corpus``, mapped from files, with their tokenizer and fingerprint."""
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how = "chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}
 

@@ -40,7 +40,7 @@ VOCAB_SIZES = {2: 50_257, 4: 128_256}  # by the bytes of a token
 
 @dataclass(frozen=True)
 class Corpus:
-    """What to train on, and what is held out for validation: texts, or memory-mapped arrays of tokens."""
+    """The data for training, and the data held out for validation: texts, or memory-mapped arrays of tokens."""
 
     name: str
     files: Sequence[Path]  # that it is read from; none of what comes with a program

@@ -18,7 +18,7 @@ SOCKET_SECONDS = 10.0
 
 
 def tinyshakespeare() -> Path:
-    """The path of the file, which is downloaded if the cache has no good one.
+    """The path of the file, which is downloaded if the cache has no valid copy.
 
     DataError: no network, not the expected content, or a cache that cannot be used.
     """
@@ -33,7 +33,7 @@ def tinyshakespeare() -> Path:
 
 
 def _fault(content: bytes) -> str | None:
-    """What is wrong with ``content``, if anything."""
+    """The fault of ``content``, or None."""
     if len(content) != SIZE:
         return f"expected {SIZE} bytes, got {f'more than {SIZE}' if len(content) > SIZE else len(content)}"
     digest = hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""What reading data comes to, kept beside the data: worked out once a machine, found by every later rank and run.
+"""The result of reading data, kept beside the data: computed once on each machine, used by all later ranks and runs.
 
 A folder under ``.kos`` beside the files (where that cannot be written, in the user's cache) is good as long as the
 files have the sizes and times of change that they had.
@@ -69,7 +69,7 @@ def _keep(place: Path, state: Any, make: Callable[[Path], dict[str, Any]]) -> bo
 
 
 def _places(files: Sequence[Path], how: Any) -> list[Path]:
-    """Beside the files, wherever these are moved together; and in the user's cache."""
+    """A folder beside the files, which may be moved together with them, and one in the user's cache."""
     home = Path(os.path.commonpath([file.absolute().parent for file in files]))
     names = [str(file.absolute().relative_to(home)) for file in files]
     key = hashlib.sha256(json.dumps([FORMAT, how, names]).encode()).hexdigest()[:24]

@@ -17,7 +17,7 @@ TRAIN, VAL = tuple(_FILES["train"]), tuple(_FILES["val"])
 
 
 def read_stdlib(root: Path | None = None) -> tuple[list[str], list[str]]:
-    """The training and the held-out files, as text, in a fixed order.  DataError where Python came without them."""
+    """The training and the held-out files, as text, in a fixed order.  DataError if this Python lacks them."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     try:
         train, val = ([(root / f"{name}.py").read_text("utf-8") for name in names] for names in (TRAIN, VAL))

@@ -28,7 +28,7 @@ PORTION = 32  # pieces, which it encodes side by side
 
 
 class Tokenizer(ABC):
-    """What the trainer needs of a tokenizer."""
+    """The interface of tokenizers that the trainer uses."""
 
     kind: ClassVar[str]
     name: str
@@ -45,18 +45,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[Any]:
-        """Token numbers, of ``dtype``.  DataError if the text has something that the vocabulary cannot spell."""
+        """Token numbers, of ``dtype``.  DataError if the text has a part that the vocabulary cannot encode."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token numbers; what is no text becomes U+FFFD."""
+        """The text of token numbers; bytes that are not text become U+FFFD."""
 
     def to_json(self) -> dict[str, Any]:
         """What ``tokenizer_from_json`` needs to make this tokenizer again."""
         return {"kind": self.kind, **self.arguments}
 
     def is_like(self, other: Tokenizer) -> bool:
-        """Whether numbers mean the same text in both: whatever their names, which are paths; bare ones mean any."""
+        """Whether token numbers mean the same text in both.  Names (paths) do not count; bare numbers match any."""
         if self.kind != other.kind:
             return NumberTokenizer.kind in (self.kind, other.kind)
         return {**self.arguments, "name": ""} == {**other.arguments, "name": ""}

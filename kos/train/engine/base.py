@@ -1,4 +1,4 @@
-"""What the engines of CPUs and GPUs have in common beside the step: models, validation, text, state."""
+"""What the engines of CPUs and GPUs have in common besides the step: models, validation, text, state."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Engine(Step):
         return self.mesh.dp.size * self.accumulation_steps
 
     def describe(self) -> str:
-        """Lines for the log: where it computes, and with how much memory."""
+        """Lines for the log: the device, and the memory in use."""
         raise NotImplementedError
 
     def trial(self) -> tuple[float, float] | None:
@@ -91,7 +91,7 @@ class Engine(Step):
         raise NotImplementedError
 
     def sampling_ops(self) -> Ops:
-        """Those that take a pass of any length."""
+        """The stages that accept a pass of any length."""
         raise NotImplementedError
 
     def close(self, failed: bool = False) -> None:
@@ -147,13 +147,13 @@ class Engine(Step):
         return set(self.gradients) - (self.sums.replicated if self.mesh.tp.rank > 0 else set()) - twice
 
     def reporters(self) -> list[int]:
-        """The world ranks whose losses add up to all: those of the last stage, the first of tp."""
+        """The world ranks whose losses add up to the whole: ranks of the last stage that are first on the axis tp."""
         layout, schedule = self.mesh.layout, self.pipeline.schedule
         pp = schedule.place(schedule.stages - 1).rank
         return [layout.rank({"pp": pp, "dp": dp, "cp": cp}) for dp in range(layout.dp) for cp in range(layout.cp)]
 
     def result(self, reports: np.ndarray, norm: float, lr: float, seconds: float) -> StepResult:
-        """The result of a step from the ``reports`` of all ranks, on the host."""
+        """The result of a step, computed on the host from the ``reports`` of all ranks."""
         losses = reports[self.reporters(), 1:]
         total = math.fsum(losses.flat) if np.isfinite(losses).all() else float(losses.sum())
         return StepResult(total / self.micro_batches_of_all, norm, lr, seconds, bool(reports[:, 0].any()))
@@ -237,7 +237,7 @@ class Engine(Step):
     # --- text --------------------------------------------------------------------------------------------
 
     def sampler(self) -> Callable[[np.ndarray], np.ndarray] | None:
-        """What gives the logits (V,) of the token after (1, T); None on ranks that take no part."""
+        """The function that computes the logits (V,) of the token after (1, T); None on ranks that take no part."""
         weights, mesh, ops = self.whole_weights(), self.mesh, self.sampling_ops()
         if mesh.dp.rank or mesh.cp.rank:  # one of the ranks that hold the same weights is enough
             return None

@@ -1,4 +1,4 @@
-"""Engines: what computes a training step; which of them a run takes."""
+"""The choice of the engine that computes the training steps of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_engine(
 
 
 def layout_of(config: TrainConfig, ranks: int) -> Layout:
-    """The layout that was asked for.  ConfigError where it does not fit the ranks or the length of sequences."""
+    """The requested layout.  ConfigError if it does not fit the ranks or the length of sequences."""
     layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
     for axis in ("tp", "pp", "cp"):
         if (size := getattr(layout, axis)) > 1 and config.model.model_type == "gpt2":
@@ -51,7 +51,7 @@ def layout_of(config: TrainConfig, ranks: int) -> Layout:
 
 
 def choose_device(asked: str, comm: Communicator) -> str:
-    """``cpu`` or ``cuda``, for all ranks.  ConfigError where GPUs are asked for and a rank cannot have one."""
+    """``cpu`` or ``cuda``, for all ranks.  ConfigError if GPUs are requested and a rank cannot have one."""
     if asked == "cpu":
         return asked
     answers = [answer.decode().partition("\n") for answer in comm.all_gather_bytes(_usable_gpu(comm).encode())]
@@ -68,7 +68,7 @@ def choose_device(asked: str, comm: Communicator) -> str:
 
 
 def _usable_gpu(comm: Communicator) -> str:
-    """The UUID of this rank's GPU; or nothing, a newline and why it has none."""
+    """The UUID of this rank's GPU; or nothing, a newline and the reason why it has none."""
     try:
         require()
         if comm.size > 1 and comm.device is None:

@@ -1,4 +1,4 @@
-"""The engine of CPUs: numpy's dialect, a step at a time."""
+"""The engine of CPUs: the numpy dialect, one step at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kos.train.parallel.schedules import Schedule
 from kos.train.parallel.tree_sum import waiting_subtrees
 from kos.train.train import StepResult
 
-_WARM_SECONDS = 1.0  # of work, until a step takes as long as later ones
+_WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
 
 
 def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, ranks: int) -> MemoryPlan:
@@ -83,7 +83,7 @@ class Sizing:
 
 
 class CpuEngine(Engine):
-    """Weights and moments are fp32 arrays of the host; with ``--zero 1`` a rank holds its share of the moments."""
+    """Weights and moments are fp32 arrays of the host; with ``--zero 1`` a rank holds its shard of the moments."""
 
     lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
 
@@ -110,7 +110,7 @@ class CpuEngine(Engine):
     def trial(self) -> tuple[float, float]:
         trained = self.config.batch_size * self.config.seq_len
         self._try_step()  # the first takes longer
-        # So do those of the first parts of a second of work, as processors raise their clock.  All ranks try as many.
+        # So do the steps of the first second of work, while processors raise their clock.  All ranks try equally many.
         took = float(self.comm.all_reduce(np.array([self._try_step()]), ReduceOp.MAX)[0])
         seconds = min([took, *(self._try_step() for _ in range(min(4, int(_WARM_SECONDS / took))))])
         self.optimizer.step_count = 0
@@ -118,7 +118,7 @@ class CpuEngine(Engine):
         return seconds, seconds * tokens / trained / 3  # a backward is two forwards
 
     def _try_step(self) -> float:
-        """Seconds of a step, from weights of zeros."""
+        """Seconds that a step takes, with weights of zeros."""
         for array in (self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat):
             array[:] = 0
         self.start_step(0, False)
@@ -154,7 +154,7 @@ class CpuEngine(Engine):
         self._norm = math.sqrt(total) / self.micro_batches_of_all
 
     def _exact_norm(self) -> float:
-        """The same bits however tensors are cut: of sums without rounding."""
+        """The norm by sums without rounding: the same bits for every split of the tensors."""
         counted, model = self.counted(), self.mesh.model
         largest = np.array([self.optimizer.largest(self.gradients, counted)])
         if self.comm.size > 1:

@@ -58,7 +58,7 @@ _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
 
 
 class CudaEngine(Engine):
-    """One GPU of this rank; with ``--zero 1`` it holds its share of master weights and moments only."""
+    """The GPU of this rank; with ``--zero 1`` it holds only its shard of master weights and moments."""
 
     lag = 1
 
@@ -136,7 +136,7 @@ class CudaEngine(Engine):
         return Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)
 
     def _search(self, model: LlamaConfig, accumulation_steps: int) -> dict[str, str]:
-        """The fastest algorithms found for the matrix products: by one rank of a machine, for all and for later.
+        """The fastest algorithms for the matrix products: found by one rank of a machine, used by all, and later.
 
         Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need; where
         this very code has made them before, with these shapes, all is found already.  They compute with numbers like
@@ -228,7 +228,7 @@ class CudaEngine(Engine):
             self.feed.fetch(step + 1)
 
     def _capture(self) -> Graph:
-        """The step as a graph, after a rehearsal without effect has loaded all kernels and met all ranks."""
+        """The step as a graph, after a rehearsal without effect has loaded all kernels and connected all ranks."""
         count = self.optimizer.step_count
         self.optimizer.halt()
         self.queue_step()
@@ -284,7 +284,7 @@ class CudaEngine(Engine):
 
 
 def _reaches(axis: Axis) -> bool:
-    """Whether the ranks of an axis reach into one another's memory."""
+    """Whether the ranks of an axis access each other's memory."""
     return axis.size > 1 and "peer" in axis.comm.backend_name
 
 
@@ -304,7 +304,7 @@ def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps
 
 
 class _PendingResult:
-    """What the host sends and gets of a step, in pinned memory, while the device goes on to the next."""
+    """The host's inputs and results of a step, in pinned memory, while the device runs the next step."""
 
     def __init__(self, answers: Array, state: Array) -> None:
         device = answers.device
@@ -321,7 +321,7 @@ class _PendingResult:
             self._began.record(stream)
 
     def seconds(self) -> float:
-        """The device's, not those in which the host learns of it: that may be late."""
+        """The seconds of a step on the device; the host may learn of its end late."""
         return self.there.seconds_since(self._since)
 
     def fetch(self, answers: Array, state: Array, stream: object) -> None:

@@ -1,4 +1,4 @@
-"""Batches on their way to the GPU: read and copied a step ahead, beside the step that runs."""
+"""Batches for the GPU: read and copied one step ahead, during the current step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Feed:
         self._fetched: set[int] = set()
 
     def fetch(self, step: int) -> None:
-        """Read the rows of ``step`` and start to copy them; does not wait for the step that runs."""
+        """Read the rows of ``step`` and start to copy them; does not wait for the current step."""
         slot = self._slots[step % 2]
         slot.copied.synchronize()  # of the step before the last
         for index, rows in enumerate(self._micro_batches):

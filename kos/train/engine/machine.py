@@ -1,4 +1,4 @@
-"""What a run needs to know, and to note down, about the machine and the software it runs on."""
+"""Facts about the machine and the software that a run needs, or records."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def limit_threads(comm: Communicator, threads: int | None = None) -> int:
 
 
 def peak_flops(gpu: str) -> float | None:
-    """What MFU is measured against on this GPU; None where that is not known."""
+    """The peak to which MFU on this GPU refers; None if it is not known."""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), None)
 
 
@@ -89,7 +89,7 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:
-    """Of Python, and of those packages that are installed."""
+    """The versions of Python and of the installed packages."""
     versions = {"python": platform.python_version()}
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):

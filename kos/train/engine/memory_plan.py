@@ -1,4 +1,4 @@
-"""What a training step will need of a GPU's memory, before anything of it is allocated."""
+"""The GPU memory that a training step will need, computed before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class MemoryPlan(NamedTuple):
         return self.total <= self.free
 
     def check(self) -> MemoryPlan:
-        """This plan; ConfigError, with the options that can help, where it does not fit."""
+        """This plan; ConfigError, with the options that can help, if it does not fit."""
         if self.fits:
             return self
         uses = sorted(self.uses.items(), key=lambda use: -use[1])

@@ -21,7 +21,7 @@ from kos.train.parallel.tensor import TensorParallel
 def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
     """How the sums within a layer are split, in every layout.  None: not split, as in a GPT-2, where only dp has ranks.
 
-    On GPUs only long sequences are split, and no features.  ConfigError if a rank would not hold whole subtrees.
+    On GPUs only long sequences are split, and features are not.  ConfigError if a rank would not hold whole subtrees.
     """
     if not config.deterministic or isinstance(model, GPT2Config):
         return None

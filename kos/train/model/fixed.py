@@ -1,4 +1,4 @@
-"""LLaMA in a fixed order of sums, for ``--deterministic``: what is not of ``kos.train.parallel.fixed`` alone."""
+"""LLaMA in a fixed order of sums, for ``--deterministic``: the parts outside ``kos.train.parallel.fixed``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def generate(
     """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
 
     Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The model sees the last ``context``
-    tokens. Ends early at token ``stop``, or when ``stopped`` says so.
+    tokens. Ends early at token ``stop``, or when ``stopped`` returns True.
     """
     rng = np.random.default_rng(seed)
     ids = list(prompt)

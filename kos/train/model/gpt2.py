@@ -92,7 +92,7 @@ class BiasedLinear(TensorParallel):
 
 
 class GPT2(Llama):
-    """The stages of ``Llama`` with GPT-2's parts in place of LLaMA's."""
+    """The stages of ``Llama`` with GPT-2's parts instead of LLaMA's."""
 
     def __init__(self, config: LlamaConfig, ops: Ops, **options: Any) -> None:
         super().__init__(config, ops, **{**options, "tensor": BiasedLinear(ops)})

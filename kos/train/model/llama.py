@@ -25,7 +25,7 @@ from kos.train.ops import Array, Ops
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.tensor import Half, TensorParallel
 
-HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
+HEAD_ROWS = 1024  # tokens whose logits are in memory at once, by default
 
 LOOKUPS = "lookups"
 """The name of the gradient of a tied embedding's lookups; ``--deterministic`` sums it apart from the head's."""
@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """What a block's forward writes and its backward reads. The backward recomputes what is None."""
+    """The arrays that a block's forward writes and its backward reads. The backward recomputes those that are None."""
 
     x_nD: Array
     rstd_in_n: Array
@@ -64,7 +64,7 @@ class BlockActivations(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A layer's forward: where its activations and its output go. Without an output it ends at ``gate_up_N2F``."""
+    """A layer's forward: the arrays of its activations and its output. Without an output it ends at ``gate_up_N2F``."""
 
     layer: int
     kept: BlockActivations
@@ -90,7 +90,7 @@ class Slot:
         self.sent: Any = None  # the send of ``out_nD``
 
     def clear(self) -> None:
-        """For another micro-batch; nothing of this one is needed any more."""
+        """Prepare for another micro-batch; the data of this one is no longer needed."""
         self.arena.release(0)
         self.__init__(self.arena)  # type: ignore[misc]
 
@@ -225,7 +225,7 @@ class Llama:
             return self.ops.to_host(self._logits(weights, normed_ND)).reshape(*tokens.shape, -1)
 
     def next_logits(self, weights: Weights, tokens: Array) -> Array:
-        """The logits (V,) of what follows ``tokens`` (1, T), on the host; of the whole model."""
+        """The logits (V,) of the token that follows ``tokens`` (1, T), on the host; of the whole model."""
         with self.ops.step(self.arena):
             return self.logits_of(weights, self.evaluate_stage(weights, tokens), tokens.shape[1] - 1)
 
@@ -440,12 +440,12 @@ class Llama:
         self, weights: Weights, normed_ND: Array, targets_N: Array, count: Array, losses_N: Array, d_normed_ND: Array,
         into: Gradients,
     ) -> None:  # fmt: skip
-        """The losses and the gradients of the head's matrix and of its input, chunk by chunk."""
+        """Compute the losses, and the gradients of the head's matrix and of its input, chunk by chunk."""
         ops, arena, name = self.ops, self.arena, self.config.head
         chunks, d_weight = self._chunks(len(targets_N)), into.of[name]
         wide = ops.statistics_dtype(normed_ND.dtype)
         in_place = len(chunks) == 1 or d_weight.dtype == wide
-        sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not once a chunk
+        sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not for each chunk
         if into.accumulate and not in_place:
             ops.copy(d_weight, sum_VD)
         for rows in chunks:
@@ -517,7 +517,7 @@ class Llama:
         return logits_NV
 
     def _rope_tables(self, seq_len: int, dtype: Any) -> tuple[Array, Array]:
-        """Rows of a longer table: sampling asks for every length, a captured pass goes on reading the one it saw."""
+        """Rows of a longer table: sampling uses every length, a captured pass keeps reading the table it captured."""
         length = seq_len if self.context.size > 1 else 1 << (seq_len - 1).bit_length()
         if (length, dtype) not in self._tables:
             positions = self.context.positions(length)

@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 class RopeScaling(Section):
-    """LLaMA-3's stretching of the rotary frequencies, with Hugging Face's key names and LLaMA-3's values."""
+    """LLaMA-3's scaling of the rotary frequencies, with Hugging Face's key names and LLaMA-3's values."""
 
     rope_type: Literal["llama3"] = "llama3"
     factor: float = Field(gt=0)
@@ -55,7 +55,7 @@ class FlopsPerToken(NamedTuple):
 
 
 class LayerNames(NamedTuple):
-    """What a model reads of a layer: four matrices, of which two may be groups, and the norms before them."""
+    """The weights of a layer as a model reads them: four matrices, two of which may be groups, and their norms."""
 
     input_norm: str
     qkv: str
@@ -67,7 +67,7 @@ class LayerNames(NamedTuple):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a model, in Hugging Face's field names.  ConfigError where it cannot be."""
+    """The shape of a model, in Hugging Face's field names.  ConfigError if it is impossible."""
 
     model_type: ClassVar[str] = "llama"
     embedding: ClassVar[str] = "model.embed_tokens.weight"
@@ -106,7 +106,7 @@ class LlamaConfig:
 
     @property
     def up_size(self) -> int:
-        """Columns of what the activation function takes."""
+        """The number of columns of the activation function's input."""
         return 2 * self.intermediate_size
 
     def layer_names(self, layer: int) -> LayerNames:
@@ -132,7 +132,7 @@ class LlamaConfig:
         )  # fmt: skip
 
     def _head_cost(self) -> float:
-        """The time of the head, in layers."""
+        """The time that the head takes, in layers."""
         heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
         return HEAD * self.vocab_size / (heads + self.up_size + self.intermediate_size)
 
@@ -193,7 +193,7 @@ class LlamaConfig:
         return groups
 
     def num_parameters(self, *parts: Local) -> int:
-        """A tied embedding counts once."""
+        """The number of parameters; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.parameter_shapes(*parts).values())
 
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:

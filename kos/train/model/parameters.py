@@ -60,7 +60,7 @@ class Parameters(Mapping[str, np.ndarray]):
         return Parameters(self.shapes, dtype, self.groups, self.zeros, self.multiple)
 
     def parts(self) -> list[tuple[slice, slice]]:
-        """What is held here of the layout, and where in ``flat``: all."""
+        """The parts of the layout that are held here, and their places in ``flat``: all of it."""
         return [(slice(0, self.flat.size), slice(0, self.flat.size))]
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -86,7 +86,7 @@ class Shard:
         return Shard(self.layout, self.slices, self.flat.dtype if dtype is None else dtype)
 
     def parts(self) -> list[tuple[slice, slice]]:
-        """What is held here of the layout, and where in ``flat``."""
+        """The parts of the layout that are held here, and their places in ``flat``."""
         found, at = [], 0
         for part in self.slices:
             found.append((part, slice(at, at + part.stop - part.start)))

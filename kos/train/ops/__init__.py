@@ -38,7 +38,7 @@ class Ops(Protocol):
         """A new array outside of any arena."""
 
     def step(self, arena: Arena) -> AbstractContextManager[None]:
-        """Brackets one pass: gives back all of ``arena``, keeps inf and nan from warning."""
+        """A context for one pass: frees all of ``arena`` at its end, and suppresses warnings of inf and nan."""
 
     def statistics_dtype(self, dtype: Any) -> Any:
         """The dtype of ``rstd``, ``log_sum_exp``, losses and counts where activations are of ``dtype``."""
@@ -47,13 +47,13 @@ class Ops(Protocol):
         """int32 tokens or targets, of the host or the dialect's own, as the operations take them."""
 
     def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
-        """Uninitialised, in the memory order that ``rope``, ``attention`` and ``swiglu`` want."""
+        """An uninitialised array, in the memory order that ``rope``, ``attention`` and ``swiglu`` require."""
 
     def copy(self, source: Array, out: Array) -> None:
-        """out = source, either of which may be the host's."""
+        """out = source; either may be in host memory."""
 
     def to_host(self, array: Array) -> np.ndarray:
-        """A copy in host memory of its own."""
+        """A new copy in host memory."""
 
     def zero(self, out: Array) -> None:
         """out = 0."""
@@ -79,7 +79,7 @@ class Ops(Protocol):
         """out (N, F) = x (N, D) weight^T + residual (N, F) + bias (F,), weight (F, D)."""
 
     def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
-        """dx (N, D) = d_out (N, F) weight, which the backward goes on with."""
+        """dx (N, D) = d_out (N, F) weight, from which the backward continues."""
 
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""

@@ -1,4 +1,4 @@
-"""The numpy dialect of ``kos.train.ops``: the reference, and what CPUs train with.
+"""The numpy dialect of ``kos.train.ops``: the reference, and the implementation for training on CPUs.
 
 Three habits make it fast.  Arrays that are split by columns (heads, gate and up) have contiguous tokens
 (``empty_columns``).  So the halves of a rotation, the statistics of a softmax and every operand of a matrix
@@ -297,7 +297,7 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 
 
 # --- attention ---------------------------------------------------------------------------------------
-# ``numpy_attention.py`` computes it; here are its arrays, as that wants to see them.
+# ``numpy_attention.py`` computes attention; these methods give it views of the arrays in its layout.
 
 
 def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:

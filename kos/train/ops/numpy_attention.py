@@ -2,7 +2,7 @@
 
 Arrays are views (B, K, d, G, T) of q and out, (B, K, d, T) of k and v, with G = H / K.  Scores lie as
 (keys, G * queries): the query heads that share a kv head are one matrix product, and the softmax runs over the first
-of two axes, which numpy reduces at full speed.  Keys after a block of queries are never looked at.  Only the log of
+of two axes, which NumPy reduces at full speed.  Keys after a block of queries are never read.  Only the log of
 the softmax's denominator is kept for the backward, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 """
 
@@ -24,7 +24,7 @@ QUERY_BLOCK = 64  # queries whose scores are computed at once
 def attend(
     q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, before: int | None, arena: Arena
 ) -> None:
-    """Causal, after ``before`` keys, written; or to all keys (None), merged with what ``out_all`` holds."""
+    """Causal attention after ``before`` keys, written to ``out_all``; if None, to all keys, merged with ``out_all``."""
     samples, kv_heads, d, group, length = q_all.shape
     scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
     row = ones(keys, dtype)
@@ -72,8 +72,8 @@ def attend_backward(
 ) -> None:  # fmt: skip
     """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
 
-    Both subtractions ride in the matrix products, as one more row: of ones in K and V, of what is
-    subtracted in Q and d_out.  To all keys (``before`` is None) it adds to dQ; ``accumulate`` adds to dK and dV.
+    Both subtractions are part of the matrix products, as one more row: ones in K and V, and the subtrahend in Q and
+    d_out.  With all keys (``before`` is None) it adds to dQ; with ``accumulate`` it adds to dK and dV.
     """
     samples, kv_heads, d, group, length = q_all.shape
     scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
@@ -84,7 +84,7 @@ def attend_backward(
             v1 = arena.take(k1.shape, dtype)
             for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
                 with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
-            # The last block reaches every key: it writes dk and dv, those before it add.
+            # The last block reaches every key: it writes dk and dv, and the earlier blocks add.
             for start in reversed(range(0, length, QUERY_BLOCK)):
                 end = min(start + QUERY_BLOCK, length)
                 here, seen = (*tile, ..., slice(start, end)), keys if before is None else before + end
@@ -123,7 +123,7 @@ def attend_backward(
 
 
 def _tiles(samples: int, kv_heads: int, group: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of samples and kv heads whose scores, of a block of queries, are about ``SCORES`` elements."""
+    """Slices of samples and kv heads whose scores for a block of queries have about ``SCORES`` elements."""
     at_once = max(1, SCORES // (group * QUERY_BLOCK * keys))
     b_step, k_step = max(1, at_once // kv_heads), min(at_once, kv_heads)
     for b in range(0, samples, b_step):

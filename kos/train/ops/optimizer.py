@@ -22,7 +22,7 @@ CHUNKS = np.dtype([
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied by, as ``torch.nn.utils.clip_grad_norm_``; 0 turns it off."""
+    """The factor for gradients of this norm, as in ``torch.nn.utils.clip_grad_norm_``; 0 turns clipping off."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of a sequence split over ranks; attention alone looks at more than a rank's own.
+"""Context parallelism: the tokens of a sequence split over ranks; only attention needs the tokens of other ranks.
 
 A sequence is split into 2 cp chunks of c tokens; rank r holds chunks r and 2 cp - 1 - r, one after the other (zigzag:
 Llama 3, arXiv:2407.21783; the balance: Brandon et al. 2023, arXiv:2311.09431). A rank's attention is then
@@ -45,7 +45,7 @@ class ContextParallel:
         self.mine = range(pieces * axis.rank, pieces * (axis.rank + 1))
 
     def positions(self, tokens: int) -> Sequence[int]:
-        """Where in the whole sequence the ``tokens`` of this rank stand, piece by piece."""
+        """The positions of this rank's ``tokens`` in the whole sequence, piece by piece."""
         if self.chunks == 2:
             return range(tokens)
         c = tokens // (2 * self.pieces)
@@ -144,4 +144,4 @@ class ContextParallel:
             if step + 1 < size:
                 d_arriving = comm.send_recv(d_kv, d_mine, after, before, async_op=True)
             else:
-                comm.send_recv(d_kv, d_mine, after, before)  # beside nothing: it may take the whole GPU
+                comm.send_recv(d_kv, d_mine, after, before)  # nothing runs beside it: it may use the whole GPU

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank holds the whole model and works on its share of the batch.
+"""Data parallelism: every rank holds the whole model and works on its shard of the batch.
 
 A step's batch is split into micro-batches, of which each rank works on a run of equal length.
 
@@ -26,7 +26,7 @@ from kos.train.parallel.tree_sum import TreeSum
 
 
 def shard_batch(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
-    """The rows of the batch that ``rank`` works on, a range a micro-batch; ``batch_size`` is divided evenly."""
+    """The rows of the batch that ``rank`` works on, one range per micro-batch; ``batch_size`` is divided evenly."""
     rows = batch_size // size
     starts = range(rank * rows, (rank + 1) * rows, micro_batch_size)
     return [range(start, start + micro_batch_size) for start in starts]
@@ -89,7 +89,7 @@ class DataParallel:
                 self._in_flight.append(work)
 
     def finish(self, *, whole: bool = False) -> None:
-        """Called after the last backward: now ``gradients`` hold the sum over all micro-batches.
+        """Called after the last backward; ``gradients`` then hold the sum over all micro-batches.
 
         With ``whole`` the sums of a ``tree`` are whole even if they are ``sharded``.
         """
@@ -106,7 +106,7 @@ class DataParallel:
         return [self._part(bucket) for bucket in self.buckets]
 
     def gather(self, weights: Parameters) -> GatheredWeights:
-        """Start to gather the parts of ``weights``, which the first look at a tensor then waits for."""
+        """Start to gather the parts of ``weights``; the first read of a tensor waits for it."""
         works = {}
         for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
             part = weights.flat[self._part(bucket)]

@@ -1,4 +1,4 @@
-"""What fails on one rank must fail on all: the same error everywhere, printed once, no rank left waiting."""
+"""Failures of one rank fail all ranks: with the same error, printed once, and no rank is left waiting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def alone(comm: Communicator, action: Callable[[], T]) -> T:
-    """``together`` on rank 0 alone: its result, which JSON can hold, on all.
+    """As ``together``, on rank 0 alone; all ranks get its result, which must fit JSON.
 
     The others have nothing to do: rank 0 waits for them by the timeout only.
     """
@@ -34,7 +34,7 @@ def alone(comm: Communicator, action: Callable[[], T]) -> T:
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
-    """Run ``action`` on every rank that calls this; where it fails on any, raise on all.
+    """Run ``action`` on every rank that calls this; if it fails on any rank, raise on all.
 
     The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  A rank waits ``PATIENCE``
     for the others, or the timeout if that is longer, and logs when the timeout is over.  It does not wait longer than
@@ -81,7 +81,7 @@ def _run_and_compare(
 
 @contextmanager
 def raised_on_every_rank() -> Iterator[None]:
-    """Mark a ConfigError as one that every rank raises: that of settings that ``same_on_all`` has compared."""
+    """Mark a ConfigError as raised by every rank, because ``same_on_all`` has compared the settings."""
     try:
         yield
     except ConfigError as error:
@@ -90,7 +90,7 @@ def raised_on_every_rank() -> Iterator[None]:
 
 
 def stop_together(comm: Communicator, stop: Stop) -> None:
-    """Raise ``Stopped`` on all ranks if any was asked to stop.  Takes some 50 µs."""
+    """Raise ``Stopped`` on all ranks if a stop was requested on any.  Takes about 50 µs."""
     if any(comm.all_gather_bytes(b"!" * stop.asked)):
         raise Stopped("asked to stop")
 

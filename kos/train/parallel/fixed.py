@@ -32,7 +32,7 @@ LEAST_CHUNK = 64  # tokens: shorter ones make products and blocks of queries sma
 
 
 class Split(NamedTuple):
-    """Into how many parts features are split, and into how many pieces a sequence: powers of two."""
+    """The numbers of parts of features, and of pieces of a sequence: powers of two."""
 
     features: int = 1
     tokens: int = 1
@@ -44,7 +44,7 @@ class Split(NamedTuple):
         return cls(math.gcd(PARTS, *sizes), next(pieces, 1))
 
     def check(self, tp: int, cp: int, seq_len: int, least: int = LEAST_CHUNK) -> None:
-        """ConfigError where a rank would not hold whole subtrees."""
+        """ConfigError if a rank would not hold whole subtrees."""
         if self.features % tp:
             why = "the largest of 8, 4, 2 and 1 that divides heads, key/value heads, intermediate size and vocabulary"
             raise ConfigError(f"--deterministic --tp {tp}: expected a divisor of {self.features}, {why}, got {tp}")

@@ -22,7 +22,7 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks each axis has."""
+    """The number of ranks of each axis."""
 
     pp: int = 1
     dp: int = 1
@@ -68,7 +68,7 @@ class Layout:
 
 
 class Silent:
-    """In place of a communicator: moves nothing. A rank computes alone, to see how long it takes or what memory."""
+    """Stands in for a communicator and moves nothing. A rank computes alone, to measure its time or memory."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -111,7 +111,7 @@ class Mesh:
         self.gradients, self.model = self._axis("dp", "cp"), self._axis("pp", "tp")
 
     def _axis(self, *names: str) -> Axis:
-        """These axes as one. A group of all ranks is the world itself; none is split twice."""
+        """These axes as one. A group of all ranks is the world itself; no group is split twice."""
         names = tuple(name for name in names if getattr(self.layout, name) > 1)
         if not names:
             return Axis(0, 1, None)
@@ -127,11 +127,11 @@ class Mesh:
 
     @classmethod
     def silent(cls, layout: Layout, rank: int = 0) -> Mesh:
-        """What ``rank`` of a job of this layout sees, without the others."""
+        """The mesh as ``rank`` of a job of this layout sees it, without the other ranks."""
         return cls(cast(Communicator, Silent(rank, layout.ranks)), layout)
 
     def communicators(self) -> list[Communicator]:
-        """The world, and those that were split from it."""
+        """The world, and the communicators that were split from it."""
         return [self.world, *(group for group in self._groups.values() if group is not self.world)]
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ class Pipeline:
             buffer.free()
 
     def connect(self, rows: int) -> None:
-        """Send a message of so many rows in each direction, in one order on all ranks.
+        """Send a message of this number of rows in each direction, in the same order on all ranks.
 
         In its first call of a size, NCCL connects two ranks and waits on the host. Within a schedule, ranks could wait
         for each other in this way.
@@ -116,7 +116,7 @@ class Pipeline:
         return None if sender is None else self._links[sender, self.axis.rank, action.kind == "F"]
 
     def send(self, action: Action, x: Array) -> Work[None] | None:
-        """Begin to send the output of ``action``, where another rank needs it."""
+        """Begin to send the output of ``action`` if another rank needs it."""
         receiver = self._other(self.schedule.destination(self.axis.rank, action))
         if receiver is None:
             return None

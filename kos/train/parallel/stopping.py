@@ -15,7 +15,7 @@ from types import FrameType
 from kos.errors import KosError
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-"""What asks for it: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
+"""Signals that stop a run: mpirun forwards SIGUSR1 and then waits, Ctrl-C reaches a single rank."""
 
 KILLED = (
     "mpirun kills its ranks half a second after Ctrl-C or the loss of a rank"

@@ -1,4 +1,4 @@
-"""Commands that a run prints, to be pasted where it was started."""
+"""Commands that a run prints, to be run in the folder where it was started."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kos.train.config.options import TrainConfig, flag_of
 
 
 def resume(out: Path, ranks: int, *flags: str) -> str:
-    """Go on from the newest checkpoint of the run in ``out``, whose ``config.json`` has the settings.
+    """The command that continues from the newest checkpoint in ``out``, whose ``config.json`` has the settings.
 
-    The command of every rank, where something else than mpirun has started them.
+    It is the command of every rank if something other than mpirun has started them.
     """
     words = [python(), "-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
     by_srun = "SLURM_PROCID" in os.environ and "OMPI_COMM_WORLD_SIZE" not in os.environ
@@ -27,7 +27,7 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
 
 
 def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
-    """As many steps again; a learning rate that has fallen stays there, and does not begin anew. A warm-up goes on."""
+    """The command for as many steps again. A learning rate that has decayed stays where it is. A warm-up continues."""
     last, flags = config.learning_rate()(config.steps), ["--steps", str(2 * config.steps)]
     if 0 < last < config.lr and config.steps >= config.warmup_steps:
         flags += ["--schedule", "constant", "--lr", f"{last:g}", "--warmup-steps", "0"]
@@ -35,7 +35,7 @@ def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
 
 
 def sample(out: Path, config: TrainConfig) -> str:
-    """Text from the run in ``out``, drawn as this run draws it."""
+    """The command that samples text from the run in ``out``, with the settings of this run."""
     asked = {name: getattr(config, name) for name in ("prompt", "temperature", "top_k")}  # whose defaults are the same
     given = [(name, value) for name, value in asked.items() if value != TrainConfig.model_fields[name].default]
     flags = [f"{flag_of(name)}={value}" for name, value in given]  # the value may begin with a dash
@@ -43,7 +43,7 @@ def sample(out: Path, config: TrainConfig) -> str:
 
 
 def plot(out: Path) -> str | None:
-    """To plot the metrics of the run in ``out``; None without matplotlib."""
+    """The command that plots the metrics of the run in ``out``; None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     return shlex.join([python(), "-m", "kos.train.tools.plot", str(out)])

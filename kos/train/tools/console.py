@@ -1,4 +1,4 @@
-"""What a run says to a person: a progress bar on a terminal, otherwise a plain line a step; rank 0 only."""
+"""The console output of a run: a progress bar on a terminal, otherwise one plain line per step; rank 0 only."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Console:
             self._spoke = time.monotonic()
             try:
                 print(text, flush=True)
-            except OSError:  # nobody reads any more (`| head`), or a full disk: the run goes on in silence
+            except OSError:  # the reader has gone (`| head`), or the disk is full: the run continues without output
                 self._silent = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 
     def warn(self, text: str) -> None:
-        """A line for the person at the terminal, also where the output goes to a file. Any thread may call this."""
+        """A line for the user at the terminal, even if the output goes to a file. Any thread may call this."""
         if self._bar is not None:
             self.say(text)
             self._bar.console.show_cursor(True)  # a second signal ends the process as it is
@@ -80,7 +80,7 @@ class Console:
         self._bar.update(f"training {step}/{self._steps}", step / self._steps, self._values)
 
     def progress(self, what: str, share: float) -> None:
-        """How far something is that takes long: a bar, beside the bar of the steps, or a line now and then."""
+        """The progress of a long task: a second bar, or an occasional line."""
         text = f"{what}: {share:.0%}"
         if self._bar is not None and self._first is None:
             self._bar.update(text, share)
@@ -91,7 +91,7 @@ class Console:
             self.say(text)
 
     def close(self) -> None:
-        """Nothing more to show for now: the bar of the steps stays, another one goes."""
+        """End a task: the bar of the steps stays, another bar is removed."""
         if self._bar is not None:
             self._bar.stop(None if self._first is None else self._values)
 
@@ -167,14 +167,14 @@ def _terminal() -> TextIO | None:
 
 
 def columns(terminal: TextIO) -> int:
-    """How wide a terminal is; 0 where it does not say."""
+    """The width of a terminal; 0 if it is unknown."""
     with contextlib.suppress(OSError):  # it is gone
         return os.get_terminal_size(terminal.fileno()).columns
     return 0
 
 
 def duration(seconds: float) -> str:
-    """As a person says it."""
+    """A duration in words."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.2g} {unit}"

@@ -1,11 +1,11 @@
-"""A step in which nothing is computed and nothing sent: how long it takes, and what a rank sends on each axis.
+"""A step without computation and communication: predicts its duration, and the bytes a rank sends on each axis.
 
 The step (``kos.train.train``) runs with operations and communicators that only advance a clock:
 
 - An operation takes the longer of its flops and its bytes (``kos.train.tools.profile.cost``), at the hardware's rates;
   attention takes their sum.
 - A collective takes a latency and the time of the bytes that a ring sends: 2 (n - 1) / n of an all-reduce, half of that
-  of an all-gather or a reduce-scatter. What is asynchronous goes on beside the operations on a GPU, not on a CPU.
+  of an all-gather or a reduce-scatter. Asynchronous collectives overlap with the operations on a GPU, not on a CPU.
 - Messages between stages take no time here: ``timeline.simulate`` has it, and the waiting for other ranks.
 """
 
@@ -34,7 +34,7 @@ AXES = ("gradients", "tp", "pp", "cp")
 
 
 class Job(NamedTuple):
-    """What is planned: settings as all ranks have them, with everything chosen."""
+    """The job to plan: the settings of all ranks, with every choice made."""
 
     config: TrainConfig
     model: LlamaConfig
@@ -102,7 +102,7 @@ class Arrival(NamedTuple):
 
 
 class Link:
-    """In place of the communicator of an axis: counts what its rank sends, and how long that takes."""
+    """Stands in for the communicator of an axis: counts what its rank sends, and how long that takes."""
 
     def __init__(self, clock: Clock, axis: str, rank: int, size: int) -> None:
         self.clock, self.axis, self.rank, self.size, self._free = clock, axis, rank, size, 0.0
@@ -144,7 +144,7 @@ class Link:
 
 
 class _AbsentGpu(Sizing):
-    """As ``Sizing``, of a GPU that need not be there."""
+    """As ``Sizing``, for a GPU that this machine need not have."""
 
     def __init__(self, name: str) -> None:
         self.device, self.stream, self._family = 0, None, GPUS[name].attention
@@ -155,7 +155,7 @@ class _AbsentGpu(Sizing):
 
 
 class DryStep(Rehearsal):
-    """What a rank does in one step of a job: ``clock`` at its end, and what each of its ``actions`` has spent."""
+    """A rank's part of one step of a job: ``clock`` at its end, and the time of each of its ``actions``."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.clock, self.actions = Clock(job.rates), dict[Action, dict[str, float]]()

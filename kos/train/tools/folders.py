@@ -46,9 +46,9 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def check_folder(out: Path, rank: int) -> None:
-    """ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Leaves nothing there.
+    """ConfigError if ``rank`` cannot write to ``out`` and ``out/checkpoints``, or create them. Leaves no files there.
 
-    It tries: what ``os.access`` says of root, of a network file system or of /proc need not be so.
+    It tries to write: for root, on a network file system or in /proc, ``os.access`` may be wrong.
     """
     places = out / "checkpoints", out, *out.absolute().parents
     present = (folder for folder in places if os.path.lexists(folder))

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a step, appended as the run goes and truncated on resume.
+"""``metrics.jsonl``: one JSON object per step, appended during the run and truncated on resume.
 
 What is not finite, for which JSON has no word, is null.
 """

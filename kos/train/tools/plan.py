@@ -66,7 +66,7 @@ def predict(job: Job, memory: MemoryPlan) -> Prediction:
 
 
 def make_job(config: TrainConfig, model: LlamaConfig, layout: Layout, rates: Rates, **settings: Any) -> Job:
-    """ConfigError where a run would refuse it."""
+    """The job with these settings.  ConfigError if a run would refuse it."""
     config = config.model_copy(update={"pp": layout.pp, **settings}).for_world(layout.dp, config.device)
     assert config.micro_batch_size is not None
     steps = config.batch_size // (config.micro_batch_size * layout.dp)
@@ -134,7 +134,7 @@ def plan(
     """The legal layouts, the fastest that fits first, and the others with the reason."""
     legal, refused = [], []
     asked = [sizes for sizes in layouts(ranks) if all(sizes[key] == getattr(config, key) for key in given & {*sizes})]
-    for sizes in asked or [{}]:  # whose error says why there is none
+    for sizes in asked or [{}]:  # the error of {} gives the reason why there is none
         try:
             layout = layout_of(config.model_copy(update=sizes), ranks)
             legal.append(best(config, given, model, layout, rates))
@@ -158,7 +158,7 @@ def table(predictions: Sequence[Prediction]) -> str:
 
 
 def report(argv: Sequence[str]) -> str:
-    """What ``--plan`` prints. ConfigError where no layout is legal."""
+    """The output of ``--plan``. ConfigError if no layout is legal."""
     config, given, words, ranks, gpu = parse_plan(argv)
     vocabulary = config.model.vocab_size
     if vocabulary is None and config.tokenizer not in ("auto", "bytes"):
@@ -194,7 +194,7 @@ def report(argv: Sequence[str]) -> str:
 
 
 def notes(job: Job) -> list[str]:
-    """What no run has confirmed of a proposal for GPUs."""
+    """The parts of a proposal for GPUs that no run has confirmed."""
     layout, found = job.layout, list[str]()
     if job.config.device == "cpu":
         return found

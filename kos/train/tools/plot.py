@@ -33,7 +33,7 @@ Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def read_runs(folders: Sequence[Path]) -> Runs:
-    """The rows of each run by its name.  DataError where there are none."""
+    """The rows of each run by its name.  DataError if there are none."""
     rows: dict[str, Sequence[Mapping[str, Any]]] = {}
     for folder in folders:
         path = folder / METRICS if folder.is_dir() else folder
@@ -94,7 +94,7 @@ def _line(axes: Any, rows: Sequence[Mapping[str, Any]], key: str, color: str, la
 
 
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values where there is one."""
+    """The steps that have a value, and their values."""
     found = [(row["step"], row[key]) for row in rows if isinstance(row.get(key), int | float)]
     points = np.array([point for point in found if math.isfinite(point[1])], float).reshape(-1, 2)
     return points[:, 0], points[:, 1]

@@ -53,7 +53,7 @@ class Marks:
         self.stream = None if stream is None else streams.handle(stream)
 
     def captured(self) -> bool:
-        """Whether marks are now made in a graph, which takes them anew at each replay."""
+        """Whether marks are being captured in a graph, which records them again at each replay."""
         return self.stream is not None and is_captured(self.stream)
 
     def mark(self) -> Any:
@@ -116,7 +116,7 @@ class TimedWork(NamedTuple):
 
 
 class TimedOps:
-    """A dialect whose operations are what ``timed(name, operation)`` makes of them."""
+    """A dialect whose operations are wrapped by ``timed(name, operation)``."""
 
     def __init__(self, ops: Any, timed: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         self._ops, self._timed = ops, timed
@@ -140,7 +140,7 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         backward = name == "embedding_backward"
         tokens, table = arrays[backward : backward + 2]
         rows = min(int(tokens.size), len(table)) * table.shape[1] * table.dtype.itemsize
-        if not backward or arguments[3]:  # a gradient that starts anew is written whole
+        if not backward or arguments[3]:  # a gradient that is not accumulated is written whole
             nbytes += (2 * rows if backward else rows) - int(table.nbytes)
     elif name.startswith("rope"):  # of each row the first heads, in place
         x, _, head_dim, heads = arguments[:4]
@@ -215,7 +215,7 @@ class Profiler:
         return result
 
     def _limits(self) -> tuple[float, float]:
-        """Bytes and flops a second that this device reaches, or could."""
+        """The bytes and flops per second that this device reaches, or could reach."""
         source, target = (self.ops.zeros(COPIED, np.uint8) for _ in range(2))
         self.ops.copy(target, source)  # memory that was never written to may not be there
         bandwidth = 2 * COPIED / self.marks.fastest(self.ops.copy, source, target)
@@ -269,7 +269,7 @@ class Profiler:
 
 
 def covered(spans: list[Span]) -> float:
-    """Microseconds in which any of them was under way: collectives overlap one another."""
+    """Microseconds in which at least one of them was in progress: collectives overlap one another."""
     total, end = 0.0, -math.inf
     for span in sorted(spans, key=lambda span: span.begin):
         total += max(0.0, span.end - max(span.begin, end))

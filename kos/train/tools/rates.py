@@ -1,4 +1,4 @@
-"""What hardware does a second: of GPUs by measurements in ``rates.toml``, of this machine's CPU by two made now."""
+"""Rates of hardware: GPUs by measurements in ``rates.toml``, this machine's CPU by two measurements made now."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kos.train.tools.profile import COPIED, ROWS_ON_HOST, Marks
 
 
 class Rates(NamedTuple):
-    """Of the hardware of one rank."""
+    """Rates of the hardware of one rank."""
 
     name: str
     linear: float  # flops a second of matrix products
@@ -26,11 +26,11 @@ class Rates(NamedTuple):
     operation: float  # seconds that each takes at least
     wire: float  # bytes a second to another rank
     latency: float  # seconds of a collective, at least
-    overlap: bool  # whether collectives go on beside operations
+    overlap: bool  # whether collectives overlap with operations
 
 
 class Gpu(NamedTuple):
-    """Of a data sheet: bytes a second of memory and, one way, of NVLink; beside it, bytes of memory that are free."""
+    """From a data sheet: bytes per second of memory and, in one direction, of NVLink; also the bytes of free memory."""
 
     memory: float
     link: float
@@ -41,11 +41,11 @@ class Gpu(NamedTuple):
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 GPUS = {name: Gpu(**sheet) for name, sheet in _TABLES["gpus"].items()}
 GPU, HOST = _TABLES["gpu"], _TABLES["host"]
-"""Shares of what the hardware could do, and seconds."""
+"""Fractions of the hardware's rates, and seconds."""
 
 
 def gpu_rates(name: str, head_dim: int) -> Rates:
-    """Of the first of ``GPUS`` that is part of ``name``. ConfigError where there is none."""
+    """Rates of the first of ``GPUS`` whose name is part of ``name``. ConfigError if there is none."""
     known = next((part for part in GPUS if part in name), None)
     if known is None:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
@@ -58,7 +58,7 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
 
 
 def cpu_rates(ranks: int) -> Rates:
-    """Of each of ``ranks`` ranks that share the cores of this machine. Takes a second."""
+    """Rates of each of ``ranks`` ranks that share the cores of this machine. Takes a second."""
     fastest = Marks().fastest
     a, b, c = (np.zeros((ROWS_ON_HOST, ROWS_ON_HOST), np.float32) for _ in range(3))
     source, target = (np.ones(COPIED, np.uint8) for _ in range(2))

@@ -35,7 +35,7 @@ LOOK_SECONDS = 0.5
 CLOSE_SECONDS = 20.0
 """How long the end of a run waits for its trackers."""
 ORPHAN_SECONDS = 60.0
-"""How long a tracker goes on after its input ended: nobody waits for that of a run that failed."""
+"""How long a tracker continues after its input has ended: a run that failed does not wait for its tracker."""
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Service:
 
 
 def check(names: Sequence[str]) -> None:
-    """ConfigError where the package of a tracker is not installed."""
+    """ConfigError if the package of a tracker is not installed."""
     for name in names:
         found = importlib.util.find_spec(PACKAGES[name])
         if found is None or found.origin is None:  # as of a folder of that name, which wandb makes for its files
@@ -100,7 +100,7 @@ def start(names: Sequence[str], out: Path, start: int, description: Mapping[str,
 
 
 def close(processes: Sequence[TrackerProcess], wait: bool = True) -> None:
-    """Tell all trackers that there are no more rows. ``wait``: for ``CLOSE_SECONDS`` at most, until they have ended."""
+    """Notify all trackers that no more rows follow. ``wait``: wait until they have ended, at most ``CLOSE_SECONDS``."""
     limit = time.monotonic() + CLOSE_SECONDS
     for process in processes:
         process.end_rows()
@@ -109,7 +109,7 @@ def close(processes: Sequence[TrackerProcess], wait: bool = True) -> None:
 
 
 class TrackerProcess:
-    """The trainer's end of a tracker. What fails there is a warning, once."""
+    """The trainer's end of a tracker. A failure there causes one warning."""
 
     def __init__(self, name: str, out: Path, about: Mapping[str, Any]) -> None:
         self._name, self._messages = name, out / f"{name}.log"
@@ -141,7 +141,7 @@ class TrackerProcess:
             if self._process.wait(max(0, limit - time.monotonic())):
                 self._fail(f"ended with status {self._process.returncode}")
         except subprocess.TimeoutExpired:
-            self._fail(f"not done {CLOSE_SECONDS:g} s after the last step")
+            self._fail(f"not finished {CLOSE_SECONDS:g} s after the last step")
 
     def _fail(self, what: str) -> None:
         process, self._process = self._process, None
@@ -157,7 +157,7 @@ class TrackerProcess:
 
 
 def _exit(args: Any) -> None:
-    """A thread that fails ends the process: a tracker without its writer would wait for ever."""
+    """A thread that fails ends the process: a tracker without its writer would wait forever."""
     sys.__excepthook__(*args[:3])
     os._exit(1)
 
@@ -184,7 +184,7 @@ def _rows(path: Path, start: int) -> Iterator[dict[str, Any]]:
 
 def main(name: str, folder: str, settings: str) -> None:
     """The process of a tracker, until its input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # which tell the run to stop; it has more rows then
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # these stop the run, which still writes rows
         signal.signal(number, signal.SIG_IGN)
     threading.excepthook = _exit
     threading.Thread(target=_end_in_time, daemon=True).start()

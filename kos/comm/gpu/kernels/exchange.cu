@@ -2,7 +2,7 @@
 //
 // Compiled in two forms.  Without LARGE all pieces are small.  Each channel has a block, and each thread sends and
 // receives: one round of loads, one of stores and one of waiting, for low latency.  With SEVERAL there are more packets
-// than threads.  Then all are sent before any is awaited: the other rank may receive them all before it sends.
+// than threads.  Then all packets are sent before any is awaited: the other rank may receive them all before it sends.
 //
 // With LARGE, large pieces travel in batches through two slots in turn, with two counters for each pair: "sent" (in the
 // receiver's slab) and "taken" (in the sender's).  Half of a block sends and the other half receives, each through all

@@ -93,7 +93,7 @@ class PeerBackend(DeviceBackend):
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """What costs nothing to find out; ``__init__`` finds whether bytes move."""
+        """Checks that cost nothing; ``__init__`` tests whether bytes move."""
         try:
             device = device_of(rendezvous)
         except KosError as error:
@@ -290,7 +290,7 @@ class PeerBackend(DeviceBackend):
             self._order.enter(stream, (stream,), self.streams)
             order, former = _orders.setdefault(self.device, Order()), _last_on.get(self.device)
             if former is not None and (other := former()) is not None and other is not self:
-                other._at = -1  # it takes its turn anew
+                other._at = -1  # it takes a new turn
             self._at = stream if order.enter(stream, (stream,), self.streams) else -1
             _last_on[self.device] = weakref.ref(self)
 
@@ -390,7 +390,7 @@ class PeerBackend(DeviceBackend):
     def _bind_barrier(self, o: Operation, route: Route) -> Run:
         return self._engine.bind_barrier()
 
-    # What OrderedReduction asks for.
+    # What OrderedReduction requires.
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
         """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""

@@ -159,7 +159,7 @@ class PeerEngine:
             self._record[:] = 0
             self.failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
             self.timeout = timeout
-            self._loading = create_stream(device)  # no graph captures it
+            self._loading = create_stream(device)  # never captured by a graph
             self._context = self._context_of(None)
             driver.synchronize(device)
 
@@ -180,7 +180,7 @@ class PeerEngine:
 
     @contextmanager
     def within(self, seconds: float | None) -> Iterator[None]:
-        """What is bound in the block waits so long for another rank; ``None``: as long as ``timeout`` says then."""
+        """Operations bound in the block wait this long for another rank; ``None``: the ``timeout`` at that time."""
         usual = self.deadline, self._context
         self.deadline, self._context = seconds, self._context_of(seconds)
         try:
@@ -404,7 +404,7 @@ class PeerEngine:
         return self._bind_writes("all_to_all", send, recv, nbytes)
 
     def write_algorithm(self, name: str, nbytes: int, beside: bool = False) -> str:
-        """What writes ``nbytes`` from each rank to symmetric memory of each: the kernel ``name`` or copy engines."""
+        """The function that writes ``nbytes`` from each rank to symmetric memory of each: by ``name`` or copy engines."""
         return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
 
     def _bind_writes(self, name: str, send: int, recv: int, nbytes: int, beside: bool = False) -> Run | None:
@@ -526,7 +526,7 @@ class PeerEngine:
 
     @property
     def failed(self) -> bool:
-        """Whether a kernel has ended early; the engine is then of no more use.  Reads host memory only."""
+        """Whether a kernel has ended early, which makes the engine unusable.  Reads host memory only."""
         return bool(self.failure[0])
 
     def check(self, what: str, arrived: Sequence[int] = ()) -> None:
@@ -566,7 +566,7 @@ class PeerEngine:
         )
 
     def last_wait(self, seconds: float) -> str:
-        """What a kernel that is being aborted waited for; looks for it at most so long."""
+        """What a kernel that is being aborted waited for; searches for at most that long."""
         deadline = time.monotonic() + seconds
         while not self.failed:
             if time.monotonic() > deadline:
@@ -600,4 +600,4 @@ def _ends(counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _nothing(stream: Any) -> None:
-    """What is queued where there is nothing to do."""
+    """The function that is queued if there is nothing to do."""

@@ -42,7 +42,7 @@ class SharedBoard(Board):
         self._my_text = layout.failure_of(segment.rank)
         self._texts = {rank: layout.failure_of(local) for local, rank in enumerate(ranks)}
         lines = {rank: layout.line(local) for local, rank in enumerate(ranks)}
-        # One attribute, read once by each method: the hub and the watchdog look while the program frees.
+        # One attribute, which each method reads once: the hub and the watchdog may read while the program frees it.
         self._memory: _Memory = segment.words, segment.bytes, layout.line(segment.rank), lines
 
     def free(self) -> None:

@@ -362,7 +362,7 @@ class Plans:
         return move_all
 
     def _lines(self, arrays: Iterable[Array]) -> list[Array]:
-        """A byte of each cache line of those arrays that are long and lie in a slot."""
+        """One byte of each cache line of the arrays that are long and lie in a slot."""
         return [
             x.view(np.uint8)[::ALIGN] for x in arrays
             if x.nbytes >= MARKED_BYTES and np.may_share_memory(x, self._data)

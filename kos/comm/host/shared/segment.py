@@ -53,7 +53,7 @@ BLOCK_BYTES = 512 * 1024
 SLOTS_BYTES = 16 << 20
 """Bytes of all slots of a segment: with many ranks, slots are smaller."""
 APART = 2048
-"""Bytes from a page's start to that of a slot; the room of a mailbox begins a little behind.
+"""Bytes from a page's start to the start of a slot; the room of a mailbox begins slightly later.
 
 An EPYC 7003 copies at a fifth of its speed (``rep movsb``, in the C library and in Linux; glibc bug 30994) to addresses
 that lie 1 to 31 bytes above the source's, modulo 4096.  Large arrays of NumPy lie 16 bytes above a page's start.

@@ -64,7 +64,7 @@ class CudaAdamW:
 
     @property
     def step_count(self) -> int:
-        """Updates made so far; waits for the device."""
+        """The number of updates so far; waits for the device."""
         return int(self.read()["step"])
 
     @step_count.setter
@@ -72,7 +72,7 @@ class CudaAdamW:
         self._set(step=step)
 
     def halt(self) -> None:
-        """Let updates change nothing until ``step_count`` is set."""
+        """Make updates change nothing until ``step_count`` is set."""
         self._set(halted=1)
 
     def _set(self, **state: float) -> None:

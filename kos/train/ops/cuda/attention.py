@@ -34,7 +34,7 @@ _BLOCK = 128  # rows that a block of threads owns
 _ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
 _CACHED = 24 << 20  # bytes of keys and values (or queries) in use at once: half of an H200's L2
 
-_LONG = 16384  # tokens from which a tile of queries takes so long that what comes before and after it does not count
+_LONG = 16384  # tokens from which a tile of queries takes so long that the work before and after it is negligible
 
 # Macros of the Hopper kernels: the fastest of those tried, for both head sizes.
 FORWARD = {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2}
@@ -81,8 +81,8 @@ def attention(
         return
     shared = (2 * rows + 2 * FORWARD["STAGES"] * FORWARD["KEYS"]) * row + _ALIGNMENT + 256
     other = Tokens(out, samples, length) if to is None else Tokens(to.kv, samples, length, keys)
-    # A block that stays for many tiles loads the next beside the last. Where tiles are long that gains nothing, and a
-    # multiprocessor that is still busy with communication would delay all of its tiles.
+    # A block that stays for many tiles loads the next while it finishes the last. For long tiles that gains nothing,
+    # and a multiprocessor that is still busy with communication would delay all of its tiles.
     staying = min(grid, ops.multiprocessors) if to is not None or seen < _LONG else grid
     if to is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
         staying = -(-grid // -(-grid // staying))
@@ -172,9 +172,9 @@ def attention_backward(
 def take_scratch(
     log_sum_exp: Array, kv_heads: int, head_dim: int, family: str, arena: Arena, queries: int, keys: int
 ) -> tuple[Array, Array | None, Array | None]:
-    """What the backward takes for so many ``queries`` and ``keys`` of each sample.
+    """Memory that the backward takes for this number of ``queries`` and ``keys`` of each sample.
 
-    Statistics; and where dQ is added up in integers, the bounds of keys and values, and dQ.
+    It holds statistics and, if dQ is added up in integers, the bounds of keys and values, and dQ.
     """
     samples, heads, _ = log_sum_exp.shape
     rows = samples * heads * _padded(queries)
@@ -204,7 +204,7 @@ def family_for(device: int, dtype: str, head_dim: int) -> str:
 
 
 def sizes(qkv: Array, heads: int, kv_heads: int, log_sum_exp: Array) -> tuple[int, int, int]:
-    """B, T and d of a call. InvalidArgument where no kernel takes heads of this size."""
+    """B, T and d of a call. InvalidArgument if no kernel supports heads of this size."""
     samples, _, length = log_sum_exp.shape
     head_dim = qkv.shape[1] // (heads + 2 * kv_heads)
     if head_dim > MOST_HEAD_DIM:
@@ -218,7 +218,7 @@ def _rows(count: int) -> int:
 
 
 def _section(heads: int, group: int, length: int, head_dim: int) -> int:
-    """How many heads to work on at once: whole groups, whose other side fits the cache."""
+    """The number of heads to compute at once: whole groups, whose other operands fit the cache."""
     groups = max(1, _CACHED // (4 * length * head_dim))
     return min(heads, group * groups)
 

@@ -1,4 +1,4 @@
-"""Matrix products by cuBLASLt: row-major operands, any transposition, added to what is there if asked.
+"""Matrix products by cuBLASLt: row-major operands, any transposition, optionally added to the output.
 
 A plan is made once per shape: descriptors, and the algorithm.  That is cuBLASLt's first suggestion, or with
 ``search`` the fastest of the first ``CANDIDATES``, timed on the real operands.  Timing is not reproducible, a table
@@ -40,7 +40,7 @@ _COMPUTE_32F, _SCALE_32F = 68, 0
 
 
 class Plan(NamedTuple):
-    """What a call of one shape hands to cuBLASLt."""
+    """The descriptors of a call of one shape for cuBLASLt."""
 
     operation: int
     layouts: tuple[int, int, int]
@@ -146,7 +146,7 @@ class Matmul:
         return plan._replace(algorithm=best)
 
     def _candidates(self, plan: Plan, a: Array, b: Array, c: Array, out: Array) -> list[np.ndarray[Any, Any]]:
-        """cuBLASLt's suggestions, its best guess first."""
+        """cuBLASLt's suggestions, the best one first."""
         lt = self.lt
         preference = lt.matmul_preference_create()
         limits: dict[str, Any] = {"MAX_WORKSPACE_BYTES": np.array([WORKSPACE], np.uint64)}
@@ -197,7 +197,7 @@ class Matmul:
     def _fastest(
         self, plan: Plan, candidates: list[np.ndarray[Any, Any]], a: Array, b: Array, c: Array | None, out: Array
     ) -> np.ndarray[Any, Any]:
-        """The fastest when it lasts of those that are near the fastest in brief, into an output of its own.
+        """Of the algorithms that are nearly the fastest in a short test, the fastest in a long one.
 
         Brief runs are taken in turns, so that none has a cooler GPU than others.
         """
@@ -261,7 +261,7 @@ def _algorithm(text: str | None) -> np.ndarray[Any, Any] | None:
 
 
 class Stored:
-    """What was measured, by shape: one JSON file per GPU model and versions, shared by the user's processes.
+    """The measurements, by shape: one JSON file per GPU model and versions, shared by the user's processes.
 
     One that cannot be read or written is reported once, by a warning.
     """
@@ -273,7 +273,7 @@ class Stored:
         self.known = self._read()
 
     def keep(self, found: Mapping[str, str]) -> None:
-        """Add to ``known`` and to the file; what other processes have stored meanwhile stays."""
+        """Add to ``known`` and to the file; entries that other processes have stored meanwhile are kept."""
         self.known = {**self.known, **self._read(), **found}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)

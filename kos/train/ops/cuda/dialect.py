@@ -61,7 +61,7 @@ class CudaOps:
     def launch(
         self, file: str, name: str, grid: Any, block: int, *arguments: Any, shared: int = 0, **defines: str | int
     ) -> None:
-        """Queue the kernel ``name`` of ``file``; arrays are handed over by their address."""
+        """Queue the kernel ``name`` of ``file``; arrays are passed by address."""
         key = (file, name, *defines.items())
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -330,7 +330,7 @@ class CudaOps:
     # --- attention -----------------------------------------------------------------------------------
 
     def family(self, dtype: str, head_dim: int) -> str:
-        """Which of ``attention.FAMILIES`` computes it."""
+        """The member of ``attention.FAMILIES`` that computes attention."""
         return attention.family_for(self.device, dtype, head_dim)
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
@@ -449,5 +449,5 @@ def _row_threads(columns: int, width: int, most: int) -> int:
 
 
 def _power_of_two(size: int) -> int:
-    """The least power of two that is at least ``size`` and a warp."""
+    """The smallest power of two that is at least ``size`` and a warp."""
     return max(32, 1 << (size - 1).bit_length())

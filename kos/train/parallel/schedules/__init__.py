@@ -52,7 +52,7 @@ class Action(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a stage of the model lives."""
+    """The place of a stage of the model."""
 
     rank: int
     chunk: int

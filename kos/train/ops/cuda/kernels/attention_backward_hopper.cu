@@ -30,11 +30,11 @@
 #define STATISTICS_BYTES (STEP * STATISTICS * 4)
 #define SLOPE_BYTES (OWN * STEP * 2)
 #define THREADS (128 * (GROUPS + 1))
-#define AT_ONCE (STEP == 64)  // registers are there for S^T and dP^T of a tile
+#define AT_ONCE (STEP == 64)  // there are enough registers for S^T and dP^T of a tile
 #define TAKE_TURNS (AT_ONCE || !CAUSAL)  // the warpgroups take turns to begin a tile; slower with CAUSAL and 64 columns
-// Buffers of dS^T: who writes to one knows that the other has multiplied what was there.  Where dQ of a tile comes first
-// in the next, that is of two tiles before, since the other's dS^T of one before is there; where it comes last, of three,
-// since the other has begun the one before.
+// Buffers of dS^T: a warpgroup that writes to one knows that the other has multiplied its previous content.  If dQ of a
+// tile comes first in the next tile, that content is of two tiles before, since the other's dS^T of the tile before is
+// there.  If dQ comes last, it is of three tiles before, since the other has begun the tile before.
 #define TURNS (AT_ONCE ? 3 : 2)
 static_assert(PAD % STEP == 0, "statistics are read a whole tile at a time");
 
@@ -70,8 +70,9 @@ __device__ inline void store_slopes(char* tile, const u32 (&slopes)[STEP / 4], i
     }
 }
 
-// The i-th of a group's heads that a block works on without CAUSAL.  All blocks begin with the first query, at the same time:
-// with the same head, too, they would add to the same places of dQ in step (a sixth slower with 128 columns).
+// The i-th of a group's heads that a block works on without CAUSAL.  All blocks begin with the first query, at the same
+// time.  If they also began with the same head, they would add to the same places of dQ in step, which is a sixth slower
+// with 128 columns.
 __device__ inline int head_of(int i, int first_key, int heads) { return (i + first_key / OWN) % heads; }
 
 // What a thread of a warpgroup has: 64 keys of dK and dV, and the half of dQ's last tile that is still to be multiplied.
@@ -106,7 +107,7 @@ struct Worker {
     // A tile of queries; `sums` is where its dQ goes.
     template <bool FIRST>
     __device__ __forceinline__ void work(int token, int* sums) {
-        // Computed anew they take fewer registers than kept: measured, faster without CAUSAL, with it slower.
+        // Recomputed, they take fewer registers than if they were kept: measured faster without CAUSAL, slower with it.
         if (!CAUSAL) {
             if (TURNS == STAGES) turn = {ring.stage, ring.phase};
             turn_before = turn.before();
@@ -197,7 +198,7 @@ struct Worker {
         wgmma_wait<0>();
         add_queries<false>(dq);
         if (TAKE_TURNS && group == 0) named_sync(MY_TURN, 128 * GROUPS);  // for the other's last arrival there
-        named_sync(DONE, 128 * GROUPS);  // nobody reads K any more
+        named_sync(DONE, 128 * GROUPS);  // no thread reads K after this
     }
 };
 
