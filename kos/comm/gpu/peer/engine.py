@@ -404,7 +404,7 @@ class PeerEngine:
         return self._bind_writes("all_to_all", send, recv, nbytes)
 
     def write_algorithm(self, name: str, nbytes: int, beside: bool = False) -> str:
-        """The function that writes ``nbytes`` from each rank to symmetric memory of each: by ``name`` or copy engines."""
+        """The function that writes ``nbytes`` of each rank to symmetric memory of each: by ``name`` or copy engines."""
         return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
 
     def _bind_writes(self, name: str, send: int, recv: int, nbytes: int, beside: bool = False) -> Run | None:
