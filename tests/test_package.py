@@ -157,7 +157,21 @@ def test_commands_work_without_docstrings(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("bench", "train")])
+OF_SEVERAL_RANKS = ("doctor", "tune", "train", "bench")  # which refuse wrong arguments once for all ranks, on one line
+
+
+@pytest.mark.parametrize("name", ["doctor", "tune"])
+def test_wrong_arguments_are_refused_on_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kos"])
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-flag"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "kos: error: unrecognized arguments: --no-such-flag\n"
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in OF_SEVERAL_RANKS])
 def test_wrong_arguments_are_refused_by_the_name_that_was_typed(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
