@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -124,9 +124,9 @@ def _end(
 ) -> None:
     """Free a part of an ``init`` that failed: together with the other ranks if all of them raise ``error``."""
     if isinstance(error, KosError) and error.on_every_rank:
-        close()
-    else:
-        abort()
+        with suppress(KosError):  # ``error`` is the one to raise
+            return close()
+    abort()
 
 
 def _on_every_rank(error: Error) -> Error:

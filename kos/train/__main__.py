@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 
 import kos
-from kos.errors import ConfigError, KosError, debugging
+from kos.errors import CheckpointError, ConfigError, DataError, KosError, debugging
 from kos.files import printing
 from kos.reporting import report
 from kos.train import missing
@@ -63,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(ImportError, KosError):
             from kos.train.config.flags import set_by_file
 
-            note = set_by_file(arguments, str(error)) if isinstance(error, ConfigError) else ""
+            refused = isinstance(error, ConfigError | CheckpointError | DataError)
+            note = set_by_file(arguments, str(error)) if refused else ""
         Stop.ignore()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun kills this process half a second later
         _fail(error, rank, note, debug="--debug" in arguments or debugging())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.backend import UNMADE
 from kos.comm.failures import Board, Ledger, blaming
 from kos.comm.host import mock
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
@@ -466,6 +467,20 @@ def test_a_device_without_a_backend_for_gpus(backend: str, error: type[Exception
             kos.init(backend, rendezvous=ThreadRendezvous(group, rank, TIMEOUT), device=3 if rank else None)
 
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
+
+
+def test_a_refusal_whose_close_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal is raised, and what was made is aborted."""
+    ended: list[str] = []
+
+    def close(backend: mock.MockBackend) -> None:
+        raise CollectiveError("another rank called differently")
+
+    monkeypatch.setattr(mock.MockBackend, "close", close)
+    monkeypatch.setattr(mock.MockBackend, "abort", lambda backend, reason: ended.append(reason))
+    with pytest.raises(BackendUnavailable, match="auto: expected a backend for GPU 3 of rank 0, got none"):
+        kos.init(rendezvous=ThreadRendezvous(ThreadGroup(1), 0), device=3)
+    assert ended == [UNMADE]
 
 
 def test_ranks_that_request_different_backends() -> None:

@@ -97,6 +97,15 @@ def test_a_refused_flag_that_nobody_typed_is_of_the_file(tmp_path: Path, flags: 
     assert set_by_file(["--batch-size", "10", "--micro-batch-size", "5"], batch) == ""
 
 
+@pytest.mark.parametrize("key", ["data", "resume"])
+def test_a_missing_path_that_nobody_typed_is_of_the_file(text: Path, tmp_path: Path, key: str) -> None:
+    file, nowhere = tmp_path / "settings.json", str(tmp_path / "nowhere")
+    file.write_text(json.dumps({"data": str(text), key: nowhere}))
+    done = _run("--config", file, "--out", tmp_path / "run", ranks=1)
+    said = f"; {file} sets --{key}: type --{key} … to override it\n"
+    assert done.stderr.startswith(f"kos: error: --{key}: ") and nowhere in done.stderr and done.stderr.endswith(said)
+
+
 @pytest.mark.parametrize(("package", "module", "arguments"), [
     ("threadpoolctl", "__main__", []), ("pydantic", "__main__", ["--help"]), ("pydantic", "sample", ["folder"]),
 ])  # fmt: skip
