@@ -31,7 +31,7 @@ export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_btl ?= ^ofi
 
 .NOTPARALLEL:  # all targets install into one .venv
-.PHONY: help train test test-all lint docs clean
+.PHONY: help train test test-all sanitize lint docs clean
 
 help:  ## list the targets
 	@echo "kos: collective communication without torch, and a LLaMA trainer on it"
@@ -57,9 +57,14 @@ test: $(VENV)/.kos-test-$(MPI)  ## run the tests, in one process and under mpiru
 test-all: $(VENV)/.kos-all-$(MPI)  ## as test, with those that are exhaustive and take long
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py --all $(ARGS)
 
+sanitize: $(VENV)/.kos-test-$(MPI)  ## run random programs on the compiled core under ASan, UBSan and TSan
+	@$(BIN)/python -m pytest -q tests/core/test_core_sanitized.py $(ARGS)
+
+# mypy reads a stub in place of its module, unless that is named.
 lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir=.mypy_cache/collectives kos/comm/collectives.py
 
 # Without --quiet, which would hide the warnings from strict mode too.
 docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; warnings are errors
@@ -69,10 +74,12 @@ docs: $(VENV)/.kos-docs-$(MPI)  ## build the documentation site in build/docs; w
 clean:  ## remove .venv, caches and build products; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find kos tests benchmarks docs examples -name __pycache__ -prune -exec rm -rf {} +
+	rm -f kos/_core/*.so
 
-# One stamp for each set of extras, renewed when pyproject.toml changes. An install that did not finish leaves
-# `.installing` behind, and a half-copied package looks installed to pip: the next one starts from an empty .venv.
-$(VENV)/.kos-%-$(MPI): pyproject.toml
+# One stamp for each set of extras, renewed when pyproject.toml or the compiled core changes. An interrupted install
+# leaves `.installing` behind. pip takes a half-copied package for an installed one, so the next install starts from an
+# empty .venv.
+$(VENV)/.kos-%-$(MPI): pyproject.toml $(wildcard kos/_core/*.[ch])
 	@command -v $(PYTHON) >/dev/null || \
 	    { echo "make: $(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -81,7 +88,7 @@ $(VENV)/.kos-%-$(MPI): pyproject.toml
 	    { echo "make: $(PYTHON) cannot make virtual environments: apt install python3-venv (as root), or make PYTHON=/path/to/python3" >&2; exit 1; }
 	@[ -z "$(SYSTEM_MPI)" ] || command -v mpirun >/dev/null || \
 	    { echo "make: SYSTEM_MPI=1 expects mpirun on the PATH: install an MPI, or leave SYSTEM_MPI out" >&2; exit 1; }
-	@echo "make: installing kos[$(EXTRAS_$*)] into $(VENV) (only when pyproject.toml is new)"
+	@echo "make: installing kos[$(EXTRAS_$*)] into $(VENV) (only when pyproject.toml or kos/_core is new)"
 	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[$(EXTRAS_$*)]'

@@ -5,7 +5,7 @@ many ranks (mpirun; `tcp` by environment).  It times an all_reduce of 1 KB, in l
 and, on GPUs, eager in the memory of ``Communicator.allocate``.  On GPUs that is the time until the call returns, on
 hosts until its result is there.  A loop's figure is the mean of its calls, a job's the lower quartile of its loops,
 averaged over the ranks, a tree's the median of its jobs.  ``--graph`` adds all_reduces captured in a graph, by each
-tree's own `benchmarks.collectives`.  Nanoseconds.
+tree's own `kos bench`.  Nanoseconds.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def graphs(tree: Path, ranks: int, sizes: str) -> dict[tuple[str, ...], float]:
     with tempfile.TemporaryDirectory(prefix="kos-compare-") as folder:
         rows = Path(folder) / "rows.json"
         options = ["--mode", "graph", "--dtype", "bfloat16", "--place", "in", "--backend", "kos-nccl,peer,auto"]
-        command = [sys.executable, "-m", "benchmarks.collectives", *options, "--sizes", sizes, "--json", str(rows)]
+        module = "kos.bench" if (tree / "kos" / "bench").exists() else "benchmarks.collectives"  # its former place
+        command = [sys.executable, "-m", module, *options, "--sizes", sizes, "--json", str(rows)]
         job(tree, ranks, command)
         return {
             (row["backend"], "graph", row["call"], f"{row['bytes']} bytes"): 1000 * row["time_us"]

@@ -1,7 +1,7 @@
 """How long each rank of a pipeline computes and how long it waits: ``python -m benchmarks.train --idle --pp 4``.
 
 A rank records a timestamp before and after each pass of its schedule, the gradient norm and the update. On a GPU, a
-timestamp is an event on the engine's stream, and therefore a node of the step's CUDA graph. A rank is idle while it
+timestamp is an event on the device's stream, and therefore a node of the step's CUDA graph. A rank is idle while it
 runs none of these: it waits for messages, for sums of gradients, or for the last rank. If messages slow a pass down,
 the whole pass counts as computing.
 """
@@ -21,20 +21,20 @@ from kos.train.tools.profile import Marks
 
 
 class Stamps:
-    """Timestamps around the passes of the last step of ``engine``. Construct it before the engine's first step."""
+    """Timestamps around the passes of the last step of ``device``. Construct it before the device's first step."""
 
-    def __init__(self, engine: Any) -> None:
-        self.engine, self.actions = engine, engine.pipeline.actions
-        self._clock, self._marks = Marks(engine.ops.stream if hasattr(engine, "ops") else None), list[Any]()
-        stamped = self._stamped(engine.queue_step)
+    def __init__(self, device: Any) -> None:
+        self.device, self.actions, step = device, device.pipeline.actions, device.step
+        self._clock, self._marks = Marks(device.ops.stream if hasattr(device, "ops") else None), list[Any]()
+        stamped = self._stamped(step.run)
 
-        def queue_step() -> None:
+        def run() -> None:
             self._marks.clear()
             stamped()
 
-        engine.queue_step = queue_step
-        for name in ("run", "queue_norm", "queue_update"):
-            setattr(engine, name, self._stamped(getattr(engine, name)))
+        step.run = run
+        for part, name in ((step, "act"), (step, "norm"), (step.optimizer, "update")):
+            setattr(part, name, self._stamped(getattr(part, name)))
 
     def _stamped(self, work: Callable[..., None]) -> Callable[..., None]:
         """``work`` with a timestamp before and after it."""
@@ -51,7 +51,7 @@ class Stamps:
 
         ``simulated``: for passes of these times, and messages that take no time.
         """
-        engine, marks = self.engine, self._marks
+        device, marks = self.device, self._marks
         times = np.array([self._clock.microseconds(marks[0], mark) / 1e3 for mark in marks])
         spans = times[1:-1].reshape(-1, 2)
         each = defaultdict[tuple[str, int], list[float]](list)
@@ -60,13 +60,13 @@ class Stamps:
         busy, whole = float((spans[:, 1] - spans[:, 0]).sum()), float(times[-1] - times[0])
         update = float((spans[len(self.actions) :, 1] - spans[len(self.actions) :, 0]).sum())
         mine = {
-            "layers": [len(part.layers) for part in engine.parts],
+            "layers": [len(part.layers) for part in device.parts],
             "passes_ms": {f"{kind}{chunk}": mean(times) for (kind, chunk), times in sorted(each.items())},
             "computes_ms": busy, "update_ms": update, "step_ms": whole, "idle": 1 - busy / whole,
         }  # fmt: skip
-        world, schedule = engine.mesh.world, engine.pipeline.schedule
+        world, schedule = device.mesh.world, device.pipeline.schedule
         found = [json.loads(text) for text in world.all_gather_bytes(json.dumps(mine).encode())]
-        ranks = [engine.mesh.layout.rank({"pp": rank}) for rank in range(schedule.ranks)]
+        ranks = [device.mesh.layout.rank({"pp": rank}) for rank in range(schedule.ranks)]
         costs = {kind: [0.0] * schedule.stages for kind in "FIW"}
         for rank, held in enumerate(ranks):
             for name, cost in found[held]["passes_ms"].items():

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from statistics import median
 
-from benchmarks.collectives import report
+from kos.bench import report
 from kos.commands import program
 from kos.train.tools.metrics import read_metrics
 

@@ -20,8 +20,8 @@ from benchmarks.torch_llama import TorchTraining, draw_weights
 from kos.errors import ConfigError
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
-from kos.train.engine.choose import layout_of
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.device.choose import layout_of
+from kos.train.model.llama import LlamaConfig
 
 
 @torch.compile(disable=not torch.cuda.is_available())

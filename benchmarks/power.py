@@ -24,8 +24,8 @@ from uuid import UUID
 
 import numpy as np
 
-from benchmarks.collectives import report
 from kos import cuda
+from kos.bench import report
 from kos.commands import program
 from kos.cuda import streams
 from kos.dtypes import DTYPES

@@ -8,22 +8,25 @@ and its comparison with the other ranks' calls, which have arrived.  Nanoseconds
 from __future__ import annotations
 
 import argparse
+import itertools
 import timeit
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from time import time_ns
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from benchmarks.collectives.report import provenance, to_json
+from kos.bench.report import provenance, to_json
 from kos.comm.failures import Ledger
-from kos.comm.host.shared import Calls, open_segment
+from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
-from kos.comm.operation import Call, Operation, Options
+from kos.comm.operation import Operation, Options
+from kos.comm.prepared import Prepared, note
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
+from kos.comm.work import Work
 from kos.commands import program
 from kos.dtypes import dtype_of
 from kos.errors import InvalidArgument
@@ -38,21 +41,24 @@ def best(call: Callable[[], object]) -> float:
     return min(timeit.repeat(call, number=CALLS, repeat=RUNS)) / CALLS * 1e9
 
 
-def example() -> Call:
+def example(group: Group) -> Work[Any]:
     buffer = as_buffer(np.zeros((4, 4), np.float32), "x", writable=True)
     reduction = resolve(ReduceOp.SUM, dtype_of(buffer.dtype.numpy), 1)
-    return Call(Operation("all_reduce", 0, Options(timeout=120.0), buffer, buffer, reduction), sequence=0)
+    o = Operation("all_reduce", 0, Options(timeout=120.0), buffer, buffer, reduction).without_memory()
+    backend = SimpleNamespace(name="mock", work=Work, group_suffix="")
+    return Work(Prepared(o, backend, lambda work: None).belongs_to(group))
 
 
-def calls_beside_others(ranks: int, call: Call) -> Calls:
-    """Rank 0 of a host, whose other ranks have called the same as ``call`` so often as is remembered."""
+def calls_beside_others(ranks: int, work: Work[Any]) -> CallRing:
+    """Rank 0 of a host, whose other ranks have called the same as ``work`` so often as is remembered."""
     segment, *_ = spawn(lambda comm: open_segment(comm.rendezvous)[0], ranks)
     assert segment is not None
-    calls = Calls(segment, Ledger(range(ranks), 0))
+    calls = CallRing(segment, Ledger(range(ranks), 0))
+    calls.add(work.prepared)
     for rank in range(1, ranks):
         segment.words[segment.layout.line(rank) + ARRIVED] = RING
         for slot in range(RING):
-            segment.words[segment.layout.ring(rank) + slot] = calls.mark(call) + slot
+            segment.words[segment.layout.ring(rank) + slot] = work.prepared.fingerprint + slot
     return calls
 
 
@@ -68,40 +74,32 @@ def main() -> None:
         except InvalidArgument as error:
             raise SystemExit(f"kos: error: --json {error}") from None
     rows: list[dict[str, Any]] = []
-    call = example()
     group = Group(Recorder(0, 1), "world", [0], 0, "mock")
+    work, comm = example(group), SimpleNamespace(_collectives=itertools.count(), recorder=group.recorder)
 
     def empty() -> None:
         pass
 
-    def launch() -> None:
-        call.description = None  # one that is launched again keeps it
-        group.note(call, 2)
-
     def complete() -> None:
-        record = call.record
+        record = work.record
         if record is not None:
             record[COMPLETED] = time_ns()
 
     nothing = best(empty)
-    once, again = best(launch) - 2 * nothing, best(partial(group.note, call, 1)) - nothing
-    over = best(complete) - nothing
-    costs = f"launch {once:.0f} ns (again: {again:.0f}) + completion {over:.0f} ns = {once + over:.0f} ns a call"
-    print(f"recorder: {costs}")
-    rows.append({"what": "recorder", "launch_ns": once, "launch_again_ns": again, "completion_ns": over})
+    launch, over = best(lambda: note(comm, work, 2)) - nothing, best(complete) - nothing
+    print(f"recorder: launch {launch:.0f} ns + completion {over:.0f} ns = {launch + over:.0f} ns a call")
+    rows.append({"what": "recorder", "launch_ns": launch, "completion_ns": over})
     for ranks in (2, 4, 8):
-        calls = calls_beside_others(ranks, call)
+        calls = calls_beside_others(ranks, work)
 
-        def all_reduce(calls: Calls = calls) -> None:
-            call.mark = 0  # a persistent operation keeps it
-            call.sequence = (call.sequence + 1) % RING
-            calls.announce(call)
-            calls.check(call)
+        def all_reduce(calls: CallRing = calls) -> None:
+            work.sequence = (work.sequence + 1) % RING
+            calls.announce(work)
+            calls.check(work)
 
-        def other(calls: Calls = calls) -> None:
-            call.mark = 0
-            call.sequence = (call.sequence + 1) % RING
-            calls.publish(call)()
+        def other(calls: CallRing = calls) -> None:
+            work.sequence = (work.sequence + 1) % RING
+            calls.publish(work)()
 
         sums, others = best(all_reduce) - nothing, best(other) - nothing
         print(f"comparison of calls, {ranks} ranks: all_reduce {sums:.0f}, other collectives {others:.0f} ns a call")

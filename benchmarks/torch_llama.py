@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.model.initial import InitialWeights, init_weights
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.parallel.data import shard_batch
@@ -73,7 +73,8 @@ class TorchLlama(nn.Module):
         found |= {config.head: self.head.weight}
         for layer, block in enumerate(self.blocks):
             parts = (block.input_norm, block.qkv, block.o, block.mlp_norm, block.gate_up, block.down)
-            found |= {name: m.weight for name, m in zip(config.layer_names(layer), parts, strict=True)}
+            ours = (part for each in config.layers([layer])[0] for part in (each.norm, each.column, each.row))
+            found |= {our.name: m.weight for our, m in zip(ours, parts, strict=True)}
         return found
 
     def make_tables(self, seq_len: int, device: torch.device) -> None:
@@ -225,7 +226,7 @@ class TorchTraining:
 
     def _batch(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         micro_batches = [self.data.rows(step, rows) for rows in self.micro_batches]
-        return [tuple(torch.from_numpy(a).long().to(self.device) for a in parts) for parts in micro_batches]  # type: ignore[misc]
+        return [tuple(torch.from_numpy(a).long().to(self.device) for a in parts[:2]) for parts in micro_batches]  # type: ignore[misc]
 
     def _step(self, step: int, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         for group in self.optimizer.param_groups:

@@ -1,7 +1,7 @@
 """Tokens per second of training with kos and PyTorch: ``python -m benchmarks.train --preset tiny --compare torch``.
 
 The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
-the engine that ``python -m kos.train`` runs, whose flags are taken here too (``--tp 2`` is a layout); torch are the
+the device that ``python -m kos.train`` runs, whose flags are taken here too (``--tp 2`` is a layout); torch are the
 ``--torch`` variants of ``benchmarks.torch_llama``.  Each is a group of processes of its own, one a rank, which begins
 with the same weights and has a time limit: what fails loses its row only, and ``--json`` is written after each.  kos is
 measured between the variants of torch, each ``--repeats`` times, the median step of ``--steps``; a row's figure is the
@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from benchmarks import idle
-from benchmarks.collectives import report
-from kos.comm.rendezvous.choose import launched_rank
+from kos.bench import report
+from kos.comm.control.bootstrap import launched_rank
 from kos.commands import program
 from kos.cuda import unavailable
 from kos.errors import ConfigError, InvalidArgument, KosError
@@ -41,8 +41,8 @@ from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, Tokens
 from kos.train.data.tokenizers import NumberTokenizer
-from kos.train.engine.choose import layout_of
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.device.choose import layout_of
+from kos.train.model.llama import LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 3  # steps before the first measurement
@@ -86,19 +86,19 @@ def random_tokens(config: TrainConfig, model: LlamaConfig) -> Dataset:
 
 
 class KosTraining:
-    """The engine of ``python -m kos.train``, driven as its loop drives it."""
+    """The device of ``python -m kos.train``, driven as its loop drives it."""
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, threads: int) -> None:
         import kos
-        from kos.train.engine.choose import make_engine
-        from kos.train.engine.machine import limit_threads
+        from kos.train.device.choose import make_device
+        from kos.train.device.machine import limit_threads
         from kos.train.parallel.mesh import Mesh
 
         self.comm = comm = kos.init(config.backend, timeout=config.timeout)
         limit_threads(comm, threads)
         layout = layout_of(config, comm.size)
-        self.engine = make_engine(config, model, data, Mesh(comm, layout))
-        self.engine.draw_weights()
+        self.device = make_device(config, model, data, Mesh(comm, layout))
+        self.device.draw_weights()
         axes = [f"{axis}{getattr(layout, axis)}" for axis in ("dp", "tp", "pp", "cp") if getattr(layout, axis) > 1]
         schedule = [config.pp_schedule] * (layout.pp > 1)
         self.layout = " ".join([*(axes or ["dp1"]), *schedule, *["zero1"] * bool(config.zero)])
@@ -108,20 +108,20 @@ class KosTraining:
         self.comm.all_gather_bytes(b"")
         started, end, results = first, first + count, []
         for step in range(first, end):
-            while started < min(step + 1 + self.engine.lag, end):
-                self.engine.start_step(started, False)
+            while started < min(step + 1 + self.device.lag, end):
+                self.device.start_step(started, False)
                 started += 1
-            results.append(self.engine.finish_step(step))
+            results.append(self.device.finish_step(step))
         return [result.seconds for result in results], [result.loss for result in results]
 
     def peak_memory(self) -> int | None:
         """Most bytes of device memory in use at once, with memory that other ranks can access; None on CPUs."""
         from kos.memory.pool import pool_of
 
-        engine: Any = self.engine
-        if not hasattr(engine, "ops"):
+        device: Any = self.device
+        if not hasattr(device, "ops"):
             return None
-        return pool_of(engine.ops.device).statistics().peak + engine.reachable_bytes
+        return pool_of(device.ops.device).statistics().peak + device.reachable_bytes
 
 
 def work(options: argparse.Namespace, config: TrainConfig) -> None:
@@ -133,7 +133,7 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     stamps = None
     if options.worker == "kos":
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
-        stamps = idle.Stamps(training.engine) if options.idle else None
+        stamps = idle.Stamps(training.device) if options.idle else None
     elif options.compare == "picotron":
         from benchmarks.picotron_llama import PicotronTraining
 
@@ -157,7 +157,7 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
         stages = {"stages": stamps.facts()} if stamps else {}
         say(seconds=median(seconds), losses=losses, peak_memory_bytes=memory, **stages)
     if isinstance(training, KosTraining):
-        training.engine.close()  # before the communicator ends
+        training.device.close()  # before the communicator ends
 
 
 # --- the processes of all ranks ---------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
     peak = None
     if options.device == "cuda" and config.dtype == "bfloat16":
         from kos.cuda import device_info
-        from kos.train.engine.machine import peak_flops
+        from kos.train.device.machine import peak_flops
 
         peak = peak_flops(device_info(0).name)
     flops, rows = model.flops_per_token(config.seq_len), []

@@ -9,7 +9,7 @@ import numpy as np
 
 import kos
 from kos.comm.backend import Probe
-from kos.comm.rendezvous.mpi_job import Backoff
+from kos.comm.control.mpi_job import Backoff
 from kos.comm.scheduled import ScheduledBackend
 from kos.testing.conformance import run
 

@@ -94,6 +94,8 @@ class PeerMemoryError(CudaError):
 def in_words(error: BaseException) -> str:
     """An error on one line, without its type where kos raised it on purpose."""
     words = " ".join(str(error).split())
+    if isinstance(error, MemoryError) and not words:  # Python's own has no text
+        words = "out of host memory"
     return words if isinstance(error, KosError) and words else f"{type(error).__name__}: {words}".removesuffix(": ")
 
 

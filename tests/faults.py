@@ -1,13 +1,16 @@
 """The fault campaign: random programs of collectives in which a random rank is killed or stopped.
 
 usage: python -m tests.faults --trials N [--backend tcp|mpi|nccl|peer|auto] [--seed S] [--timeout T] [--jobs J]
-                              [--ranks R] [--out FILE]
+                              [--ranks R] [--hosts H] [--out FILE]
 
 Each trial starts 2 to 4 ranks as processes: under mpirun for mpi, else by environment.  They run one program of
 collectives, messages, splits and duplicates, chosen by the trial's seed.  One rank sends itself SIGKILL or SIGSTOP
 before or within a random call.  The trial is right if every survivor ends in time with an error that names that rank,
 and that rank alone, as a rank of the world, and if no result was wrong.  Each wrong trial gets a line with its seed,
 which ``--trials 1 --seed S`` repeats.
+
+With ``--hosts H``, rank r pretends to be on host r modulo H (``KOS_HOST``).  Between hosts a stopped rank is found only
+by the timeout: ``mpi`` does not name it, and ``tcp`` names ranks that wait for it.
 
 On GPUs, rank r of the trial with seed S takes GPU (r + S) modulo their number, so trials side by side share GPUs.  Each
 trial takes some seconds to start CUDA: ``--jobs 10`` runs ten at a time.  Programs without a fault come first.
@@ -259,8 +262,11 @@ class Rank:
             self.expect(comm, work.wait(), comm.size * ramp + comm.size * (comm.size - 1) / 2)
 
 
-def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name: str) -> int:
+def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name: str, hosts: int = 0) -> int:
     """The process of one rank: leaves what it met in its folder."""
+    if hosts:
+        launched = int(os.environ["OMPI_COMM_WORLD_RANK" if backend == "mpi" else "RANK"])
+        os.environ["KOS_HOST"] = f"host {launched % hosts}"
     trial, folder = Trial.of(seed, backend, timeout, largest), Path(folder_name)
     report: dict[str, Any] = {}
     code, rank, device = 1, -1, None
@@ -336,7 +342,7 @@ def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> tuple[str, str
 Process = Forked | subprocess.Popen[bytes]
 
 
-def start(trial: Trial, largest: int, folder: Path) -> Sequence[Process]:
+def start(trial: Trial, largest: int, folder: Path, hosts: int) -> Sequence[Process]:
     """The processes of a trial, whose output goes to ``folder``: its ranks in their order, or one mpirun."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     env |= {
@@ -344,7 +350,7 @@ def start(trial: Trial, largest: int, folder: Path) -> Sequence[Process]:
         "OPENBLAS_NUM_THREADS": "1",
         "KOS_SECRET": "of the tests",
     }
-    arguments = [trial.seed, trial.backend, trial.timeout, largest, str(folder)]
+    arguments = [trial.seed, trial.backend, trial.timeout, largest, str(folder), hosts]
     if trial.backend != "mpi":
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(trial.size)}
         begin = fork_server().start
@@ -380,12 +386,12 @@ def lacking(backend: str) -> str:
     return "" if gpus >= needed else f"{backend} needs {needed} GPUs, {gpus} are visible"
 
 
-def run_trial(trial: Trial, largest: int) -> tuple[str, str]:
+def run_trial(trial: Trial, largest: int, hosts: int = 0) -> tuple[str, str]:
     """Run it; the verdict."""
     for _ in range(3):
         with tempfile.TemporaryDirectory(prefix="kos-faults-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            processes = start(trial, largest, folder)
+            processes = start(trial, largest, folder, hosts)
             try:
                 ended = _await(trial, folder, processes)
                 if not ended and trial.backend != "mpi":
@@ -433,7 +439,8 @@ def free_port() -> int:
 
 
 def campaign(
-    trials: int, backend: str, seed: int, timeout: float, jobs: int, largest: int = 4, out: Path | None = None
+    trials: int, backend: str, seed: int, timeout: float, jobs: int, largest: int = 4, out: Path | None = None,
+    hosts: int = 0,
 ) -> int:
     """Run the trials, print what was wrong and the counts; the number of wrong ones."""
     began, counts, wrong = time.monotonic(), dict[str, Counter[str]](), list[dict[str, str]]()
@@ -445,14 +452,14 @@ def campaign(
         done = sum(sum(each.values()) for each in counts.values())
         summed = sum(counts.values(), Counter[str]())
         return {
-            "backend": backend, "seed": seed, "timeout": timeout, "ranks": f"2 to {largest}", "of": trials,
-            "trials": done, "right": summed[RIGHT], "verdicts": dict(summed),
+            "backend": backend, "seed": seed, "timeout": timeout, "ranks": f"2 to {largest}", "hosts": hosts or 1,
+            "of": trials, "trials": done, "right": summed[RIGHT], "verdicts": dict(summed),
             "by fault": {kind: dict(each) for kind, each in sorted(counts.items())},
             "seconds": round(time.monotonic() - began, 1), "wrong": wrong,
         }  # fmt: skip
 
     def run(trial: Trial) -> tuple[str, str]:
-        return run_trial(trial, largest)
+        return run_trial(trial, largest, hosts)
 
     with ThreadPoolExecutor(jobs) as pool:
         for each in (faultless, chosen):
@@ -478,6 +485,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=None, help="of the ranks, in seconds (3; on GPUs 5)")
     parser.add_argument("--jobs", type=int, default=2, help="trials side by side")
     parser.add_argument("--ranks", type=int, default=None, help="of a trial, at most (4; with nccl one to a GPU)")
+    parser.add_argument("--hosts", type=int, default=0, help="that the ranks pretend to be on (one)")
     parser.add_argument("--out", type=Path, default=None, help="where to write the summary, as JSON")
     parser.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -489,7 +497,10 @@ def main() -> int:
     gpu = options.backend in GPU_BACKENDS
     timeout = options.timeout or (5.0 if gpu else 3.0)
     largest = options.ranks or (min(4, len(cuda.visible_devices())) if options.backend in ("nccl", "auto") else 4)
-    return int(campaign(options.trials, options.backend, seed, timeout, options.jobs, largest, options.out) > 0)
+    wrong = campaign(
+        options.trials, options.backend, seed, timeout, options.jobs, largest, options.out, options.hosts
+    )
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

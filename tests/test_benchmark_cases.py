@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.collectives.cases import (
+from kos.bench.cases import (
     IN_PLACE,
     OPERATIONS,
     PERIOD,
@@ -17,12 +17,11 @@ from benchmarks.collectives.cases import (
     Data,
     bandwidths,
     busbw_factor,
-    parse_sizes,
     uneven,
 )
-from benchmarks.collectives.implementations import Ours
-from benchmarks.collectives.measure import HostTimer, Job, Run, measure
-from benchmarks.collectives.memory import HostMemory, Space
+from kos.bench.implementations import Ours
+from kos.bench.measure import HostTimer, Job, Run, measure
+from kos.bench.memory import HostMemory, Space
 from kos.comm import Communicator
 from kos.errors import InvalidArgument
 from kos.testing import spawn
@@ -42,14 +41,6 @@ PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
 def test_bus_bandwidth_is_that_of_nccl_tests(op: str, factor: float) -> None:
     assert busbw_factor(op, 8) == factor
     assert bandwidths(factor, 10**9, 1e6) == (1.0, factor)  # 1 GB in a second
-
-
-def test_sizes() -> None:
-    assert parse_sizes("1K:64K:x4") == [1024, 4096, 16384, 65536]
-    assert parse_sizes("512,1M,1G") == [512, 2**20, 2**30]
-    for wrong in ("", "1K:2K", "0", "1T", "4:8:2", "4K:1K:x2", "4:8:x1", "-1", "1.5K"):
-        with pytest.raises(ValueError, match="expected"):
-            parse_sizes(wrong)
 
 
 def test_counts_are_those_of_nccl_tests() -> None:
@@ -83,6 +74,12 @@ def test_a_token_is_sent_once_to_each_rank_of_its_experts(ranks: int) -> None:
     assert [case.sends(0), case.receives(0)] == [tokens[0].sum() * 7168, tokens[:, 0].sum() * 7168]
     with pytest.raises(InvalidArgument, match="routing: expected at least a token of 7168 bfloat16, got 1024 bytes"):
         Case.of("routing", 1024, "bfloat16", "sum", ranks, False)
+
+
+def test_a_barrier_has_no_size_and_no_result() -> None:
+    case = Case.of("barrier", 1 << 20, "float32", "sum", 3, False)
+    assert (case.count, case.redop, case.busbw_factor, case.largest) == (1, "none", 0.0, (1, 1))
+    assert Data(case, 1, seed=0).output == []
 
 
 def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any] | None]:

@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from benchmarks import compare, recorder
-from benchmarks.collectives import __main__ as command
-from benchmarks.collectives import report
-from benchmarks.collectives.cases import (
+from kos import cuda
+from kos.bench import __main__ as command
+from kos.bench import report
+from kos.bench.cases import (
     OPERATIONS,
 )
-from benchmarks.collectives.implementations import Ours
-from kos import cuda
+from kos.bench.implementations import Ours
+from kos.bench.measure import Run
+from kos.bench.options import parse
 from kos.cuda import driver
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -68,7 +70,7 @@ def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert not file.with_suffix(".png").exists()
 
     pytest.importorskip("matplotlib")
-    from benchmarks.collectives.plot import plot, series
+    from kos.bench.plot import plot, series
 
     rows = [row for row in result["rows"] if row["op"] == "all_reduce" and row["ranks"] == 3]
     line = series(rows, "eager")["mock"]
@@ -82,7 +84,7 @@ def test_the_benchmark_needs_no_packages_of_the_trainer() -> None:
     code = """import sys
 for name in ("pydantic", "rich", "safetensors", "threadpoolctl", "torch", "matplotlib"):
     sys.modules[name] = None
-from benchmarks.collectives.__main__ import main
+from kos.bench.__main__ import main
 sys.exit(main(["--sizes", "64", "--iterations", "4", "--mode", "eager", "--no-plot"]))"""
     done = run_program(sys.executable, "-c", code, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
@@ -140,7 +142,7 @@ def test_cases_are_refused_before_any_is_measured(
 def test_no_gpu_under_mpirun() -> None:
     if not MPIRUN or driver.unavailable() is None:
         pytest.skip("needs mpirun and no GPU")
-    command = [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", "--device", "gpu"]
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "kos.bench", "--device", "gpu"]
     done = run_program(*command, env=OUTSIDE, cwd=ROOT)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "kos: error: --device gpu: " in done.stderr
@@ -227,25 +229,61 @@ def test_a_backend_that_cannot_be_measured_is_reported_with_the_reason(
 
 def test_files_without_results_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    from benchmarks.collectives import plot
+    from kos.bench import plot
 
     (tmp_path / "other").write_text('{"rows": [{}]}')
-    for source, said in (("other", "expected a result of benchmarks"), ("no", "No such file")):
+    for source, said in (("other", "expected a result of kos.bench"), ("no", "No such file")):
         monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path / source), str(tmp_path / "x.png")])
         with pytest.raises(SystemExit, match=f"^kos: error: .*{said}"):
             plot.main()
 
 
+def test_sizes_are_those_of_nccl_tests() -> None:
+    for words, expected in (
+        ("-b 1K -e 64K -f 4", [1024, 4096, 16384, 65536]),
+        ("-b 1k -e 3K -f 2", [1024, 2048]),
+        ("--sizes 512,1M,1G", [512, 2**20, 2**30]),
+        ("-e 512", [512]),
+        ("-b 128M", [2**27]),
+        ("", [1024 * 4**power for power in range(9)]),
+    ):
+        assert parse(words.split()).sizes == expected, words
+
+
+def test_short_flags_are_the_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = "-b 8 -e 1K -f 2 -n 7 -w 3 -o max -d float64"
+    long = "--min-bytes 8 --max-bytes 1K --factor 2 --iterations 7 --warmup 3 --op max --dtype float64"
+    assert vars(parse(short.split())) == vars(parse(long.split()))
+
+
+@pytest.mark.parametrize(("warmup", "untimed"), [(0, 0), (1, 1), (9, 3)])
+def test_the_warm_up_is_not_timed(warmup: int, untimed: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In batches of four calls, of one implementation and the copy that gives the limit."""
+    batches: list[str] = []
+    batch, file = Run.batch, tmp_path / "rows.json"
+    monkeypatch.setattr(Run, "batch", lambda run, *given: batches.append(str(run.name)) or batch(run, *given))
+    arguments = ["--ranks", "1", "--sizes", "64", "-n", "4", "-w", str(warmup), "--place", "in", "--json", str(file)]
+    assert command.main([*arguments, "--mode", "eager", "--no-plot"]) == 0
+    assert batches.count("copy") == untimed + 5
+    assert {row["iterations"] for row in json.loads(file.read_text())["rows"]} == {20}
+
+
 def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, said in (
-        (["--sizes", "4Q"], "expected a size such as"),
+        (["--sizes", "4K,4Q"], "--sizes: expected a size such as 512, 64K or 16M, got '4Q'"),
+        (["-b", "1.5K"], "-b/--min-bytes: expected a size such as 512, 64K or 16M, got '1.5K'"),
+        (["-e", "0"], "-e/--max-bytes: expected a size such as 512, 64K or 16M, got '0'"),
+        (["-b", "4K", "-e", "1K"], "-e/--max-bytes: expected at least the 4096 of -b, got 1024"),
+        (["-f", "1"], "-f/--factor: expected a number from 2 on, got 1"),
+        (["--sizes", "4K", "-b", "1K", "-f", "2"], "--sizes: expected no -b, -e or -f beside it, got -b, -f"),
+        (["-w", "-1"], "expected numbers from 1, 1 and 0 on, got 200, 2 and -1"),
         (["--backend", "smoke"], "--backend: expected some of"),
         (["--mode", "fast"], "--mode: expected some of"),
         (["--collective", "all_reduced"], "--collective: expected some of"),
         (["--dtype", "bool"], "--dtype: expected one of float64, "),
         (["--dtype", "complex64", "--collective", "all_gather"], "--dtype: expected one of float64, "),
         (["--seed", "-1"], "--seed: expected a number from 0 on, got -1"),
-        (["--iterations", "0"], "expected numbers from 1 on"),
+        (["--iterations", "0"], "expected numbers from 1, 1 and 0 on, got 0, 2 and 1"),
         (["--plot", "x.png", "--no-plot"], "--plot, --no-plot: expected one of them, got both"),
         (["--algorithm", "foo"], "--algorithm: expected some of auto, ring, "),
         (["--algorithm", "ring", "--collective", "broadcast"], "--algorithm: expected some of auto, got 'ring'"),
@@ -274,7 +312,7 @@ def test_an_algorithm_is_measured_where_it_exists(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "typed",
     [
-        "bench collectives --collective foo", "bench collectives --foo", "bench collectives --json /nowhere/x",
+        "bench --collective foo", "bench --foo", "bench --json /nowhere/x",
         "bench foo", "foo", "doctor --foo", "tune --foo",
     ],
 )  # fmt: skip
@@ -288,12 +326,12 @@ def test_rank_0_alone_refuses(typed: str) -> None:
 def test_under_mpirun(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     arguments = ["--sizes", "1K", "--iterations", "4", "--device", "host", "--json", str(file)]
-    command = [MPIRUN, "-n", "2", *python(), "-m", "benchmarks.collectives", *arguments]
+    command = [MPIRUN, "-n", "2", *python(), "-m", "kos.bench", *arguments]
     done = run_program(*command, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     check_document(result, 2)
-    assert result["command"].startswith("mpirun -n 2 python -m benchmarks.collectives --sizes 1K")
+    assert result["command"].startswith("mpirun -n 2 python -m kos.bench --sizes 1K")
     backends = {row["backend"] for row in result["rows"]} | set(result["skipped"])
     assert backends == {"mpi", "mpi-native", "gloo"}
     assert all(row["limit_us"] > 0 for row in result["rows"] if row["ranks"] == 2)
@@ -306,14 +344,15 @@ def test_under_mpirun(tmp_path: Path) -> None:
 
 
 @needs_mpirun
-def test_uneven_sizes_beside_open_mpi(tmp_path: Path) -> None:
-    file, ops = tmp_path / "rows.json", [op for op in OPERATIONS if op.endswith(("_v", "scan"))]
-    arguments = ["--sizes", "1K", "--iterations", "4", "--device", "host", "--mode", "eager", "--place", "out"]
+def test_barriers_and_uneven_sizes_beside_open_mpi(tmp_path: Path) -> None:
+    file, ops = tmp_path / "rows.json", ["barrier", *(op for op in OPERATIONS if op.endswith(("_v", "scan")))]
+    arguments = ["--sizes", "1K,2K", "--iterations", "4", "--device", "host", "--mode", "eager", "--place", "out"]
     arguments += ["--collective", ",".join(ops), "--backend", "mpi,mpi-native", "--no-plot", "--json", str(file)]
-    done = run_program(MPIRUN, "-n", "3", *python(), "-m", "benchmarks.collectives", *arguments, env=OUTSIDE, cwd=ROOT)
+    done = run_program(MPIRUN, "-n", "3", *python(), "-m", "kos.bench", *arguments, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     rows = json.loads(file.read_text())["rows"]
     assert {(row["op"], row["backend"]) for row in rows} == {(op, name) for op in ops for name in ("mpi", "mpi-native")}
+    assert len([row for row in rows if row["op"] == "barrier" and row["backend"] == "mpi-native"]) == 1
     assert not any(row["wrong"] for row in rows)
 
 

@@ -11,17 +11,17 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
-from benchmarks.collectives.cases import (
+from kos.bench.cases import (
     Case,
     Data,
 )
-from benchmarks.collectives.implementations import Ours
-from benchmarks.collectives.limits import DeviceLimits
-from benchmarks.collectives.measure import DeviceTimer, Job, Run, measure
-from benchmarks.collectives.memory import DeviceMemory, Space
-from benchmarks.collectives.peers_gpu import RawNCCL
+from kos.bench.implementations import Ours
+from kos.bench.limits import DeviceLimits
+from kos.bench.measure import DeviceTimer, Job, Run, measure
+from kos.bench.memory import DeviceMemory, Space
+from kos.bench.peers_gpu import RawNCCL
 from kos.comm import Communicator
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
@@ -133,6 +133,6 @@ def test_device_code_compiles(tmp_path: Path, arch: str) -> None:
         kernels.nvrtc_version()
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    source = ROOT / "benchmarks" / "collectives" / "device.cu"
+    source = ROOT / "kos" / "bench" / "device.cu"
     cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
     assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))

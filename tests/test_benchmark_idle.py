@@ -25,7 +25,7 @@ FLAGS = shlex.split("""
 
 
 def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any], None], *flags: str) -> dict[str, Any]:
-    """The results of the third step of two ranks.  ``prepare`` gets each engine before it records timestamps."""
+    """The results of the third step of two ranks.  ``prepare`` gets each device before it records timestamps."""
     options, config = train.read_arguments([*FLAGS, *flags])
     assert options.idle
     config = config.for_world(1, device)
@@ -37,11 +37,11 @@ def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any],
         own.comm = DeviceComm(comm) if device == "cuda" else comm
         model = train.model_of(config)
         training = train.KosTraining(config, model, train.random_tokens(config, model), 1)
-        prepare(training.engine)
-        stamps = idle.Stamps(training.engine)
+        prepare(training.device)
+        stamps = idle.Stamps(training.device)
         training.run(0, 3)
         found = stamps.facts()
-        training.engine.close()
+        training.device.close()
         return found
 
     first, second = spawn(run, 2)
@@ -50,14 +50,14 @@ def facts(monkeypatch: pytest.MonkeyPatch, device: str, prepare: Callable[[Any],
 
 
 def test_a_rank_waits_for_a_slow_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def slow_down(engine: Any) -> None:
-        run = engine.run
+    def slow_down(device: Any) -> None:
+        act = device.step.act
 
         def slow(*arguments: Any) -> None:
             time.sleep(0.02)
-            run(*arguments)
+            act(*arguments)
 
-        engine.run = slow if engine.mesh.pp.rank == 1 else run
+        device.step.act = slow if device.mesh.pp.rank == 1 else act
 
     found = facts(monkeypatch, "cpu", slow_down)
     quick, slow = found["ranks"]
@@ -86,7 +86,7 @@ def test_stamps_are_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             return 1e3 * (end.tick - begin.tick)
 
     monkeypatch.setattr(idle, "Marks", Ticks)
-    found = facts(monkeypatch, "cuda", lambda engine: None, "--pp-schedule", "zero-bubble-v")
+    found = facts(monkeypatch, "cuda", lambda device: None, "--pp-schedule", "zero-bubble-v")
     for rank in found["ranks"]:
         assert rank["passes_ms"] == dict.fromkeys(("F0", "F1", "I0", "I1", "W0", "W1"), 1.0)
         spans = 3 * 2 * 4 + 2  # and norm and update

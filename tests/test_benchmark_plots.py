@@ -14,8 +14,9 @@ from benchmarks import loss_curve
 from benchmarks.plots import __main__ as command
 from benchmarks.plots import results, tables
 from benchmarks.plots.pictures import PICTURES
-from benchmarks.plots.results import RESULTS, ROOT, size, us
+from benchmarks.plots.results import RESULTS, ROOT, us
 from benchmarks.plots.tables_slower import spans
+from kos.bench.report import size
 
 README = ROOT / "README.md"
 LARGEST = 100_000  # bytes of a picture

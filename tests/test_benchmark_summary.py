@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.collectives import __main__ as command
-from benchmarks.collectives import join
-from benchmarks.collectives.options import parse
-from benchmarks.collectives.report import KEYS, table
-from benchmarks.collectives.summary import MOST_LINES, busy, summary
+from kos.bench import __main__ as command
+from kos.bench import join
+from kos.bench.options import parse
+from kos.bench.report import KEYS, table
+from kos.bench.summary import MOST_LINES, busy, summary
 
 
 def row(backend: str, nbytes: int, time_us: float, **other: Any) -> dict[str, Any]:

@@ -266,8 +266,8 @@ def test_losses_that_differ_are_an_exit_code(
         assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
 
 
-def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the emulated device, whose engine has steps in flight while it is asked for more."""
+def test_a_gpu_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulated device, which has steps in flight while it is asked for more."""
     _, config = train.read_arguments([*SMALL, "--ranks", "1", "--dtype", "float32"])
     losses = {}
     for device in ("cpu", "cuda"):
@@ -291,9 +291,9 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
     pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
     monkeypatch.setattr(pool_module, "pool_of", lambda device: pool)
     training = object.__new__(train.KosTraining)
-    training.engine = SimpleNamespace(ops=SimpleNamespace(device=0), reachable_bytes=20)  # type: ignore[assignment]
+    training.device = SimpleNamespace(ops=SimpleNamespace(device=0), reachable_bytes=20)  # type: ignore[assignment]
     assert training.peak_memory() == 120
-    training.engine = SimpleNamespace()  # type: ignore[assignment]
+    training.device = SimpleNamespace()  # type: ignore[assignment]
     assert training.peak_memory() is None
 
 

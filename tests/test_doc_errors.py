@@ -14,7 +14,7 @@ import pytest
 
 import kos
 import kos.errors
-from kos.comm.rendezvous.env import EnvRendezvous
+from kos.comm.control.env import EnvRendezvous
 from kos.errors import KosError
 from kos.testing import Fault, spawn
 from tests.literals import VALUE, literals, texts_of

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from docs.hooks.fences import CODE
-from kos.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -32,8 +31,7 @@ def links(text: str) -> list[str]:
 def anchors(page: Path) -> set[str]:
     """The anchors of a page, as GitHub and the site make them, and those that only the site has."""
     text = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.M | re.S)
-    made = {f"kos-{command}" for command in COMMANDS} if "<!-- commands -->" in text else set()
-    made |= set(re.findall(r"^::: (\S+)", text, re.M)) | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
+    made = set(re.findall(r"^- `(kos[\w.]*)`:", text, re.M)) | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     slugs = Counter(slug(heading) for heading in HEADING.findall(text))
     return made | {each for each, times in slugs.items() if times == 1}  # GitHub and the site number others differently
 

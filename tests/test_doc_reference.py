@@ -19,8 +19,8 @@ from tests.literals import literals
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 PAGES = sorted(FOLDER.glob("*.md"))
-SHOWN = [each for page in PAGES for each in re.findall(r"^::: (\S+)", page.read_text(), re.M)]
-"""What the directives of all pages show."""
+SHOWN = [each for page in PAGES for each in re.findall(r"^- `(kos[\w.]*)`:", page.read_text(), re.M)]
+"""The names of all pages, which the site shows with their docstrings."""
 
 MODULES = ("kos", "kos.comm", "kos.testing", "kos.testing.conformance", "kos.memory", "kos.cuda", "kos.train",
            "kos.comm.schedules", "kos.interop.ray", "kos.interop.jax", "kos.interop.flashinfer")  # fmt: skip

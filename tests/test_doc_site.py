@@ -1,14 +1,17 @@
-"""The hooks of the documentation site: its navigation, and links that leave docs/."""
+"""The documentation site: its navigation, links that leave docs/, and text that comes from the code."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+from kos.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,8 +81,38 @@ def test_a_folder_shows_what_is_not_hidden(tmp_path: Path) -> None:
     )
 
 
+def test_pages_of_the_reference_are_up_to_date(caplog: pytest.LogCaptureFixture) -> None:
+    """In a clone a name has the first sentence of its docstring; the site has the whole docstring."""
+    pytest.importorskip("griffe")
+    reference, page = hook("reference"), SimpleNamespace(file=SimpleNamespace(src_uri="reference/works.md"))
+    text = "- `kos.Work.done`: Whether the operation is complete; makes progress without waiting.\n"
+    batch = "- `kos.comm.Batch`: Operations that are launched together; see `Communicator.batch`."
+    text += f"{batch} <!-- members: [wait] -->\n"
+    shown = "\n::: kos.Work.done\n\n\n::: kos.comm.Batch\n    options:\n      members: [wait]\n\n"
+    assert reference.on_page_markdown(text, page) == shown and not caplog.records
+    stale = text.replace("Whether", "If")
+    assert reference.on_page_markdown(stale, page) == shown and reference.renewed(stale) == text
+    [record] = caplog.records
+    expected = "reference/works.md: expected the text of the code: python -m docs.hooks.reference"
+    assert (record.levelno, record.getMessage()) == (logging.WARNING, expected)
+
+
+def test_the_code_of_the_home_page_does_not_scroll_sideways() -> None:
+    """The site's column shows 80 characters in a window of 1,280 to 1,440 pixels, and 57 in one of 500."""
+    text = (ROOT / "docs" / "index.md").read_text()
+    lines = [line for block in re.findall(r"^```\w+\n(.*?)^```$", text, re.M | re.S) for line in block.splitlines()]
+    assert lines and [line for line in lines if len(line) > 57] == []
+
+
+def test_the_page_of_commands_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    reference = hook("reference")
+    assert reference.COMMANDS.search(page)[0] == reference.sections(), "python -m docs.hooks.reference"
+    assert page.count("\n## kos ") == len(COMMANDS) and "| `--data NAME or PATH` |" in page
+
+
 def test_the_section_of_a_command_has_its_flags() -> None:
     from kos.train.config.flags import make_parser
 
-    section = hook("commands").section(["train"], make_parser(), "train a model: more")
+    section = hook("commands").section("train", make_parser(), "train a model: more")
     assert section.startswith("## kos train\n\nTrain a model.\n") and "| `--lr " in section

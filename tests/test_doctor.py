@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kos.cuda.devices import DeviceInfo
 from kos.doctor import checks, ranks
 from kos.doctor.__main__ import Doctor
 from kos.doctor.checks import BAD, NO, OK, Check
@@ -217,6 +218,22 @@ def test_no_cuda(monkeypatch: pytest.MonkeyPatch, reason: str, kernel: str, visi
     (check,) = checks.cuda_driver()
     assert (check.verdict, check.found) == (NO, reason)
     assert remedy in check.remedy and bool(check.remedy) == bool(remedy)
+
+
+@pytest.mark.parametrize(("capability", "noted"), [((9, 0), False), ((8, 0), True), ((10, 0), True), ((12, 0), True)])
+def test_a_gpu_of_an_architecture_on_which_kos_has_not_run(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], noted: bool
+) -> None:
+    gpus = [DeviceInfo(i, "a GPU", f"{i}", capability, 80 << 30, 108, f"{i}", 0, False) for i in range(2)]
+    monkeypatch.setattr(checks.cuda, "visible_devices", lambda: gpus)
+    monkeypatch.setattr(checks.devices, "nvlinks", lambda index: 4)
+    found = list(checks.gpus())
+    assert [check.name for check in found] == ["GPU 0", "GPU 1"] and {check.verdict for check in found} == {OK}
+    report = Report()
+    report.add([found])
+    line = "-> kos has run on Hopper (compute capability 9.0) only; tests compile its kernels for other GPUs"
+    assert report.to_text().count(line) == noted, "one line for both GPUs"
+    assert [bool(check["remedy"]) for check in report.to_json()["checks"]] == [noted] * 2
 
 
 def test_versions_of_the_driver_and_of_nccl_need_no_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kos import cuda
+from kos.train.tools.metrics import read_metrics
 from tests.comm.tcp_ranks import free_port
 from tests.comm.test_jobs import environment, mpirun
 from tests.forked import python
-from tests.launcher import MPIRUN, needs_mpirun, run_program
+from tests.launcher import MPIRUN, needs_mpirun, run_program, running_program
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FILES = sorted(path.name for path in EXAMPLES.iterdir() if path.is_file() and path.name != "README.md")
@@ -97,24 +101,103 @@ def test_survivors_go_on() -> None:
         assert f"rank {rank}: [1. 2. 3.] after 10 steps on 2 ranks" in texts[rank]
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
-def test_a_job_of_slurm(tmp_path: Path) -> None:
-    """By stand-ins for srun and scontrol: what the script gives the ranks lets them find each other."""
-    stand_ins = {
-        "scontrol": '[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\nnode2\\n"',
-        "srun": '[ "$1" = --kill-on-bad-exit=1 ] || exit 2; shift\nexport SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2\n'
-        'for r in 0 1; do SLURM_PROCID=$r SLURM_LOCALID=$r "$@" & done; wait',
-    }
-    for name, text in stand_ins.items():
+SLURM = {
+    "scontrol": '[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\nnode2\\n" || echo "scontrol $*"',
+    "srun": """[ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=3" ] || exit 2; shift 2
+export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2
+trap 'kill -USR1 $ranks' USR1; echo $$ > srun.pid
+for r in 0 1; do SLURM_PROCID=$r SLURM_LOCALID=$r "$@" & ranks="${ranks-} $!"; done
+for rank in $ranks; do until wait $rank; do [ $? -gt 128 ] || exit 1; done; done""",
+}
+"""Stand-ins for Slurm's commands: two ranks, which receive the signal."""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
     port = next(port for port in iter(free_port, 0) if 20_000 <= port < 40_000)  # what the script makes of the job's id
-    env = {
+    return {
         **environment(), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable,
-        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": str(port - 20_000),
+        "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_ID": str(port - 20_000), "SLURM_CPUS_PER_TASK": "3",
     }  # fmt: skip
-    done = run_program("bash", str(EXAMPLES / "slurm.sh"), str(EXAMPLES / "all_reduce.py"), env=env, cwd=tmp_path)
-    assert "rank 1 of 2 on tcp: [3. 3. 3. 3.]" in output(done)
+
+
+def test_a_slurm_job(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """The ranks find each other by the variables that the script sets, and get all arguments."""
+    command = ("bash", str(EXAMPLES / "slurm.sh"), str(EXAMPLES / "all_reduce.py"))
+    said = output(run_program(*command, env=slurm, cwd=tmp_path))
+    assert "rank 1 of 2 on tcp: [3. 3. 3. 3.]" in said and "scontrol" not in said
+    (tmp_path / "words.py").write_text(r"import os, sys; os.write(1, f'{sys.argv[1:]}\n'.encode())")
+    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "words.py", "two words", "-x", env=slurm, cwd=tmp_path)
+    assert output(done).splitlines() == ["['two words', '-x']"] * 2
+
+
+def test_a_slurm_job_uses_the_venv_of_its_folder(tmp_path: Path, slurm: dict[str, str]) -> None:
+    del slurm["PYTHON"]
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/python").write_text('#!/bin/bash\necho "of the folder: $*"\n')
+    (tmp_path / ".venv/bin/python").chmod(0o755)
+    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "words.py", env=slurm, cwd=tmp_path)
+    assert output(done).splitlines() == ["of the folder: words.py"] * 2
+
+
+def test_a_slurm_job_trains_and_resumes_when_requeued(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Slurm sends the signal before the time limit; then the job is requeued with the same id."""
+    text, job = (EXAMPLES / "slurm.sh").read_text(), slurm["SLURM_JOB_ID"]
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", text, re.M))
+    assert options["signal"] == "USR1@120" and "requeue" in options and int(options["cpus-per-task"]) > 1
+    (tmp_path / "words.txt").write_text("the quick brown fox\n" * 500)
+    shape = ["--hidden-size=16", "--num-hidden-layers=1", "--intermediate-size=16", "--num-attention-heads=2"]
+    sizes = ["--data=words.txt", "--batch-size=2", "--seq-len=16", "--eval-batches=0", "--sample-tokens=0", *shape]
+    command = ["bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *sizes, "--save-every=0"]
+    ending = {**slurm, "SLURM_JOB_END_TIME": str(int(time.time()) + 60)}
+    with running_program(
+        lambda line: line.startswith("step") and " 3/" in line, *command, "--steps=1000000", env=ending, cwd=tmp_path
+    ) as process:
+        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGUSR1)
+        said = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 0 and said.endswith(f"scontrol requeue {job}\n"), said
+    out = tmp_path / "runs" / f"slurm-{job}"
+    (last,) = (int(path.name.removeprefix("step-")) for path in (out / "checkpoints").iterdir())
+    again = output(run_program(*command, f"--steps={last + 2}", env=slurm, cwd=tmp_path))
+    assert f"resuming after step {last}, from runs/slurm-{job}/" in again and "scontrol" not in again
+    assert [row["step"] for row in read_metrics(out / "metrics.jsonl")] == [*range(1, last + 3)]
+
+
+@pytest.mark.parametrize("more", [["--out=mine"], ["--out", "mine"], ["--config", "runs/slurm-1/config.json"]])
+def test_a_slurm_job_keeps_the_folder_of_out(tmp_path: Path, slurm: dict[str, str], more: list[str]) -> None:
+    slurm["PYTHON"] = "echo"
+    (tmp_path / "runs/slurm-1/checkpoints").mkdir(parents=True)
+    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *more, env=slurm, cwd=tmp_path)
+    assert output(done).splitlines() == [" ".join(["-m kos.train --resume auto", *more])] * 2
+
+
+def test_a_slurm_job_has_a_folder_of_its_own(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Not that of another run, whatever the configuration file is called."""
+    slurm["PYTHON"] = "echo"
+    more = ["--config", "my.config.json", "--init-from=models/config.json"]
+    done = run_program("bash", str(EXAMPLES / "slurm.sh"), "-m", "kos.train", *more, env=slurm, cwd=tmp_path)
+    own = f"-m kos.train --resume auto --out runs/slurm-{slurm['SLURM_JOB_ID']}"
+    assert output(done).splitlines() == [" ".join([own, *more])] * 2
+
+
+@pytest.mark.parametrize(("last", "requeued"), [(6, True), (10, False)])
+def test_a_slurm_job_is_requeued_while_steps_are_left(
+    tmp_path: Path, slurm: dict[str, str], last: int, requeued: bool
+) -> None:
+    """A job that ends shortly before its time limit; one without a run is not requeued."""
+    ending = {**slurm, "PYTHON": "echo", "SLURM_JOB_END_TIME": str(int(time.time()) + 60)}
+    (tmp_path / f"mine/checkpoints/step-{last}").mkdir(parents=True)
+    (tmp_path / "mine/checkpoints/step-4").mkdir()
+    (tmp_path / "mine/config.json").write_text(json.dumps({"config": {"steps": 10, "seed": 0}}, indent=2))
+    for program in (["-m", "kos.train", "--out=mine"], ["words.py"]):
+        said = output(run_program("bash", str(EXAMPLES / "slurm.sh"), *program, env=ending, cwd=tmp_path))
+        assert ("scontrol requeue" in said) == (requeued and program[0] == "-m")
 
 
 @needs_mpirun

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import kos
 from kos import commands
 from kos.__main__ import COMMANDS, main
 from tests.comm.tcp_ranks import finish, free_port
+from tests.launcher import MPIRUN
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = "import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
@@ -55,22 +57,14 @@ def test_the_command_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_command_is_its_module(ran: list[tuple[str, list[str]]]) -> None:
     for name, (module, _) in COMMANDS.items():
-        if name != "bench":
-            assert main([name, "--help", "x"]) == 0 and ran.pop() == (module, ["--help", "x"])
-            program = module if name in ("sample", "plot") else f"{module}.__main__"
-            assert importlib.util.find_spec(program) is not None
-    assert main(["bench", "--json", "x"]) == 0 and ran.pop() == ("benchmarks.collectives", ["--json", "x"])
-    assert main(["bench", "recorder", "x"]) == 0 and ran.pop() == ("benchmarks.recorder", ["x"])
-    assert main(["bench"]) == 0 and ran.pop() == ("benchmarks.collectives", [])
+        assert main([name, "--help", "x"]) == 0 and ran.pop() == (module, ["--help", "x"])
+        program = module if name in ("sample", "plot") else f"{module}.__main__"
+        assert importlib.util.find_spec(program) is not None
 
 
 def test_what_is_no_command(ran: list[tuple[str, list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == f"kos: error: expected one of {', '.join(COMMANDS)}, got 'trian'\n"
-    for name in ("nothing", "../tests/run", "results", "idle"):
-        assert main(["bench", name]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("kos: error: bench: expected one of collectives, ") and said.endswith(f"got {name!r}\n")
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"kos {kos.__version__}\n"
     assert not ran
 
@@ -157,7 +151,7 @@ def test_commands_work_without_docstrings(words: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name not in ("bench", "train")])
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "train"])
 def test_wrong_arguments_are_refused_by_the_name_that_was_typed(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +160,7 @@ def test_wrong_arguments_are_refused_by_the_name_that_was_typed(
     with pytest.raises(SystemExit) as ended:
         main([name, "--no-such-flag"])
     said = capsys.readouterr().err
-    if name in ("doctor", "tune"):
+    if name in ("bench", "doctor", "tune"):
         assert said == "kos: error: unrecognized arguments: --no-such-flag\n"
     else:
         assert said.startswith(f"usage: kos {name} ") and f"\nkos {name}: error: " in said
@@ -206,8 +200,10 @@ def test_both_hold_every_file_of_kos_and_no_other(dist: tuple[Path, Path]) -> No
     expected = {name for name in files.stdout.decode().split() if (ROOT / name).exists()}
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        core = {name for name in names if name.endswith(".so")}
         metadata = archive.read(f"kos-{kos.__version__}.dist-info/METADATA").decode()
-    assert names == expected and "kos/py.typed" in names
+    assert names - core == {name for name in expected if not name.endswith((".c", ".h"))} and "kos/py.typed" in names
+    assert core <= {"kos/_core/native.abi3.so"}  # nothing where there is no compiler
     assert "License-Expression: MIT" in metadata and "Requires-Python: >=3.11" in metadata
     with tarfile.open(sdist) as archive:
         packed = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
@@ -216,7 +212,26 @@ def test_both_hold_every_file_of_kos_and_no_other(dist: tuple[Path, Path]) -> No
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_runs_the_example_the_doctor_and_training(
+def test_a_wheel_built_without_a_compiler_works_without_the_core(dist: tuple[Path, Path], tmp_path: Path) -> None:
+    [unpacked] = (dist[0].parent / "unpacked").iterdir()
+    for built in ("build", "kos/_core/native.abi3.so"):
+        shutil.rmtree(unpacked / built, ignore_errors=True)
+    build = ("env", "CC=/no/compiler", sys.executable, "-c", BUILD.format(kind="wheel"), tmp_path)
+    built = run(*build, cwd=unpacked)
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(tmp_path / built.stdout.split()[-1]) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+        archive.extractall(tmp_path / "site")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import kos; "
+    program += "from kos import _core; print(kos.__file__); print(_core.unavailable)"
+    done = run(sys.executable, "-c", program, cwd=tmp_path)
+    where, why = done.stdout.splitlines()
+    assert where == str(tmp_path / "site" / "kos" / "__init__.py")
+    assert why.startswith("the compiled core was not built: ")
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_runs_the_example_the_doctor_the_benchmark_and_training(
     dist: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """In a venv that has the packages kos depends on, from this Python, and kos from the wheel alone."""
@@ -246,8 +261,13 @@ def test_an_installed_wheel_runs_the_example_the_doctor_and_training(
 
     doctor = run(venv / "bin" / "kos", "doctor", cwd=tmp_path)
     assert f"kos {kos.__version__} at {site / 'kos'}" in doctor.stdout, doctor.stderr
-    bench = run(venv / "bin" / "kos", "bench", cwd=tmp_path)
-    assert bench.returncode == 2 and "bench: expected a clone of kos" in bench.stderr
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    ranks_of_mpi = (MPIRUN, "-n", "2") if MPIRUN else ()
+    few = ("-b", "1K", "-e", "4K", "-f", "2", "-n", "4", "-w", "1", "-o", "max", "-d", "float64", "--device", "host")
+    bench = run(*ranks_of_mpi, venv / "bin" / "kos", "bench", *few, cwd=empty)
+    assert bench.returncode == 0 and "# all_reduce on 2 ranks" in bench.stdout, bench.stdout + bench.stderr
+    assert "0 wrong elements" in bench.stdout and bench.stdout.count("float64   max  eager") >= 3
     tiny = "--steps 3 --hidden-size 32 --num-hidden-layers 2 --intermediate-size 48 --batch-size 8 --seq-len 32"
     trained = run(venv / "bin" / "kos", "train", *tiny.split(), "--out", tmp_path / "run", cwd=tmp_path)
     assert trained.returncode == 0 and "step 3/3  loss " in trained.stdout, trained.stderr

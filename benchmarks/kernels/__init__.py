@@ -13,6 +13,11 @@ those of ``naive.cu``.  ``repeat_kv`` has no fast version: attention reads K and
 added by the product before a norm (``linear_residual``), its gradient by the norm's backward; learned positions are
 ``add``, their gradient ``sum_rows``.  RoPE's tables have no row: they are made once, on the host.  The naive products
 run on 512 tokens at most, and their times are scaled to all.
+
+On request: attention with a mask of 8 equal documents a sample, or of a window of an eighth.  Torch is its
+``varlen_attn`` then, and compiled its FlexAttention; flops are those of full causal attention times what is seen of it.
+For T 8,192: ``--preset 8b --seq-len 8192 --only attention attention_backward attention_documents
+attention_documents_backward attention_window attention_window_backward --compile``.
 """
 
 from __future__ import annotations
@@ -28,4 +33,7 @@ OPERATIONS = {  # by the module that makes their cases
     "loss": ["count_targets", "cross_entropy", "mean_loss"],
     "optimizer": ["gradient_norm", "adamw"],
 }  # fmt: skip
-ON_REQUEST = ["attention_to", "attention_to_backward"]  # context parallelism's
+ON_REQUEST = [  # context parallelism's, and those of masks
+    "attention_to", "attention_to_backward", "attention_documents", "attention_documents_backward",
+    "attention_window", "attention_window_backward",
+]  # fmt: skip

@@ -12,13 +12,13 @@ except ImportError:  # reported after the arguments have been checked
     torch = None
 
 from benchmarks import kernels
-from benchmarks.collectives import report
 from kos import cuda
+from kos.bench import report
 from kos.commands import program
 from kos.files import check_writable
 from kos.train.config.model_section import ModelSection
 from kos.train.config.presets import PRESETS
-from kos.train.engine.machine import peak_flops
+from kos.train.device.machine import peak_flops
 
 
 def main() -> None:

@@ -1,9 +1,11 @@
-"""Cases: RoPE, repeated K and V, causal attention with grouped queries."""
+"""Cases: RoPE, repeated K and V, causal attention with grouped queries, also of documents and with a window."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks.kernels.zoo import Case, Zoo, as_array, backward_of, in_order, size_of, to_host
 from kos.memory.arena import Arena
+from kos.train.ops import Mask
 from kos.train.ops import numpy as reference
 
 
@@ -68,25 +71,27 @@ def repeat_kv_backward(zoo: Zoo, n: int) -> Case:
     )
 
 
-def attention(zoo: Zoo, n: int, backward: bool = False) -> Case:
-    """Causal, of samples as long as the preset's."""
+def attention(zoo: Zoo, n: int, backward: bool = False, documents: bool = False, window: bool = False) -> Case:
+    """Causal, of samples as long as the preset's; of documents, or with a window, of an eighth of that."""
     heads, kv_heads, d, length = zoo.heads, zoo.kv_heads, zoo.head_dim, min(n, zoo.seq_len)
     qkv, d_out = zoo.random(n, (heads + 2 * kv_heads) * d), zoo.random(n, heads * d)
     out, d_qkv = zoo.empty(*d_out.shape), zoo.empty(*qkv.shape)
     lse = zoo.empty(n // length, heads, length, dtype=torch.float32)
     a_qkv, a_d_out, a_out, a_d_qkv, a_lse = map(as_array, (qkv, d_out, out, d_qkv, lse))
+    part = -(-length // 8) if documents or window else length
+    mask, mask64 = _masks(zoo, n // length, length, part, documents, window) if part < length else (None, None)
 
     def run(backward: bool) -> None:
         if backward:
-            zoo.ops.attention_backward(a_d_out, a_qkv, a_out, a_lse, heads, kv_heads, a_d_qkv, zoo.arena)
+            zoo.ops.attention_backward(a_d_out, a_qkv, a_out, a_lse, heads, kv_heads, a_d_qkv, zoo.arena, mask)
         else:
-            zoo.ops.attention(a_qkv, heads, kv_heads, a_out, a_lse, zoo.arena)
+            zoo.ops.attention(a_qkv, heads, kv_heads, a_out, a_lse, zoo.arena, mask)
 
     def expected() -> list[np.ndarray]:
         x, dy = to_host(qkv, columns=True), to_host(d_out, columns=True)
         y, dx, lse64 = np.empty_like(dy), np.empty_like(x), np.empty(lse.shape)
-        reference.attention(x, heads, kv_heads, y, lse64, Arena())
-        reference.attention_backward(dy, x, y, lse64, heads, kv_heads, dx, Arena())
+        reference.attention(x, heads, kv_heads, y, lse64, Arena(), mask64)
+        reference.attention_backward(dy, x, y, lse64, heads, kv_heads, dx, Arena(), mask64)
         return [dx] if backward else [y, lse64]
 
     if backward:
@@ -98,18 +103,99 @@ def attention(zoo: Zoo, n: int, backward: bool = False) -> Case:
     theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
     naive = _attention_backward if backward else _attention
     tensors = (d_out, qkv, out, lse, d_qkv) if backward else (qkv, out, lse)
-    return Case(
+    d_theirs = d_out.view(-1, length, heads, d).transpose(1, 2)
+    seen = length**2 / 2 if mask64 is None else (np.arange(1, length + 1) - mask64.first_key[0]).sum()
+    case = Case(
         nbytes=size_of(*tensors),
         fast=lambda: run(backward),
-        naive=naive(zoo, length, *tensors),
-        torch=backward_of(theirs(), leaves, d_out.view(-1, length, heads, d).transpose(1, 2)) if backward else theirs,
+        naive=naive(zoo, length, *tensors) if mask is None else None,
+        torch=backward_of(theirs(), leaves, d_theirs) if backward and mask is None else theirs,
         writes=[d_qkv] if backward else [out, lse],
         expected=expected,
-        flops=2.0 * n * length * heads * d * (2.5 if backward else 1),
+        flops=4.0 * (n // length) * float(seen) * heads * d * (2.5 if backward else 1),
+    )
+    if mask is None:
+        return case
+    varlen = functools.partial(_varlen, part if documents else length, part if window else None)
+    flex = functools.partial(_flex, part if documents else length, part if window else length)
+    return case._replace(
+        torch=_built_once(varlen, leaves, d_theirs if backward else None),
+        compiled=_built_once(flex, leaves, d_theirs if backward else None),
     )
 
 
 attention_backward = functools.partial(attention, backward=True)
+attention_documents = functools.partial(attention, documents=True)
+attention_documents_backward = functools.partial(attention, backward=True, documents=True)
+attention_window = functools.partial(attention, window=True)
+attention_window_backward = functools.partial(attention, backward=True, window=True)
+
+
+def _masks(zoo: Zoo, samples: int, length: int, part: int, documents: bool, window: bool) -> tuple[Mask, Mask]:
+    """Of documents of ``part`` tokens, or a window of so many: the device's and the host's."""
+    starts = np.tile(np.arange(length, dtype=np.int32) // part * part * documents, (samples, 1))
+    on_host = Mask(*np.zeros((2, samples, length), np.int32))
+    reference.attention_mask(starts, part if window else None, on_host)
+    of_device, *both = (zoo.zeros(samples, length, dtype=torch.int32) for _ in range(3))
+    of_device.copy_(torch.from_numpy(starts))
+    torch.cuda.synchronize()
+    mask = Mask(*map(as_array, both))
+    zoo.ops.attention_mask(as_array(of_device), part if window else None, mask)
+    torch.cuda.synchronize()
+    return mask, on_host
+
+
+def _built_once(
+    build: Callable[..., Callable[[], torch.Tensor]], leaves: Sequence[torch.Tensor], d_out: torch.Tensor | None
+) -> Callable[[], Any]:
+    """A run of what ``build(leaves)`` gives, or with ``d_out`` of its backward; built at the first run."""
+
+    @functools.cache
+    def built() -> Callable[[], Any]:
+        forward = build(leaves)
+        return forward if d_out is None else backward_of(forward(), leaves, d_out)
+
+    return lambda: built()()
+
+
+def _varlen(document: int, window: int | None, leaves: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Torch's FlashAttention of sequences one after another."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    samples, _, length, _ = leaves[0].shape
+    ends = [min(at + document, length) for at in range(0, length, document)]
+    starts = torch.tensor([0, *(b * length + end for b in range(samples) for end in ends)], dtype=torch.int32)
+    starts = starts.to(leaves[0].device)
+    more: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        more["enable_gqa"] = True
+
+    def run() -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in leaves)
+        out = varlen_attn(q, k, v, starts, starts, document, document, **more)
+        return out.view(samples, length, *out.shape[1:]).transpose(1, 2)
+
+    return run
+
+
+def _flex(document: int, window: int, leaves: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    config.donated_buffer = False  # a backward is run many times
+    blocks = _flex_blocks(document, window, leaves[0].shape[2], leaves[0].device)
+    return functools.partial(torch.compile(flex_attention), *leaves, block_mask=blocks, enable_gqa=True)
+
+
+@functools.cache
+def _flex_blocks(document: int, window: int, length: int, device: torch.device) -> Any:
+    """One for all cases: another function would be compiled again."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k <= q) & (q - k < window) & (q // document == k // document)
+
+    return create_block_mask(sees, None, None, length, length, device=device)
 
 
 def attention_to(zoo: Zoo, n: int, backward: bool = False) -> Case:

@@ -58,6 +58,8 @@ def measure(zoo: Zoo, name: str, tokens: int, compiled: bool) -> dict[str, Any]:
         if naive := [case.naive for case in cases if case.naive]:
             row["naive_us"] = _time_graph(zoo, naive) / cases[0].naive_share
         row["torch_us"] = _time_eager(zoo, [case.torch for case in cases])
+        if compiled and cases[0].compiled:
+            row["torch_compiled_us"] = _time_eager(zoo, [case.compiled for case in cases if case.compiled])
     function = name if name in EAGER else name.removesuffix("_backward")
     if compiled and function in EAGER:
         zoo.functions[function] = torch.compile(EAGER[function])

@@ -17,7 +17,7 @@ from kos.memory.array import Array
 from kos.train.config.model_section import ModelSection
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.tools.profile import cost
+from kos.train.tools.costs import cost
 
 DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive.cu"
@@ -48,6 +48,7 @@ class Case(NamedTuple):
     naive: Callable[[], None] | None = None
     naive_share: float = 1  # of the work that ``naive`` does, where all of it would take too long
     flops: float = 0
+    compiled: Callable[[], Any] | None = None  # torch's, where it is another function
 
 
 class Zoo:

@@ -37,12 +37,6 @@ def one(name: str, **wanted: Any) -> Row:
     return rows[0]
 
 
-def size(nbytes: int) -> str:
-    """8 B, 16 KB, 1 MB, 1 GB."""
-    power = min((nbytes.bit_length() - 1) // 10, 3)
-    return f"{nbytes / 1024**power:.3g} {('B', 'KB', 'MB', 'GB')[power]}"
-
-
 def us(value: float) -> str:
     """A time with three digits or more: 3.24, 24.9, 412, 5,353."""
     if value < 99.95:

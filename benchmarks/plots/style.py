@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots.results import size
+from kos.bench.report import size
 
 KOS, KOS_LIGHT = "#d1495b", "#edae49"
 PEER, PEER_LIGHT, PEER_THIRD, PEER_FOURTH = "#00558c", "#5fa8d3", "#3a7d44", "#8d99ae"

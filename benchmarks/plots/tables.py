@@ -10,7 +10,8 @@ from pathlib import Path
 from benchmarks.plots import measured, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
-from benchmarks.plots.results import RESULTS, ROOT, load, ratio, size, table, us
+from benchmarks.plots.results import RESULTS, ROOT, load, ratio, table, us
+from kos.bench.report import size
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md"))]
 MARKED = re.compile(r"(?P<begin>^<!-- table (?P<name>\S+) -->\n)(?P<body>.*?)(?P<end>^<!-- end -->$)", re.M | re.S)

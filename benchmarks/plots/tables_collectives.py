@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from benchmarks.plots import measured
 from benchmarks.plots.measured import Series
-from benchmarks.plots.results import Row, load, one, ratio, select, size, table, us
+from benchmarks.plots.results import Row, load, one, ratio, select, table, us
+from kos.bench.report import size
 
 AUTO_WITHIN = 1.03
 MODES_ON_HOSTS = ("eager", "single_shot")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks.plots import measured
 from benchmarks.plots.measured import Series
-from benchmarks.plots.results import select, size, table
+from benchmarks.plots.results import select, table
+from kos.bench.report import size
 
 FROM = 1.02
 """The smallest ratio of times that is listed: smaller ones may be noise."""

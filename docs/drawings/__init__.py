@@ -1,6 +1,7 @@
 """The pictures of docs/how-it-works, drawn from data: ``python -m docs.drawings`` writes all of them.
 
-Schedules come from their builders, the step on a GPU from the planner's dry step, the house from the imports of kos.
+Schedules come from their builders, the step on a GPU from the planner's dry step, attention's blocks from its masks,
+the house from the imports of kos.
 Protocols are listed message by message.  ``tests/test_drawings.py`` compares the files with what is drawn.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from docs.drawings import protocols
+from docs.drawings.attention import attention_blocks
 from docs.drawings.collectives import collective
 from docs.drawings.house import house
 from docs.drawings.training import gpu_step, pipeline
@@ -34,12 +36,14 @@ def pictures() -> dict[str, str]:
         "packets": protocols.packets(),
         "batches": protocols.batches(),
         "shared-memory": protocols.shared_memory(),
+        "core": protocols.core(),
         "messages": protocols.messages(),
         "rendezvous": protocols.rendezvous(),
         "failures": protocols.failures(),
         "watchdog": protocols.watchdog(),
         "gpu-step": gpu_step(zero=0),
         "gpu-step-zero": gpu_step(zero=1),
+        "attention": attention_blocks(),
         **{name: pipeline(name) for name in SCHEDULES},
         "house": house(),
     }

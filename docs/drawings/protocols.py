@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from docs.drawings.svg import COLOURS, GREY, LIGHT, Box, exchange, timeline
-from kos.comm.host.shared.segment import DEPTH
 from kos.comm.host.tcp_messages import CREDIT_BYTES, EAGER_BYTES
 from kos.comm.watchdog import TICK
 
@@ -22,7 +21,7 @@ def messages() -> str:
 
 
 def rendezvous() -> str:
-    """``kos.comm.rendezvous.env``, ``hub`` and ``wire``."""
+    """``kos.comm.control.env``, ``hub`` and ``wire``."""
     return exchange("Rendezvous over TCP", "the hub is a thread of rank 0, at MASTER_ADDR:MASTER_PORT",
                     ["rank 0", "hub", "rank 1", "rank 2", "rank 3"], [
         (0, 1, "starts, socket pair"), (2, 1, "call, proof of the secret"), (4, 1, "call, proof of the secret"),
@@ -30,6 +29,18 @@ def rendezvous() -> str:
         (0, 1, "bytes of 0"), (2, 1, "bytes of 1"), (3, 1, "bytes of 2"), (4, 1, "bytes of 3"),
         (1, 4, "all four, to every rank"), (1, 0, "all four"),
         (3, 2, "direct connection, when a backend needs one"),
+    ])  # fmt: skip
+
+
+def core() -> str:
+    """``kos/_core``: a call that the core completes, and one whose other rank was killed."""
+    return exchange("A call through the compiled core", "Python runs for the first call and for failures",
+                    ["rank 0: Python", "rank 0: core", "segment", "rank 1: core"], [
+        (0, 1, "first all_reduce(x)"), (1, 0, "unknown"), (0, 1, "prepare(signature)"),
+        (0, 1, "all_reduce(x)"), (1, 2, "fingerprint, data, stamp"), (3, 2, "fingerprint, data, stamp"),
+        (2, 1, "stamp of rank 1: same call"), (1, 0, "x"),
+        (0, 1, "all_reduce(y)"), (1, 2, "fingerprint, data, stamp"), (3, 3, "killed"), (1, 0, "after 10 ms: a Work"),
+        (0, 0, "process of rank 1 ended"), (0, 1, "fail(call)"), (1, 2, "failure word"), (1, 0, "FAILED: RankLost"),
     ])  # fmt: skip
 
 
@@ -82,22 +93,22 @@ def packets() -> str:
                     {"data": COLOURS[0], "flag: the epoch, or the number of the piece": COLOURS[1]})  # fmt: skip
 
 
-def shared_memory(ranks: int = 4, stages: int = 3) -> str:
-    """``kos.comm.host.shared.collectives``: an all_reduce of several stages, with ranks of unequal speed."""
-    names, colours = ("put", "add", "get"), COLOURS[:3]
+def shared_memory(ranks: int = 4, pairs: int = 3) -> str:
+    """``kos/_core/slots.c``: an all_reduce of several pairs of stages, with ranks of unequal speed."""
+    names, colours = ("put", "reduce", "take"), COLOURS[:3]
     boxes: list[Box] = []
-    ended = [[0.0] * ranks for _ in range(3 * stages)]  # by step: when each rank has passed it
-    for step in range(3 * stages):
-        stage, kind = divmod(step, 3)
+    ended = [[0.0] * ranks for _ in range(3 * pairs)]  # by step: when each rank has passed it
+    for step in range(3 * pairs):
+        pair, kind = divmod(step, 3)
         for rank in range(ranks):
-            # put: all have got what was in the slot; add, get: all have put or added this stage's data.
-            others = ended[3 * (stage - DEPTH) + 2] if kind == 0 and stage >= DEPTH else ended[step - 1] if kind else []
+            # put: all have reduced what was in slot 0; reduce: all have put; take: all have reduced this pair's data.
+            others = ended[step - (1 if kind else 2)] if step else []
             start = max([ended[step - 1][rank] if step else 0.0, *others])
             seconds = (4, 4, 3)[kind] + (rank + 2 * step) % 4 / 2
             ended[step][rank] = start + seconds
-            shade = (colours if stage % 2 == 0 else LIGHT)[kind]
+            shade = (colours if pair % 2 == 0 else LIGHT)[kind]
             boxes.append(Box(rank, start, start + seconds, names[kind], shade))
-    legend = {"put own data": colours[0], "add own part": colours[1], "get the other parts": colours[2],
-              "lighter: slot 1": LIGHT[0]}  # fmt: skip
-    note = f"{stages} stages in {DEPTH} slots in turn; blank: waiting for flags"
+    legend = {"put own data": colours[0], "reduce own part": colours[1], "take the others": colours[2],
+              "lighter: every other pair": LIGHT[0]}  # fmt: skip
+    note = f"{pairs} pairs of stages in 2 slots in turn; blank: waiting for stamps"
     return timeline("all_reduce in shared memory", note, [f"rank {rank}" for rank in range(ranks)], boxes, legend)

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from kos.comm.arguments import check_bool, check_timeout, number_in
 from kos.comm.backend import UNMADE, Backend, Probe
 from kos.comm.communicator import Communicator
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.bootstrap import default_rendezvous, rendezvous_of
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend, device_of
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
@@ -21,12 +23,12 @@ from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.registry import BACKENDS, probe_all, register_backend, register_installed
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.choose import default_rendezvous
-from kos.comm.rendezvous.foreign import rendezvous_of
 from kos.comm.tuning import for_group
+from kos.comm.versions import check as check_versions
+from kos.comm.versions import versions
 from kos.comm.work import ProgressThread, Work
-from kos.errors import BackendUnavailable, InvalidArgument, KosError, RendezvousError
+from kos.cuda.devices import visible_devices
+from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RendezvousError
 
 __all__ = [
     "BACKENDS", "Batch", "Communicator", "NCCLOptions", "Persistent", "PremulSum", "ReduceOp", "Work", "init",
@@ -67,7 +69,7 @@ def init(
       ``add`` and ``wait``; this group alone uses it
     - an object with ``rank``, ``size`` and ``allgather(data: bytes) -> list[bytes]``: kos calls it twice and then
       connects the ranks by TCP
-    - a ``kos.comm.rendezvous.base.Rendezvous``
+    - a ``kos.comm.control.base.Rendezvous``
 
     ``process_hooks=False`` is for a framework that ends and reports its jobs itself.  kos then sets no exception hooks,
     no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable or setting of Open MPI
@@ -138,7 +140,7 @@ def _make(
     backend: str, rendezvous: Rendezvous, device: int | None, progress_thread: bool, undo: ExitStack
 ) -> tuple[dict[str, Probe], Backend]:
     """The probes, and the backend of the communicator of ``init``, whose parts ``undo`` aborts."""
-    probes, requested = _agree(backend, device, rendezvous)
+    probes, requested, gpu_rank = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
         usable = [name for name, probe in probes.items() if probe.usable]
@@ -160,9 +162,14 @@ def _make(
         with rendezvous.reporting():
             gpus = _for_gpus(rendezvous, probes, made, undo)
             made = AutoBackend(rendezvous, made, gpus) if gpus else made
-        if not gpus and requested is not None:
+        if not gpus:
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
-            raise _on_every_rank(BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}"))
+            if requested is not None:
+                text = f"auto: expected a backend for GPU {requested}, got none: {why}"
+                raise _on_every_rank(BackendUnavailable(text))
+            made.gpu_array_hint = f"auto found no backend for GPUs: {why}"
+            if gpu_rank is not None and rendezvous.rank == 0:
+                log.warning("auto: rank %d sees a GPU, but no backend can use GPUs: %s", gpu_rank, why)
     if rendezvous.nccl and "nccl" not in made.name.split("+"):
         text = f"nccl: expected None without the backend nccl, got {rendezvous.nccl} on {made.name}"
         raise _on_every_rank(InvalidArgument(text))
@@ -195,32 +202,56 @@ def _for_gpus(
     return made
 
 
-def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dict[str, Probe], str | None]:
-    """The probes agreed on by all ranks, and the first device that a rank requested, with that rank.
+def _agree(
+    wanted: str, device: int | None, rendezvous: Rendezvous
+) -> tuple[dict[str, Probe], str | None, int | None]:
+    """The probes agreed on by all ranks, the first device requested, and the first rank that sees a GPU.
 
-    A backend that one rank cannot use is usable on none.
+    The requested device is text that names its rank.  A backend that one rank cannot use is unusable on all ranks.
     """
+    if wrong := rendezvous.wrong_hosts():
+        raise _on_every_rank(RendezvousError(wrong))
     mine = probe_all(BACKENDS, rendezvous)
-    ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
-    job = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}"  # begins with the time: folders are sorted
-    mine_ballot = [wanted, ballot, job, device, dict(rendezvous.nccl)]
-    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(mine_ballot).encode())]
-    rendezvous.job = ballots[0][2]
-    for rank, (backend, _, _, _, options) in enumerate(ballots):
-        for what, ours, theirs in (("backend", wanted, backend), ("nccl", dict(rendezvous.nccl), options)):
-            if theirs != ours:
-                text = f"init: rank {rendezvous.rank} requested {what} {ours!r}, rank {rank} {theirs!r}"
+    ballots = [json.loads(each) for each in rendezvous.allgather(json.dumps({
+        "versions": versions(),
+        "backend": wanted,
+        "nccl": dict(rendezvous.nccl),
+        "device": device,
+        "probes": {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()},
+        "sees a GPU": _sees_gpu(),
+        # The time comes first, so that folders sort by it.
+        "job": f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}",
+    }).encode())]  # fmt: skip
+    try:
+        known = (each.get("versions", {}) if isinstance(each, dict) else {} for each in ballots)  # not by older ones
+        check_versions([*known], warns=rendezvous.rank == 0)
+    except RendezvousError as error:
+        raise _on_every_rank(error) from None
+    rendezvous.job = ballots[0]["job"]
+    for rank, theirs in enumerate(ballots):
+        for what in ("backend", "nccl"):
+            ours = ballots[rendezvous.rank][what]
+            if theirs[what] != ours:
+                text = f"init: rank {rendezvous.rank} requested {what} {ours!r}, rank {rank} {theirs[what]!r}"
                 raise _on_every_rank(RendezvousError(text))
     # The same order on all ranks; a backend that rank 0 has not registered comes last and is unusable.
-    agreed = {name: mine[name] for name in (*ballots[0][1], *mine) if name in mine}
+    agreed = {name: mine[name] for name in (*ballots[0]["probes"], *mine) if name in mine}
     for name in agreed:
         holders: dict[str, int] = {}  # of each claim, the first rank
-        for rank, (_, votes, *_) in enumerate(ballots):
-            usable, reason, claim = votes.get(name, (False, "not registered there", ""))
+        for rank, theirs in enumerate(ballots):
+            usable, reason, claim = theirs["probes"].get(name, (False, "not registered there", ""))
             if not usable:
                 agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
                 break
             if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
                 agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
-    requested = (f"{device} of rank {rank}" for rank, (*_, device, _) in enumerate(ballots) if device is not None)
-    return agreed, next(requested, None)
+    requested = (f"{each['device']} of rank {rank}" for rank, each in enumerate(ballots) if each["device"] is not None)
+    gpu_ranks = (rank for rank, each in enumerate(ballots) if each["sees a GPU"])
+    return agreed, next(requested, None), next(gpu_ranks, None)
+
+
+def _sees_gpu() -> bool:
+    try:
+        return bool(visible_devices())
+    except CudaError:
+        return False

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from kos.comm import timeouts
-from kos.comm.cached import CallCache
+from kos.comm.control.base import Rendezvous
 from kos.comm.failures import again
-from kos.comm.operation import Call
+from kos.comm.operation import Operation
+from kos.comm.prepared import Prepared, Store
 from kos.comm.recorder import failed
-from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Engine, Idle, Work
 from kos.errors import (
     BackendUnavailable,
@@ -30,6 +31,9 @@ from kos.errors import (
     RankLost,
 )
 from kos.memory import Array, Buffer
+
+Tracer = Callable[[Sequence[Work[Any]], bool, bool], AbstractContextManager[Any]]
+"""A ``with`` block around the launch of Works; whether they are a batch, and whether with ``async_op``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +57,27 @@ _BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, Tru
 
 
 class Backend(ABC):
-    """Runs the operations of a group.  Subclasses define ``name``, ``probe``, ``idle``, ``prepare`` and ``start``."""
+    """Runs the operations of a group.  Subclasses define ``name``, ``probe``, ``idle`` and ``prepare``."""
 
     name: str
     """The name in errors and in ``Communicator.backend_name``."""
     on_gpu: ClassVar[bool] = False
     """Whether it accepts arrays on GPUs, and no others.  ``auto`` uses only those of kos."""
+    gpu_array_hint = "nccl, peer and auto support it"
+    """The end of the error for an array on a GPU, if the backend does not accept such arrays."""
     device: int | None = None
     """The index in this process of the GPU whose memory it moves; None for host memory."""
+    tracing: Tracer | None = None
+    """What traces the launch of each operation of a batch."""
+    work: ClassVar[type[Work[Any]]] = Work
+    """The class of what its calls start."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
+        self.group_suffix = self.ledger.group_suffix  # follows the number of a rank in texts
         self.timeout = rendezvous.timeout  # seconds, for operations without one; follows the communicator's
         self.engine = engine or Engine()
-        self.cache = CallCache()
+        self.store = Store()
         self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
 
     @classmethod
@@ -112,8 +123,8 @@ class Backend(ABC):
         raise InvalidArgument(f"register: expected a backend for GPUs, got {self.name}, which moves any host memory")
 
     @abstractmethod
-    def prepare(self, call: Call) -> None:
-        """Check a call and choose its route before anything is sent.
+    def prepare(self, o: Operation) -> Prepared:
+        """How calls like ``o`` run, on any arrays; sends nothing.
 
         Raises InvalidArgument for a call that this backend cannot run, such as one on GPU memory.
         """
@@ -135,6 +146,10 @@ class Backend(ABC):
         """The backends that move data for this one."""
         return (self,)
 
+    def eager(self, comm: Any) -> Any:
+        """A ``kos._core.native.Eager`` for the calls of ``comm``, or None."""
+        return None
+
     def owns(self, work: Work[Any]) -> bool:
         """Whether it started ``work``; splits share an engine."""
         return work.backend in self.parts
@@ -144,30 +159,28 @@ class Backend(ABC):
         if self.broken is not None:
             raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
 
-    def refuse(self, call: Call) -> NoReturn:
-        """Raise the first failure of this communicator for ``call``, which is recorded already."""
+    def refuse(self, work: Work[Any]) -> NoReturn:
+        """Raise the first failure of this communicator for ``work``, which is recorded already."""
         try:
-            self.raise_failure(call.name)
+            self.raise_failure(work.name)
         except KosError as error:
-            failed(call, error)
+            failed(work, error)
             raise
-        raise AssertionError(f"{call}: refused without a reason")
+        raise AssertionError(f"{work}: refused without a reason")
 
-    @abstractmethod
-    def start(self, call: Call) -> Work[Any] | None:
-        """Launch a prepared call; None if it is queued on its stream and needs no wait."""
+    def in_order(self, works: Sequence[Work[Any]]) -> Sequence[Work[Any]]:
+        """The Works of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
+        return works
 
-    def in_order(self, calls: Sequence[Call]) -> Sequence[Call]:
-        """The calls of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
-        return calls
-
-    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        """Launch the calls of a batch together; with ``overlap``, on a separate stream."""
-        return [work for work in map(self.start, calls) if work is not None]
-
-    def queued(self, call: Call) -> Work[Any] | None:
-        """The Work that waits for a prepared call if ``start`` returns None; None if ``start`` returns a Work."""
-        return None
+    def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
+        """Launch the Works of a batch together; with ``overlap``, on a separate stream."""
+        for work in works:
+            if self.broken is not None:
+                self.refuse(work)
+            with nullcontext() if self.tracing is None else self.tracing((work,), False, False):
+                steps = work.prepared.launch(work)
+            if steps is not None:
+                self.engine.begin(work, steps)
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""
@@ -185,48 +198,56 @@ class Backend(ABC):
             rows += [(label, *cells) for label, cells in zip(labels, alike, strict=True)]
         return rows if rows[1:] else []
 
-    def missing(self, call: Call) -> str:
+    def missing(self, work: Work[Any]) -> str:
         """For a timeout's error: which ranks did not arrive, as far as known."""
-        if call.collective:
+        if work.collective:
             return timeouts.UNKNOWN
-        message = call.operation.message
+        message = work.operation.message
         if message.src is None:
             return timeouts.unreceived(f"rank {message.dst}")
         return timeouts.unsent(f"rank {message.src}", message.recv_tag)
 
-    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """The error of an operation that took too long."""
-        return CollectiveTimeout(f"{call}: {timeouts.incomplete(seconds)}; {self.missing(call)}")
+        return CollectiveTimeout(f"{work}: {timeouts.incomplete(seconds)}; {self.missing(work)}")
+
+    def report_two_threads(self, error: CollectiveError) -> bool:
+        """Report ``error``, that two threads call the communicator at once; returns whether to raise it."""
+        return True
 
     def find_failure(self) -> KosError | None:
         """The failure of this communicator, if it can be found without a call.  Called by the watchdog's thread."""
         return self.broken
 
-    def waits_for(self, call: Call) -> list[int]:
-        """The ranks of the world that ``call`` waits for, as far as known."""
+    def waits_for(self, work: Work[Any]) -> list[int]:
+        """The ranks of the world that ``work`` waits for, as far as known."""
         return []
 
-    def report_wait(self, call: Call | None) -> None:  # noqa: B027
-        """Report that this rank still waits for ``call``; None: it no longer waits."""
+    def may_sleep(self, work: Work[Any]) -> bool:
+        """Whether polling for ``work`` can move no data until another rank begins the call."""
+        return False
 
-    def failed(self, call: Call, error: Exception) -> KosError:
+    def report_wait(self, work: Work[Any] | None) -> None:  # noqa: B027
+        """Report that this rank still waits for ``work``; None: it no longer waits."""
+
+    def failed(self, work: Work[Any], error: Exception) -> KosError:
         """The error to raise for a failed operation, whose memory may be freed afterwards."""
         if not isinstance(error, KosError):
-            cause, error = error, CollectiveError(f"{call}: {type(error).__name__}: {error}")
+            cause, error = error, CollectiveError(f"{work}: {type(error).__name__}: {error}")
             error.__cause__ = cause
-        elif isinstance(error, _UNNAMED) and f"{call.name} #" not in str(error):
-            error = again(error, f"{call}: {error}")
-        if ends_group(call, error) and self.broken is None:
+        elif isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):
+            error = again(error, f"{work}: {error}")
+        if ends_group(work, error) and self.broken is None:
             self.broken = again(error)
         return error
 
 
-def ends_group(call: Call, error: Exception) -> bool:
+def ends_group(work: Work[Any], error: Exception) -> bool:
     """Whether the ranks of the group are out of step after that error.
 
     They are after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
     """
     if isinstance(error, Interrupted):
         return True
-    sends = call.operation.message.dst is not None
-    return call.collective or (sends and not isinstance(error, CollectiveMismatch | RankLost))
+    sends = work.operation.message.dst is not None
+    return work.collective or (sends and not isinstance(error, CollectiveMismatch | RankLost))

@@ -1,16 +1,17 @@
 """The operations of a communicator: each checks its arguments and makes an Operation of them.
 
-Every call takes the same steps: arguments → buffers → ``Operation`` → ``_submit``.  ``Communicator._submit`` launches
-the operation, or adds it to a batch.  ``_Builder._submit`` returns it, for the persistent form.
+A call whose signature is known goes straight to its ``Prepared``, which starts it (``_find``).  Any other call is
+checked and prepared: arguments → buffers → ``Operation`` → ``Backend.prepare`` → ``Prepared`` (``_prepare``).
+
+``collectives.pyi`` has the overloads of each operation.  ``python tests/stubs.py`` writes it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any
 
 import numpy as np
 
@@ -30,57 +31,18 @@ from kos.comm.arguments import (
     refuse_overlap,
     shard_shape,
 )
-from kos.comm.cached import CallCache
 from kos.comm.operation import AUTO, Message, Operation, Options
 from kos.comm.persistent import Persistent
+from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import InvalidArgument
-from kos.memory import Buffer, as_buffer
+from kos.memory import Array, Buffer, as_buffer, windows
+from kos.memory.buffer import handle_and_keeper
+from kos.memory.libraries import plain_array
 
 Op = ReduceOp | PremulSum
-T = TypeVar("T")
-Bool = TypeVar("Bool")
-_True = Literal[True]
-
-
-class _Options(TypedDict, total=False):
-    """The keywords of every operation; the overloads differ in ``async_op``."""
-
-    stream: Any
-    timeout: float | None
-
-
-class _Plain(_Options, total=False):
-    async_op: Literal[False]
-
-
-class _PlainAsync(_Options, Generic[Bool], total=False):
-    """``Bool`` is the type of ``async_op``: a literal True, or a bool that is known only at run time."""
-
-    async_op: Required[Bool]
-
-
-class _Moving(_Plain, total=False):
-    algorithm: str
-
-
-class _MovingAsync(_PlainAsync[Bool], Generic[Bool], total=False):
-    algorithm: str
-
-
-class _Reducing(_Moving, total=False):
-    deterministic: bool
-
-
-class _ReducingAsync(_MovingAsync[Bool], Generic[Bool], total=False):
-    deterministic: bool
-
-
-Comm = TypeVar("Comm")
-P = ParamSpec("P")
-
 
 _KEYWORDS = {
     "stream": "a stream of kos.cuda, torch or CuPy, or a raw handle; the call is ordered with the work on it.",
@@ -101,14 +63,15 @@ def _document(call: Callable[..., Any]) -> str:
     return call.__doc__
 
 
-def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate[Comm, P], Persistent[T]]:
+def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
     """The persistent form of an operation: checked once, launched by each ``start``.  Completes both docstrings."""
 
     @functools.wraps(call)
-    def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent[T]:
+    def init(comm: Any, *args: Any, **options: Any) -> Persistent[Any]:
         comm._check_open()
-        operation: Any = call(_Builder(comm), *args, **options)  # type: ignore[arg-type]
-        return Persistent(comm, operation)
+        builder = _Builder(comm)
+        call(builder, *args, **options)
+        return Persistent(comm, *builder.prepared)
 
     name = call.__name__
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
@@ -128,15 +91,137 @@ class Operations:
     size: int
     device: int | None
     """The index in this process of the GPU whose memory the backend moves; None for host memory."""
-    _cache: CallCache
+    backend: Any
+    _group: Any
+    """The communicator as the flight recorder knows it."""
+    _batch: Any
+    """The open batch, which gets the calls, or None."""
+    _store: Store
     _defaults: Options
     """The options of a call without keywords."""
     _overlapped: Options
     """The options of a call with ``async_op=True`` alone."""
+    _options_of: dict[Any, Options]
+    """Those of calls with other keywords.  A signature compares them by identity."""
+    _closed = False
 
-    @abstractmethod
-    def _submit(self, o: Operation) -> Any:
-        """Launch the operation, or keep it for later."""
+    def _check_open(self) -> None:
+        """Raise CollectiveError if this communicator is closed."""
+
+    _last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None
+    """The last stream of an array, its handle, and the object that keeps it alive."""
+
+    def _find(
+        self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any = None, ranks: Any = None
+    ) -> Work[Any] | None:
+        """A call that need not be checked, because its signature is known; None for any other.
+
+        ``x`` and ``out`` are the arrays as the caller passed them, None where this rank has none.  ``ranks``: see
+        ``Operation.ranks``.
+        """
+        first = out if x is None else x
+        if type(first) is np.ndarray:
+            flags = first.flags.num & _FLAGS
+            if stream is not None or not flags & _CONTIGUOUS:
+                return None
+            if x is None:
+                signature: Any = name, op, ranks, options, None, first.dtype, first.shape, flags
+            elif out is None or out is x:
+                signature = name, op, ranks, options, first.dtype, first.shape, flags
+            elif type(out) is not np.ndarray or out.flags.num & _FLAGS != _FLAGS:
+                return None
+            else:
+                distance = _distance(x, out) if np.may_share_memory(x, out) else None
+                signature = name, op, ranks, options, x.dtype, x.shape, flags, out.dtype, out.shape, _FLAGS, distance
+            try:
+                prepared = self._store.get(signature)
+            except TypeError:  # an argument that cannot be hashed is refused later
+                prepared = None
+            if prepared is None:
+                return None
+            flat = first if first.ndim == 1 else first.reshape(-1)
+            if x is None or not prepared.gets:
+                work: Work[Any] = prepared.work(prepared, None if x is None else flat, flat, out)
+            elif out is None or out is x:
+                work = prepared.work(prepared, flat, flat, x)
+            else:
+                work = prepared.work(prepared, flat, out if out.ndim == 1 else out.reshape(-1), out)
+            return work
+        if first is None:
+            prepared = None if stream is not None else self._store.get((name, op, ranks, options))
+            return None if prepared is None else prepared.work(prepared)
+        return self._find_on_gpu(name, x, out, stream, options, op, ranks)
+
+    def _find_on_gpu(
+        self, name: str, x: Any, out: Any, stream: Any, options: Options, op: Any, ranks: Any
+    ) -> Work[Any] | None:
+        """``_find`` for arrays on a GPU."""
+        send = x if x is None or type(x) is Array else plain_array(x)
+        recv = send if out is x else out if out is None or type(out) is Array else plain_array(out)
+        first = recv if x is None else send
+        if first is None or (recv is None and out is not None) or getattr(first.owner, "closed", False):
+            return None
+        given = first.stream if stream is None else stream
+        at = windows.place(first.pointer) if windows.memories else first.pointer & 15
+        signature: Any = first.dtype, first.shape, first.readonly, first.device, at
+        if x is None:
+            signature = None, *signature
+        elif send is not None and recv is not None and recv is not send:
+            if (stream is None and recv.stream is not given) or getattr(recv.owner, "closed", False):
+                return None
+            apart = send.pointer + send.nbytes <= recv.pointer or recv.pointer + recv.nbytes <= send.pointer
+            distance = None if apart else send.pointer - recv.pointer
+            at = windows.place(recv.pointer) if windows.memories else recv.pointer & 15
+            signature = *signature, recv.dtype, recv.shape, recv.readonly, recv.device, at, distance
+        known, handle, keeper = self._last_stream
+        if known is not given:
+            handle, keeper = handle_and_keeper(given)
+            self._last_stream = given, handle, keeper
+        signature = name, op, ranks, options, *signature
+        try:
+            prepared = self._store.get(signature)
+        except TypeError:
+            prepared = None
+        if prepared is BY_CAPTURE:
+            prepared = self._store.get((signature, streams.is_captured(handle)))
+        if prepared is None:
+            return None
+        into, array = (first if recv is None else recv).pointer, x if out is None else out
+        if not prepared.gets:
+            into, array = 0, None
+        work = prepared.work(prepared, 0 if x is None else first.pointer, into, array)
+        work.stream, work.queue, work.held = handle, keeper, x
+        return work
+
+    def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
+        """A checked call: by the Prepared of its signature, or by a new one.
+
+        ``stream``: that of a call without arrays.  ``op``: as the caller passed it.
+        """
+        send, recv, first = o.send, o.recv, o.send or o.recv
+        signature: Any = o.name, op, o.ranks, o.options
+        if first is not None:
+            signature += () if send is not None else (None,)
+            signature += _signature(first)
+            if send is not None and recv is not None and recv is not send:
+                if send.stream != recv.stream:
+                    raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+                signature += *_signature(recv), send.address - recv.address if recv.overlaps(send) else None
+        handle, keeper = (0, None) if first is None else (first.stream, first.queue)
+        if stream is not None:
+            handle, keeper = handle_and_keeper(stream)
+        prepared: Prepared | None = self._store.find(signature, handle)
+        if prepared is None:
+            if self._closed:  # its backend has no memory to publish a description in
+                self._check_open()
+            prepared = self.backend.prepare(o).belongs_to(self._group)
+            if prepared.lasting and not o.options.purpose:
+                self._store.add(signature, prepared, handle)
+        work: Work[Any] = prepared.work(prepared, *(end and end.memory for end in (send, recv)))
+        work.stream, work.queue, work.held = handle, keeper, send and send.array
+        if recv is not None:
+            work.array, work.convert = recv.array, recv.convert
+        return work
 
     def _all_gather_numbers(
         self, numbers: Sequence[int], purpose: str, timeout: float | None, depth: int
@@ -144,36 +229,26 @@ class Operations:
         """All ranks' ``numbers``, as many on each, for the call ``purpose``, made ``depth`` frames up."""
         raise NotImplementedError
 
-    @property
-    def _deferred(self) -> bool:
-        """Whether ``_submit`` launches nothing yet: in a batch, and for the persistent form."""
-        return True
-
     def _options(
-        self, name: str, stream: Any, async_op: bool, timeout: float | None, algorithm: str = AUTO,
-        deterministic: bool = False,
+        self, name: str, async_op: bool, timeout: float | None, algorithm: str = AUTO, deterministic: bool = False,
+        on_stream: bool = False,
     ) -> Options:  # fmt: skip
-        if stream is timeout is None and deterministic is False and algorithm is AUTO:
+        if timeout is None and deterministic is on_stream is False and algorithm is AUTO:
             if async_op is False:
                 return self._defaults
-            if async_op is True and not self._deferred:
+            if async_op is True and self._batch is None:
                 return self._overlapped
         seconds = self._defaults.timeout if timeout is None else check_timeout(timeout)
         ordered, overlap = check_bool("deterministic", deterministic), check_bool("async_op", async_op)
-        if overlap and self._deferred:
+        if overlap and self._batch is not None:
             raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
-        return Options(seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, stream)
+        key = seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, on_stream
+        if len(self._options_of) >= MOST_STORED:
+            self._options_of.clear()
+        return self._options_of.setdefault(key, Options(*key))
 
     # Reductions.
 
-    @overload
-    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Reducing]) -> T: ...
-    @overload
-    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
-                   **options: Unpack[_ReducingAsync[_True]]) -> Work[T]: ...
-    @overload
-    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
-                   **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T]: ...
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                    deterministic: bool = False) -> Any:
@@ -185,25 +260,13 @@ class Operations:
 
             comm.all_reduce(gradients, ReduceOp.AVG)
         """
-        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and self._cache.repeat(self, "all_reduce", x, out, op):
-            return x if out is None else out
-        options = self._defaults
-        if not plain:
-            options = self._options("all_reduce", stream, async_op, timeout, algorithm, deterministic)
-        send, recv = in_and_out(x, out, stream)
-        reduction = resolve(op, send.dtype, self.size)
-        return self._submit(Operation("all_reduce", self.rank, options, send, recv, reduction))
+        options = self._options("all_reduce", async_op, timeout, algorithm, deterministic)
+        if (work := self._find("all_reduce", x, out, stream, options, op)) is None:
+            send, recv = in_and_out(x, out, stream)
+            reduction = resolve(op, send.dtype, self.size)
+            work = self._prepare(Operation("all_reduce", self.rank, options, send, recv, reduction), op)
+        return work.prepared.start(self, work)
 
-    @overload
-    def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
-               **options: Unpack[_Reducing]) -> T | None: ...
-    @overload
-    def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
-               **options: Unpack[_ReducingAsync[_True]]) -> Work[T | None]: ...
-    @overload
-    def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
-               **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T | None] | None: ...
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                deterministic: bool = False) -> Any:
@@ -213,23 +276,15 @@ class Operations:
 
             total = comm.reduce(losses, root=0)          # on rank 0: losses itself
         """
-        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and type(root) is int:
-            own = out if self.rank == root else None
-            if self._cache.repeat(self, "reduce", x, own, op, root):
-                return None if self.rank != root else x if out is None else out
-        options = self._options("reduce", stream, async_op, timeout, algorithm, deterministic)
-        root = check_rank("root", root, self.size)
-        return self._submit(self._reduction("reduce", x, out, op, options, self.rank == root, root))
+        options = self._options("reduce", async_op, timeout, algorithm, deterministic)
+        work = None
+        if type(root) is int:
+            work = self._find("reduce", x, out if self.rank == root else None, stream, options, op, root)
+        if work is None:
+            root = check_rank("root", root, self.size)
+            work = self._prepare(self._reduction("reduce", x, out, op, options, stream, self.rank == root, root), op)
+        return work.prepared.start(self, work)
 
-    @overload
-    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_Reducing]) -> T: ...
-    @overload
-    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ...,
-                       **options: Unpack[_ReducingAsync[_True]]) -> Work[T]: ...
-    @overload
-    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ...,
-                       **options: Unpack[_ReducingAsync[bool]]) -> T | Work[T]: ...
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False) -> Any:
@@ -241,26 +296,16 @@ class Operations:
 
             shard = comm.reduce_scatter(gradients)
         """
-        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and out is not None and self._cache.repeat(self, "reduce_scatter", x, out, op):
-            return out
-        options = self._defaults
-        if not plain:
-            options = self._options("reduce_scatter", stream, async_op, timeout, algorithm, deterministic)
-        send = _input(x, stream)
-        recv = output(out, send, shard_shape(send, self.size), stream, self.rank)
-        reduction = resolve(op, send.dtype, self.size)
-        return self._submit(Operation("reduce_scatter", self.rank, options, send, recv, reduction))
+        options, work = self._options("reduce_scatter", async_op, timeout, algorithm, deterministic), None
+        if out is not None:
+            work = self._find("reduce_scatter", x, out, stream, options, op)
+        if work is None:
+            send = _input(x, stream)
+            recv = output(out, send, shard_shape(send, self.size), stream, self.rank)
+            reduction = resolve(op, send.dtype, self.size)
+            work = self._prepare(Operation("reduce_scatter", self.rank, options, send, recv, reduction), op)
+        return work.prepared.start(self, work)
 
-    @overload
-    def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
-                         **options: Unpack[_Plain]) -> T: ...
-    @overload
-    def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
-                         **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
-    @overload
-    def reduce_scatter_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ..., op: Op = ...,
-                         **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def reduce_scatter_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
@@ -272,31 +317,25 @@ class Operations:
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
-        plain = stream is timeout is None and async_op is False and out is not None
-        if plain and self._cache.repeat(self, "reduce_scatter_v", x, out, op, (None, _key(counts), None)):
-            return out
-        options = self._options("reduce_scatter_v", stream, async_op, timeout)
-        send = _input(x, stream)
-        reduction = resolve(op, send.dtype, self.size)
-        if counts is None:
-            if out is None:
-                raise InvalidArgument("counts: expected numbers without out, got None")
-            size = output(out, send, None, stream).count
-            counts, totals = self._counts_of_all("reduce_scatter_v", "counts", options, send, (size, send.count))
-            check_totals("x", totals, [sum(counts)] * self.size)
-        counts = check_counts("counts", counts, self.size, send)
-        recv = output(out, send, (counts[self.rank],), stream)
-        return self._submit(Operation(
-            "reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts
-        ))
+        options, work = self._options("reduce_scatter_v", async_op, timeout), None
+        if out is not None:
+            work = self._find("reduce_scatter_v", x, out, stream, options, op, (None, _key(counts), None))
+        if work is None:
+            send = _input(x, stream)
+            reduction = resolve(op, send.dtype, self.size)
+            if counts is None:
+                if out is None:
+                    raise InvalidArgument("counts: expected numbers without out, got None")
+                size = output(out, send, None, stream).count
+                counts, totals = self._counts_of_all("reduce_scatter_v", "counts", options, send, (size, send.count))
+                check_totals("x", totals, [sum(counts)] * self.size)
+            counts = check_counts("counts", counts, self.size, send)
+            recv = output(out, send, (counts[self.rank],), stream)
+            work = self._prepare(
+                Operation("reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts), op
+            )
+        return work.prepared.start(self, work)
 
-    @overload
-    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
-    @overload
-    def scan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
-    @overload
-    def scan(self, x: T, op: Op = ..., *, out: T | None = ...,
-             **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def scan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
              timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r; rank r gets the result (MPI_Scan).
@@ -306,20 +345,11 @@ class Operations:
 
             ends = comm.scan(np.array([len(tokens)]))            # of each rank's part of a whole
         """
-        plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and self._cache.repeat(self, "scan", x, out, op):
-            return x if out is None else out
-        options = self._options("scan", stream, async_op, timeout, algorithm)
-        return self._submit(self._reduction("scan", x, out, op, options))
+        options = self._options("scan", async_op, timeout, algorithm)
+        if (work := self._find("scan", x, out, stream, options, op)) is None:
+            work = self._prepare(self._reduction("scan", x, out, op, options, stream), op)
+        return work.prepared.start(self, work)
 
-    @overload
-    def exscan(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
-    @overload
-    def exscan(self, x: T, op: Op = ..., *, out: T | None = ...,
-               **options: Unpack[_MovingAsync[_True]]) -> Work[T | None]: ...
-    @overload
-    def exscan(self, x: T, op: Op = ..., *, out: T | None = ...,
-               **options: Unpack[_MovingAsync[bool]]) -> T | Work[T | None] | None: ...
     def exscan(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Reduce ``x`` over the ranks 0 to r - 1; rank r gets the result (MPI_Exscan).
@@ -328,36 +358,28 @@ class Operations:
 
             start = comm.exscan(np.array([len(tokens)]))         # of this rank's part of a whole
         """
-        plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and self.rank == 0 and out is not None and out is not x:
-            in_and_out(x, out, None)  # checked at every call, since the cached call of rank 0 has no out
-        if plain and self._cache.repeat(self, "exscan", x, out if self.rank else None, op):
-            return None if self.rank == 0 else x if out is None else out
-        options = self._options("exscan", stream, async_op, timeout, algorithm)
-        return self._submit(self._reduction("exscan", x, out, op, options, self.rank > 0))
+        options = self._options("exscan", async_op, timeout, algorithm)
+        if self.rank == 0 and out is not None and out is not x:
+            in_and_out(x, out, stream)  # checked at every call, since rank 0 has no out
+        if (work := self._find("exscan", x, out if self.rank else None, stream, options, op)) is None:
+            work = self._prepare(self._reduction("exscan", x, out, op, options, stream, self.rank > 0), op)
+        return work.prepared.start(self, work)
 
     def _reduction(
-        self, name: str, x: Any, out: Any, op: Op, options: Options, gets: bool = True, root: int | None = None
-    ) -> Operation:
+        self, name: str, x: Any, out: Any, op: Op, options: Options, stream: Any, gets: bool = True,
+        root: int | None = None,
+    ) -> Operation:  # fmt: skip
         """A reduction whose result is written on the ranks that receive one (``gets``)."""
         if name != "reduce" and op is ReduceOp.AVG:
             names = ", ".join(each.name for each in ReduceOp if each is not op)
             raise InvalidArgument(f"op: expected one of {names} for {name}, got AVG")
         if name == "exscan" and not gets:
-            in_and_out(x, out, options.stream)  # so that a wrong out is an error on every rank
-        send, recv = in_and_out(x, out, options.stream) if gets else (_input(x, options.stream), None)
+            in_and_out(x, out, stream)  # so that a wrong out is an error on every rank
+        send, recv = in_and_out(x, out, stream) if gets else (_input(x, stream), None)
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
     # Data movement.
 
-    @overload
-    def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
-    @overload
-    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
-                  **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
-    @overload
-    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
-                  **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the ``x`` of rank ``root`` to every rank.
@@ -367,23 +389,18 @@ class Operations:
 
             comm.broadcast(weights, root=0)
         """
-        plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and type(root) is int and self._cache.repeat(self, "broadcast", x, out, None, root):
-            return x if out is None else out
-        options = self._defaults if plain else self._options("broadcast", stream, async_op, timeout, algorithm)
-        root = check_rank("root", root, self.size)
-        if out is None and self.rank == root:
-            send = recv = _input(x, stream)
-        else:
-            send, recv = in_and_out(x, out, stream)
-        return self._submit(Operation("broadcast", self.rank, options, send, recv, root=root))
+        options, work = self._options("broadcast", async_op, timeout, algorithm), None
+        if type(root) is int:
+            work = self._find("broadcast", x, out, stream, options, None, root)
+        if work is None:
+            root = check_rank("root", root, self.size)
+            if out is None and self.rank == root:
+                send = recv = _input(x, stream)
+            else:
+                send, recv = in_and_out(x, out, stream)
+            work = self._prepare(Operation("broadcast", self.rank, options, send, recv, root=root))
+        return work.prepared.start(self, work)
 
-    @overload
-    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
-    @overload
-    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
-    @overload
-    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on every rank.
@@ -394,23 +411,15 @@ class Operations:
 
             rows = comm.all_gather(mine)                 # rows[r] is the x of rank r
         """
-        plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and out is not None and self._cache.repeat(self, "all_gather", x, out):
-            return out
-        options = self._defaults if plain else self._options("all_gather", stream, async_op, timeout, algorithm)
-        send = _input(x, stream)
-        recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        return self._submit(Operation("all_gather", self.rank, options, send, recv))
+        options, work = self._options("all_gather", async_op, timeout, algorithm), None
+        if out is not None:
+            work = self._find("all_gather", x, out, stream, options)
+        if work is None:
+            send = _input(x, stream)
+            recv = output(out, send, (self.size, *send.shape), stream, self.rank)
+            work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
+        return work.prepared.start(self, work)
 
-    @overload
-    def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
-                     **options: Unpack[_Plain]) -> T: ...
-    @overload
-    def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
-                     **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
-    @overload
-    def all_gather_v(self, x: T, counts: Sequence[int] | None = ..., out: T | None = ...,
-                     **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def all_gather_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -425,21 +434,16 @@ class Operations:
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
-        plain = stream is timeout is None and async_op is False and out is not None
-        if plain and self._cache.repeat(self, "all_gather_v", x, out, None, (None, None, _key(counts))):
-            return out
-        options = self._options("all_gather_v", stream, async_op, timeout)
-        send = _input(x, stream)
-        counts = self._gather_counts("all_gather_v", counts, send, out, options)
-        recv = output(out, send, (sum(counts),), stream)
-        return self._submit(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
+        options, work = self._options("all_gather_v", async_op, timeout), None
+        if out is not None:
+            work = self._find("all_gather_v", x, out, stream, options, None, (None, None, _key(counts)))
+        if work is None:
+            send = _input(x, stream)
+            counts = self._gather_counts("all_gather_v", counts, send, out, options, stream)
+            recv = output(out, send, (sum(counts),), stream)
+            work = self._prepare(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
+        return work.prepared.start(self, work)
 
-    @overload
-    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
-    @overload
-    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
-    @overload
-    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send shard j of rank i's ``x`` to shard i of rank j's ``out``.
@@ -449,24 +453,16 @@ class Operations:
 
             columns = comm.all_to_all(rows)
         """
-        plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and out is not None and self._cache.repeat(self, "all_to_all", x, out):
-            return out
-        options = self._defaults if plain else self._options("all_to_all", stream, async_op, timeout, algorithm)
-        send = _input(x, stream)
-        shard_shape(send, self.size)
-        recv = output(out, send, send.shape, stream)
-        return self._submit(Operation("all_to_all", self.rank, options, send, recv))
+        options, work = self._options("all_to_all", async_op, timeout, algorithm), None
+        if out is not None:
+            work = self._find("all_to_all", x, out, stream, options)
+        if work is None:
+            send = _input(x, stream)
+            shard_shape(send, self.size)
+            recv = output(out, send, send.shape, stream)
+            work = self._prepare(Operation("all_to_all", self.rank, options, send, recv))
+        return work.prepared.start(self, work)
 
-    @overload
-    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
-                     out: T | None = ..., **options: Unpack[_Plain]) -> T: ...
-    @overload
-    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
-                     out: T | None = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
-    @overload
-    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int] | None = ...,
-                     out: T | None = ..., **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int] | None = None,
                      out: Any = None, *, stream: Any = None, async_op: bool = False,
                      timeout: float | None = None) -> Any:
@@ -480,36 +476,30 @@ class Operations:
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
-        plain = stream is timeout is None and async_op is False and out is not None
-        counts = None, _key(send_counts), _key(recv_counts)
-        if plain and self._cache.repeat(self, "all_to_all_v", x, out, None, counts):
-            return out
-        options = self._options("all_to_all_v", stream, async_op, timeout)
-        send = _input(x, stream)
-        send_counts = check_counts("send_counts", send_counts, self.size, send)
-        if recv_counts is None:
-            size = -1 if out is None else output(out, send, None, stream).count
-            *to_each, sizes = self._counts_of_all("all_to_all_v", "recv_counts", options, send, (*send_counts, size))
-            recv_counts = to_each[self.rank]
-            check_totals("out", sizes, [sum(counts) for counts in to_each])
-        recv_counts = check_counts("recv_counts", recv_counts, self.size)
-        mine = send_counts[self.rank]
-        if mine != recv_counts[self.rank]:
-            expected = f"send_counts[{self.rank}] = {mine} from this rank itself"
-            raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
-        recv = output(out, send, (sum(recv_counts),), stream)
-        return self._submit(Operation(
-            "all_to_all_v", self.rank, options, send, recv, send_counts=send_counts, recv_counts=recv_counts
-        ))
+        options, work = self._options("all_to_all_v", async_op, timeout), None
+        if out is not None:
+            ranks = None, _key(send_counts), _key(recv_counts)
+            work = self._find("all_to_all_v", x, out, stream, options, None, ranks)
+        if work is None:
+            send = _input(x, stream)
+            send_counts = check_counts("send_counts", send_counts, self.size, send)
+            if recv_counts is None:
+                size = -1 if out is None else output(out, send, None, stream).count
+                mine = *send_counts, size
+                *to_each, sizes = self._counts_of_all("all_to_all_v", "recv_counts", options, send, mine)
+                recv_counts = to_each[self.rank]
+                check_totals("out", sizes, [sum(counts) for counts in to_each])
+            recv_counts = check_counts("recv_counts", recv_counts, self.size)
+            own = send_counts[self.rank]
+            if own != recv_counts[self.rank]:
+                expected = f"send_counts[{self.rank}] = {own} from this rank itself"
+                raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
+            recv = output(out, send, (sum(recv_counts),), stream)
+            work = self._prepare(Operation(
+                "all_to_all_v", self.rank, options, send, recv, send_counts=send_counts, recv_counts=recv_counts
+            ))
+        return work.prepared.start(self, work)
 
-    @overload
-    def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
-    @overload
-    def gather(self, x: T, root: int = ..., out: T | None = ...,
-               **options: Unpack[_MovingAsync[_True]]) -> Work[T | None]: ...
-    @overload
-    def gather(self, x: T, root: int = ..., out: T | None = ...,
-               **options: Unpack[_MovingAsync[bool]]) -> T | Work[T | None] | None: ...
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Gather all ranks' ``x``, in rank order, on rank ``root``.
@@ -518,25 +508,16 @@ class Operations:
 
             rows = comm.gather(mine, root=0)
         """
-        plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
-        known = plain and (out is not None) is (self.rank == root)
-        if known and self._cache.repeat(self, "gather", x, out, None, root):
-            return out
-        options = self._options("gather", stream, async_op, timeout, algorithm)
-        send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-        if self._is_root("out", out, root):
-            recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        return self._submit(Operation("gather", self.rank, options, send, recv, root=root))
+        options, work = self._options("gather", async_op, timeout, algorithm), None
+        if type(root) is int and (out is not None) is (self.rank == root):
+            work = self._find("gather", x, out, stream, options, None, root)
+        if work is None:
+            send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
+            if self._is_root("out", out, root):
+                recv = output(out, send, (self.size, *send.shape), stream, self.rank)
+            work = self._prepare(Operation("gather", self.rank, options, send, recv, root=root))
+        return work.prepared.start(self, work)
 
-    @overload
-    def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
-                 **options: Unpack[_Plain]) -> T | None: ...
-    @overload
-    def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
-                 **options: Unpack[_PlainAsync[_True]]) -> Work[T | None]: ...
-    @overload
-    def gather_v(self, x: T, counts: Sequence[int] | None = ..., root: int = ..., out: T | None = ...,
-                 **options: Unpack[_PlainAsync[bool]]) -> T | Work[T | None] | None: ...
     def gather_v(self, x: Any, counts: Sequence[int] | None = None, root: int = 0, out: Any = None, *,
                  stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -547,24 +528,18 @@ class Operations:
 
             tokens = comm.gather_v(mine, [3, 5], root=0)
         """
-        plain = stream is timeout is None and async_op is False and type(root) is int
-        known = plain and (out is not None) is (self.rank == root)
-        if known and self._cache.repeat(self, "gather_v", x, out, None, (root, None, _key(counts))):
-            return out
-        options = self._options("gather_v", stream, async_op, timeout)
-        send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
-        gets = self._is_root("out", out, root)
-        counts = self._gather_counts("gather_v", counts, send, out, options)
-        if gets:
-            recv = output(out, send, (sum(counts),), stream)
-        return self._submit(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
+        options, work = self._options("gather_v", async_op, timeout), None
+        if type(root) is int and (out is not None) is (self.rank == root):
+            work = self._find("gather_v", x, out, stream, options, None, (root, None, _key(counts)))
+        if work is None:
+            send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
+            gets = self._is_root("out", out, root)
+            counts = self._gather_counts("gather_v", counts, send, out, options, stream)
+            if gets:
+                recv = output(out, send, (sum(counts),), stream)
+            work = self._prepare(Operation("gather_v", self.rank, options, send, recv, root=root, recv_counts=counts))
+        return work.prepared.start(self, work)
 
-    @overload
-    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_Moving]) -> T: ...
-    @overload
-    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync[_True]]) -> Work[T]: ...
-    @overload
-    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync[bool]]) -> T | Work[T]: ...
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Send the r-th of ``size`` equal shards of the root's ``x`` to the ``out`` of rank r.
@@ -574,29 +549,20 @@ class Operations:
 
             comm.scatter(rows if comm.rank == 0 else None, row)
         """
-        plain = stream is timeout is None and async_op is False and algorithm is AUTO and type(root) is int
-        key, other = (out, None) if x is None else (x, out)
-        if plain and x is not out and self._cache.repeat(self, "scatter", key, other, None, root):
-            return out
-        options = self._options("scatter", stream, async_op, timeout, algorithm)
-        send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-        if self._is_root("x", x, root := check_rank("root", root, self.size)):
-            send = _input(x, stream)
-            expect_alike(recv, send)
-            if send.count != self.size * recv.count:
-                raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
-            refuse_overlap(send, recv, self.rank)
-        return self._submit(Operation("scatter", self.rank, options, send, recv, root=root))
+        options, work = self._options("scatter", async_op, timeout, algorithm), None
+        if type(root) is int and (x is not None) is (self.rank == root) and x is not out:
+            work = self._find("scatter", x, out, stream, options, None, root)
+        if work is None:
+            send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
+            if self._is_root("x", x, root := check_rank("root", root, self.size)):
+                send = _input(x, stream)
+                expect_alike(recv, send)
+                if send.count != self.size * recv.count:
+                    raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
+                refuse_overlap(send, recv, self.rank)
+            work = self._prepare(Operation("scatter", self.rank, options, send, recv, root=root))
+        return work.prepared.start(self, work)
 
-    @overload
-    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
-                  **options: Unpack[_Plain]) -> T: ...
-    @overload
-    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
-                  **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
-    @overload
-    def scatter_v(self, x: Any, counts: Sequence[int] | None, out: T, root: int = ...,
-                  **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def scatter_v(self, x: Any, counts: Sequence[int] | None, out: Any, root: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """``scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
@@ -607,26 +573,25 @@ class Operations:
 
             comm.scatter_v(tokens if comm.rank == 0 else None, [3, 5], mine)
         """
-        plain = stream is timeout is None and async_op is False and type(root) is int
-        key, other = (out, None) if x is None else (x, out)
-        ranks = root, _key(counts), None
-        if plain and x is not out and self._cache.repeat(self, "scatter_v", key, other, None, ranks):
-            return out
-        options = self._options("scatter_v", stream, async_op, timeout)
-        send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
-        if self._is_root("x", x, root := check_rank("root", root, self.size)):
-            send = _input(x, stream)
-            expect_alike(recv, send)
-            refuse_overlap(send, recv)
-        if counts is None:
-            mine = recv.count, -1 if send is None else send.count
-            counts, totals = self._counts_of_all("scatter_v", "counts", options, recv, mine)
-            check_totals("x", totals, [sum(counts)] * self.size)
-        counts = check_counts("counts", counts, self.size, send)
-        if counts[self.rank] != recv.count:
-            expected = f"counts[{self.rank}] = {counts[self.rank]}"
-            raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
-        return self._submit(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
+        options, work = self._options("scatter_v", async_op, timeout), None
+        if type(root) is int and (x is not None) is (self.rank == root) and x is not out:
+            work = self._find("scatter_v", x, out, stream, options, None, (root, _key(counts), None))
+        if work is None:
+            send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
+            if self._is_root("x", x, root := check_rank("root", root, self.size)):
+                send = _input(x, stream)
+                expect_alike(recv, send)
+                refuse_overlap(send, recv)
+            if counts is None:
+                mine = recv.count, -1 if send is None else send.count
+                counts, totals = self._counts_of_all("scatter_v", "counts", options, recv, mine)
+                check_totals("x", totals, [sum(counts)] * self.size)
+            counts = check_counts("counts", counts, self.size, send)
+            if counts[self.rank] != recv.count:
+                expected = f"counts[{self.rank}] = {counts[self.rank]}"
+                raise InvalidArgument(f"out: expected {expected} elements, got {recv.count}")
+            work = self._prepare(Operation("scatter_v", self.rank, options, send, recv, root=root, send_counts=counts))
+        return work.prepared.start(self, work)
 
     def _is_root(self, what: str, given: Any, root: int) -> bool:
         """Whether this rank is ``root``.  Raises InvalidArgument if another rank passes the argument ``what``."""
@@ -635,11 +600,11 @@ class Operations:
         return self.rank == root
 
     def _gather_counts(
-        self, name: str, counts: Sequence[int] | None, send: Buffer, out: Any, options: Options
+        self, name: str, counts: Sequence[int] | None, send: Buffer, out: Any, options: Options, stream: Any
     ) -> tuple[int, ...]:
         """The counts of an all_gather_v or a gather_v, checked."""
         if counts is None:
-            size = -1 if out is None else output(out, send, None, options.stream).count
+            size = -1 if out is None else output(out, send, None, stream).count
             counts, sizes = self._counts_of_all(name, "counts", options, send, (send.count, size), 6)
             check_totals("out", sizes, [sum(counts)] * self.size)
         counts = check_counts("counts", counts, self.size)
@@ -652,19 +617,13 @@ class Operations:
         self, name: str, what: str, options: Options, buffer: Buffer, mine: Sequence[int], depth: int = 5
     ) -> list[tuple[int, ...]]:
         """The numbers of every rank, for a call without ``what`` made ``depth`` frames up.  The host waits for them."""
-        if self._deferred:
+        if self._batch is not None:
             raise InvalidArgument(f"{what}: expected numbers in a batch and for a persistent operation, got None")
         if buffer.device is not None and streams.capture_of(buffer.stream):
             raise InvalidArgument(f"{what}: expected numbers while a CUDA graph is captured, got None")
         rows = self._all_gather_numbers(mine, f"{name} with {what}=None", options.timeout, depth)
         return list(zip(*rows, strict=True))
 
-    @overload
-    def barrier(self, *, stream: Any = ..., async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
-    @overload
-    def barrier(self, *, stream: Any = ..., async_op: Literal[True], timeout: float | None = ...) -> Work[None]: ...
-    @overload
-    def barrier(self, *, stream: Any = ..., async_op: bool, timeout: float | None = ...) -> Work[None] | None: ...
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
 
@@ -673,15 +632,13 @@ class Operations:
 
             comm.barrier()
         """
-        if stream is None and self.device is None and timeout is None and async_op is False:
-            if self._cache.repeat(self, "barrier", None):
-                return None
-            return self._submit(Operation("barrier", self.rank, self._defaults))
         if stream is not None:
             self._handle(stream)
-        on_host = self.device is not None and stream is None and async_op is False and not self._deferred
-        options = self._options("barrier", stream, on_host or async_op, timeout)
-        done = self._submit(Operation("barrier", self.rank, options))
+        on_host = self.device is not None and stream is None and async_op is False and self._batch is None
+        options = self._options("barrier", on_host or async_op, timeout, AUTO, False, stream is not None)
+        if (work := self._find("barrier", None, None, stream, options)) is None:
+            work = self._prepare(Operation("barrier", self.rank, options), None, stream)
+        done = work.prepared.start(self, work)
         return done.synchronize() if on_host else done
 
     def _handle(self, stream: Any) -> int:
@@ -692,12 +649,6 @@ class Operations:
 
     # Messages.
 
-    @overload
-    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_Plain]) -> None: ...
-    @overload
-    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[None]: ...
-    @overload
-    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> Work[None] | None: ...
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst``, another rank, which calls ``recv`` with the same ``tag``.
@@ -708,19 +659,14 @@ class Operations:
 
             comm.send(activations, dst=comm.rank + 1)
         """
-        plain = stream is timeout is None and async_op is False and type(dst) is type(tag) is int
-        if plain and self._cache.repeat(self, "send", x, None, None, (dst, None, tag, 0)):
-            return None
-        options = self._options("send", stream, async_op, timeout)
-        message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
-        return self._submit(Operation("send", self.rank, options, _input(x, stream), message=message))
+        options, work = self._options("send", async_op, timeout), None
+        if type(dst) is type(tag) is int:
+            work = self._find("send", x, None, stream, options, None, (dst, None, tag, 0))
+        if work is None:
+            message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
+            work = self._prepare(Operation("send", self.rank, options, _input(x, stream), message=message))
+        return work.prepared.start(self, work)
 
-    @overload
-    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
-    @overload
-    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
-    @overload
-    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Receive a message of rank ``src``, another rank, with ``tag`` into ``x``; returns ``x``.
@@ -729,22 +675,15 @@ class Operations:
 
             comm.recv(activations, src=comm.rank - 1)
         """
-        plain = stream is timeout is None and async_op is False and type(src) is type(tag) is int
-        if plain and self._cache.repeat(self, "recv", x, None, None, (None, src, 0, tag)):
-            return x
-        options = self._options("recv", stream, async_op, timeout)
-        message = Message(src=check_peer("src", src, self.rank, self.size), recv_tag=check_tag(tag))
-        recv = as_buffer(x, "x", writable=True, stream=stream)
-        return self._submit(Operation("recv", self.rank, options, recv=recv, message=message))
+        options, work = self._options("recv", async_op, timeout), None
+        if type(src) is type(tag) is int:
+            work = self._find("recv", None, x, stream, options, None, (None, src, 0, tag))
+        if work is None:
+            message = Message(src=check_peer("src", src, self.rank, self.size), recv_tag=check_tag(tag))
+            recv = as_buffer(x, "x", writable=True, stream=stream)
+            work = self._prepare(Operation("recv", self.rank, options, recv=recv, message=message))
+        return work.prepared.start(self, work)
 
-    @overload
-    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
-    @overload
-    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ...,
-                  **options: Unpack[_PlainAsync[_True]]) -> Work[T]: ...
-    @overload
-    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ...,
-                  **options: Unpack[_PlainAsync[bool]]) -> T | Work[T]: ...
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.
@@ -754,16 +693,17 @@ class Operations:
 
             comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
         """
-        plain = stream is timeout is None and async_op is False and type(dst) is type(src) is type(tag) is int
-        if plain and self._cache.repeat(self, "send_recv", x, out, None, (dst, src, tag, tag)):
-            return out
-        options = self._options("send_recv", stream, async_op, timeout)
-        dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
-        send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
-        expect_place(recv, send)
-        refuse_overlap(send, recv)
-        message = Message(dst, src, check_tag(tag), tag)
-        return self._submit(Operation("send_recv", self.rank, options, send, recv, message=message))
+        options, work = self._options("send_recv", async_op, timeout), None
+        if type(dst) is type(src) is type(tag) is int:
+            work = self._find("send_recv", x, out, stream, options, None, (dst, src, tag, tag))
+        if work is None:
+            dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
+            send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
+            expect_place(recv, send)
+            refuse_overlap(send, recv)
+            message = Message(dst, src, check_tag(tag), tag)
+            work = self._prepare(Operation("send_recv", self.rank, options, send, recv, message=message))
+        return work.prepared.start(self, work)
 
     # Persistent forms, named as MPI 4 names them.
 
@@ -789,14 +729,39 @@ class Operations:
 
 
 class _Builder(Operations):
-    """Returns the Operation of a call without launching it."""
+    """Checks and prepares a call without starting it, for the persistent form."""
 
     def __init__(self, comm: Operations) -> None:
-        self.rank, self.size, self.device, self._defaults = comm.rank, comm.size, comm.device, comm._defaults
-        self._cache = CallCache()
+        self.rank, self.size, self.device, self.backend = comm.rank, comm.size, comm.device, comm.backend
+        self._group, self._store, self._batch = comm._group, comm._store, self
+        self._defaults, self._options_of = comm._defaults, comm._options_of
+        self.prepared: tuple[Operation, Any, Any, Work[Any]]
 
-    def _submit(self, o: Operation) -> Operation:
-        return o
+    def _find(self, *_: Any) -> None:
+        """Nothing: what is prepared holds the arrays."""
+
+    def _prepare(self, o: Operation, op: Any = None, stream: Any = None) -> Work[Any]:
+        self.prepared = o, op, stream, super()._prepare(o, op, stream)
+        return self.prepared[-1]
+
+    def add(self, work: Work[Any]) -> None:
+        """Do not start ``work``."""
+
+
+_CONTIGUOUS, _FLAGS = 1, 0x501
+"""Flags of an ndarray: C-contiguous; and also aligned and writeable."""
+
+
+def _signature(x: Buffer) -> tuple[Any, ...]:
+    """What a call depends on of an array."""
+    if x.device is None:
+        return x.flat.dtype, x.shape, x.flat.flags.num & _FLAGS
+    return x.dtype, x.shape, x.readonly, x.device, windows.place(x.pointer)
+
+
+def _distance(x: np.ndarray[Any, Any], out: np.ndarray[Any, Any]) -> int:
+    distance: int = x.__array_interface__["data"][0] - out.__array_interface__["data"][0]
+    return distance
 
 
 _INTEGERS = {int, np.int64}

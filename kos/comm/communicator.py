@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, NoReturn
 
 import numpy as np
 
 from kos.comm import watchdog
-from kos.comm.arguments import check_bool, check_int, check_rank, check_ranks, check_shape, check_timeout, number_in
-from kos.comm.backend import SHRINKS, UNMADE, Backend, Probe
+from kos.comm.arguments import check_bool, check_int, check_rank, check_shape, check_timeout
+from kos.comm.backend import Backend, Probe
 from kos.comm.collectives import Operations
-from kos.comm.failures import again
-from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
-from kos.comm.operation import Call, Operation, Options
+from kos.comm.control.base import Rendezvous
+from kos.comm.groups import Groups
+from kos.comm.one_thread import one_thread
+from kos.comm.operation import EAGER, Operation, Options
 from kos.comm.persistent import Batch, Persistent
+from kos.comm.prepared import note
 from kos.comm.recorder import Group, Recorder
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.tracing import trace
+from kos.comm.tracing import tracing
 from kos.comm.work import ProgressThread, Work, forked_from
-from kos.errors import CollectiveError, Interrupted, InvalidArgument, KosError, OutOfMemory, RendezvousError
+from kos.errors import (
+    CollectiveError,
+    Interrupted,
+    InvalidArgument,
+    KosError,
+    OutOfMemory,
+)
 from kos.memory import Array, as_buffer
 from kos.memory.array import Shape, as_dtype
 
 
-class Communicator(Operations):
+class Communicator(Groups):
     """A group of ranks and the backend that connects them.
 
     All ranks of the group call the same collectives in the same order.  Arrays are C-contiguous, of any dtype of
@@ -62,13 +68,16 @@ class Communicator(Operations):
         group: Group | None = None,
     ) -> None:  # fmt: skip
         self.backend, self.backend_name = backend, backend.name
-        self.device, self._cache = backend.device, backend.cache
+        self.device, self._store = backend.device, backend.store
         self.rendezvous = rendezvous
         self.probes = probes
         self._defaults, self._overlapped = Options(timeout), Options(timeout, overlap=True)
+        self._options_of: dict[Any, Options] = {}
         self._collectives, self._messages, self._splits = itertools.count(), itertools.count(), itertools.count()
-        self.rank, self.size, self._of_group = rendezvous.rank, rendezvous.size, rendezvous.ledger.of_group
+        self.rank, self.size, self._suffix = rendezvous.rank, rendezvous.size, rendezvous.ledger.group_suffix
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
+        self._active: Work[Any] | None = None  # the collective that a thread is in
+        self._two_threads: CollectiveError | None = None  # a second thread called it meanwhile
         self._batch: Batch | None = None
         self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
         self._groups: weakref.WeakSet[Communicator] = weakref.WeakSet()  # split from this one
@@ -80,11 +89,42 @@ class Communicator(Operations):
         )
         self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
-        trace(backend, self.recorder)
+        if group is None:
+            rendezvous.ledger.board.publish_last_call(self.recorder.last_call)
+        self._tracing = backend.tracing = tracing(backend, self.recorder)
+        self._eager = backend.eager(self)
+        if self._eager is not None:
+            self._run_eagerly()
         _communicators.add(self)
 
+    def _run_eagerly(self) -> None:
+        """Have the core make the operations that subclasses have not changed."""
+        for name in EAGER:
+            if getattr(type(self), name) is (function := getattr(Operations, name)):
+                setattr(self, name, self._eager.method(name, getattr(self, name), function.__doc__ or ""))
+        self._store.eager = self._eager
+
+    def _open_batch(self, batch: Batch | None) -> None:
+        """Calls from now on join ``batch``."""
+        self._batch = batch
+        if self._eager is not None:
+            self._eager.off = batch is not None
+
+    def _finish(
+        self, prepared: Any, send: Any, recv: Any, result: Any, sequence: int, record: list[Any], left: Any
+    ) -> Any:
+        """The result of a call that the core has begun, and that is not complete yet."""
+        work = prepared.work(prepared, send, recv, result)
+        work.sequence, work.record = sequence, record
+        return prepared.finish(self, work, left)
+
     def __repr__(self) -> str:
-        return f"<Communicator {self.name}: rank {self.rank} of {self.size} on {self.backend_name}>"
+        closed = ", closed" if self._closed else ""
+        return f"<Communicator {self._label}{closed}>"
+
+    @property
+    def _label(self) -> str:
+        return f"{self.name}: rank {self.rank} of {self.size} on {self.backend_name}"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied or pickled: each process makes its own by kos.init")
@@ -107,7 +147,7 @@ class Communicator(Operations):
     def timeout(self, seconds: float) -> None:
         seconds = self.rendezvous.timeout = self.backend.timeout = check_timeout(seconds)
         self._defaults, self._overlapped = Options(seconds), Options(seconds, overlap=True)
-        self._cache.clear()
+        self._store.clear()
 
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """All ranks' ``data``, of any lengths, in rank order.  Collective; for small control data.
@@ -151,7 +191,7 @@ class Communicator(Operations):
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
         data = bytes(data)
-        purpose = name if root is None else f"{name} with root {root}{self._of_group}"
+        purpose = name if root is None else f"{name} with root {root}{self._suffix}"
         if not self.backend.carries_host:
             with self._exchange(purpose, timeout):
                 parts = self.rendezvous.allgather(data)
@@ -162,12 +202,13 @@ class Communicator(Operations):
         send, recv = as_buffer(np.frombuffer(data, np.uint8), "data", False), as_buffer(out, "data", True)
         if operation == "broadcast":
             send = send if self.rank == root else recv
-        options = replace(self._options(operation, None, False, timeout), purpose=name)
-        recv_counts = None if operation == "broadcast" else counts
+        options = replace(self._options(operation, False, timeout), purpose=name)
+        recv_counts = None if operation == "broadcast" else tuple(counts)
         call = Operation(
             operation, self.rank, options, send, recv if gets else None, root=root, recv_counts=recv_counts
         )
-        self._submit(call, 4)
+        work = self._prepare(call)
+        work.prepared.start(self, work, depth=3)
         ends = itertools.accumulate(counts)
         return [out[end - count : end].tobytes() for count, end in zip(counts, ends, strict=True)] if gets else None
 
@@ -179,8 +220,9 @@ class Communicator(Operations):
                 return [json.loads(row) for row in self.rendezvous.allgather(json.dumps(numbers).encode())]
         mine, everyone = np.array(numbers, np.int64), np.empty((self.size, len(numbers)), np.int64)
         send, recv = as_buffer(mine, "counts", False), as_buffer(everyone, "counts", True)
-        options = replace(self._options("all_gather", None, False, timeout), purpose=purpose)
-        self._submit(Operation("all_gather", self.rank, options, send, recv), depth)
+        options = replace(self._options("all_gather", False, timeout), purpose=purpose)
+        work = self._prepare(Operation("all_gather", self.rank, options, send, recv))
+        work.prepared.start(self, work, depth=depth - 1)
         rows: list[list[int]] = everyone.tolist()
         return rows
 
@@ -195,198 +237,6 @@ class Communicator(Operations):
                 comm.recv(theirs, src=left)
         """
         return Batch(self, check_bool("async_op", async_op))
-
-    # Groups.
-
-    @overload
-    def split(self, color: Literal["host"], key: int = ..., *, nccl: NCCLOptions | None = ...) -> Communicator: ...
-    @overload
-    def split(self, color: int | None, key: int = ..., *, nccl: NCCLOptions | None = ...) -> Communicator | None: ...
-    def split(
-        self, color: int | Literal["host"] | None, key: int = 0, *, nccl: NCCLOptions | None = None
-    ) -> Communicator | None:
-        """The communicator of the ranks that passed the same ``color``, ranked by (key, rank).
-
-        Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None participates and
-        gets None.  On all ranks ``color`` may be "host": a communicator for each host.  ``nccl`` are options of NCCL
-        for the new communicators, the same on all ranks; others are inherited.  Waits for the operations in flight.
-        Raises InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost.
-
-            pair = comm.split(comm.rank // 2)
-        """
-        largest = (1 << 31) - 1  # a C int, for MPI
-        key = number_in("key", key, -largest - 1, largest)
-        if isinstance(color, str) and color == "host":
-            host = self.node[0]
-            return self._split(host, key, f"host{host}", "each host", nccl)
-        color = None if color is None else number_in("color", color, 0, largest, ' or None or "host"')
-        return self._split(color, key, str(color), nccl=nccl)
-
-    def group(self, ranks: Sequence[int], *, nccl: NCCLOptions | None = None) -> Communicator | None:
-        """The communicator of these ranks, in this order; other ranks get None.
-
-        Collective: all ranks of this communicator call it, with the same ``ranks`` and ``nccl``, as in ``split``.
-        Raises InvalidArgument unless ``ranks`` are different ranks of this communicator, and the errors of ``split``.
-
-            evens = comm.group(range(0, comm.size, 2))
-        """
-        members = check_ranks("ranks", ranks, self.size)
-        color, key = (0, members.index(self.rank)) if self.rank in members else (None, 0)
-        return self._split(color, key, "group", f"group {members}", nccl)
-
-    def grid(self, shape: Sequence[int], *, nccl: NCCLOptions | None = None) -> tuple[Communicator, ...]:
-        """A communicator for each axis of a grid of all ranks, whose last axis varies fastest.
-
-        ``shape`` are the sizes of the axes, with a product of ``size``.  The communicator of axis ``a`` holds the ranks
-        whose coordinates differ from this rank's along ``a`` alone; its ``rank`` is this rank's coordinate.
-        Collective, with the same ``shape`` and ``nccl`` on all ranks, as in ``split``.  Raises InvalidArgument if the
-        product is not ``size``, and the errors of ``split``.
-
-            column, row = comm.grid((2, 4))            # column.size == 2, row.size == 4
-        """
-        sizes = check_shape(shape)
-        if math.prod(sizes) != self.size:
-            raise InvalidArgument(f"shape: expected a product of {self.size}, the number of ranks, got {sizes}")
-        place, axes = np.unravel_index(self.rank, sizes), []
-        for axis in range(len(sizes)):
-            first = np.ravel_multi_index([0 if a == axis else at for a, at in enumerate(place)], sizes)
-            group = self._split(int(first), self.rank, f"axis{axis}-{first}", f"grid {sizes}", nccl)
-            assert group is not None
-            axes.append(group)
-        return tuple(axes)
-
-    @property
-    def node(self) -> list[int]:
-        """The ranks of this communicator on this rank's host, ascending."""
-        return self.rendezvous.local_ranks
-
-    def duplicate(self) -> Communicator:
-        """Another communicator over the same ranks, whose operations never match this one's.  Collective.
-
-        A library uses a duplicate for its own operations.  Raises CollectiveMismatch, CollectiveTimeout, RankLost.
-
-            mine = comm.duplicate()
-        """
-        duplicate = self._split(0, self.rank, "duplicate", call="duplicate")
-        assert duplicate is not None
-        return duplicate
-
-    def _split(
-        self, color: int | None, key: int, label: str, purpose: str = "", nccl: NCCLOptions | None = None,
-        call: str = "split",
-    ) -> Communicator | None:  # fmt: skip
-        """``purpose``, which errors name after the call, must be equal on all ranks, as the options of NCCL must."""
-        options = self._nccl_options(nccl)
-        if nccl is not None:
-            purpose = ", ".join(filter(None, (purpose, f"nccl {options}")))
-        self._check_open()
-        self.synchronize()
-        operation = Operation(call, self.rank, replace(self._defaults, purpose=purpose))
-        self._agree(operation, f"{call} for {purpose}" if purpose else call, 4)
-        name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
-        with self._exchange(call):
-            rendezvous = self.rendezvous.split(color, key)
-            if rendezvous is not None:
-                rendezvous.nccl = options
-            group = self._descendant(f"{name}:{label}", rendezvous, color, key)
-            if group is not None:
-                self._groups.add(group)
-            return group
-
-    def _nccl_options(self, given: NCCLOptions | None) -> dict[str, Any]:
-        """Those of this communicator, replaced by those given."""
-        options = check_nccl(given)
-        if options and "nccl" not in self.backend_name.split("+"):
-            raise InvalidArgument(f"nccl: expected None without the backend nccl, got {options} on {self.backend_name}")
-        return {**self.rendezvous.nccl, **options}
-
-    def _agree(self, control: Operation, call: str, depth: int) -> None:
-        """Compare a control-plane call, made ``depth`` frames up, with the other ranks' calls."""
-        if self.backend.carries_host:
-            numbered = Call(control, self.name, of_group=self._of_group)
-            self.backend.prepare(numbered)
-            try:
-                numbered.sequence = next(self._collectives)
-                self._group.note(numbered, depth)
-                work = self.backend.start(numbered)
-            except BaseException as error:
-                self._fail_if_interrupted(error, numbered)
-                raise
-            if work is not None:
-                work.wait()
-        else:
-            with self._exchange(call):
-                self.rendezvous.barrier()
-
-    def shrink(self) -> Communicator:
-        """The communicator of the surviving ranks, in their order, after some were lost; all survivors call it.
-
-        This communicator and the groups split from it are aborted.  Ranks that still wait in one of their operations
-        raise RankLost.  Split the result to have the groups again.  MPI requires
-        ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the group, RendezvousError
-        if a survivor does not call it within the timeout.  On tcp an unreachable rank counts as lost: if a network
-        partitions, both groups continue.
-
-            try:
-                comm.all_reduce(x)
-            except RankLost:
-                comm = comm.shrink()
-        """
-        self._check_open()
-        self.rendezvous.check_shrink()
-        with self.rendezvous.ledger.board.held():
-            reason = str(self.backend.broken or SHRINKS)
-            self._signal_end(reason)
-            self._abort_groups(reason)
-            self._end(reason)
-            with self._exchange("shrink"):
-                rendezvous = self.rendezvous.shrink()
-                rendezvous.nccl = self.rendezvous.nccl
-                # The name has no number: a split in which a rank was lost has advanced the count on some ranks only.
-                group = self._descendant(f"{self.name}:shrunk", rendezvous, 0, rendezvous.rank)
-                assert group is not None
-                return group
-
-    @contextmanager
-    def _exchange(self, call: str, timeout: float | None = None) -> Iterator[None]:
-        """A context whose rendezvous exchanges belong to ``call``; their errors break this communicator."""
-        rendezvous = self.rendezvous
-        usual = rendezvous.call, rendezvous.timeout
-        rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
-        rendezvous.usual = usual[1]
-        try:
-            with self.backend.engine.paused():
-                yield
-        except (CollectiveError, RendezvousError) as error:
-            rendezvous.ledger.board.post_failure(error)
-            text = f"{self.name}: {error}"
-            if rendezvous.failure is not None and self.backend.broken is None:
-                self.backend.broken = again(error, text)
-            raise again(error, text) from error  # not by a name, which would hold this frame
-        finally:
-            rendezvous.call, rendezvous.timeout = usual
-            rendezvous.usual = None
-
-    def _descendant(
-        self, name: str, rendezvous: Rendezvous | None, color: int | None, key: int
-    ) -> Communicator | None:
-        """The communicator of the group of ``rendezvous``; an error frees what was made of it.  Called on every rank.
-
-        Returns None if ``rendezvous`` is None.
-        """
-        if rendezvous is None:
-            self.backend.split(None, color, key)
-            return None
-        with ExitStack() as undo:
-            undo.callback(rendezvous.abort, None)
-            with rendezvous.reporting():
-                backend = self.backend.split(rendezvous, color, key)
-            assert backend is not None
-            undo.callback(backend.abort, UNMADE)
-            group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
-            made = Communicator(backend, rendezvous, self.probes, self.timeout, group)
-            undo.pop_all()
-        return made
 
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None
@@ -412,7 +262,7 @@ class Communicator(Operations):
             work.wait(timeout)
         self.backend.synchronize(limit, handle)
         for persistent in self._persistents:
-            persistent._work = None
+            persistent._synchronized()
 
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
@@ -473,7 +323,7 @@ class Communicator(Operations):
             if buffer.device != self.device:
                 raise InvalidArgument(f"x: expected memory of cuda:{self.device}, got memory of {buffer.place}")
             self.synchronize()
-            self._cache.clear()
+            self._store.clear()
             call = f"register of {buffer.nbytes} bytes"
             self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call, 3)
         return self.backend.register(buffer)
@@ -522,7 +372,7 @@ class Communicator(Operations):
             self.rendezvous.abort(None)
             return
         self.recorder.close(self._group)
-        self._cache.clear()
+        self._store.clear()
         self.synchronize()
         self._closed, self.rendezvous.call = True, "close"
         self._end_thread()
@@ -550,13 +400,13 @@ class Communicator(Operations):
 
     def _end(self, reason: str) -> None:
         self._closed = True
-        self._cache.clear()
+        self._store.clear()
         self._end_thread()
         engine = self.backend.engine
         with engine.paused():
             self.backend.abort(reason)  # first: this notifies the other ranks of the reason
             for work in engine.works_of(self.backend):
-                work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
+                work.cancel(CollectiveError(f"{work}: the communicator was aborted"))
         self.recorder.close(self._group, f"aborted: {reason}")
 
     def _signal_end(self, reason: str) -> None:
@@ -591,47 +441,23 @@ class Communicator(Operations):
 
     # Launching operations.
 
-    @property
-    def _deferred(self) -> bool:
-        return self._batch is not None
-
-    def _submit(self, o: Operation, depth: int = 3) -> Any:
-        call = Call(o, self.name, of_group=self._of_group)
-        self.backend.prepare(call)
-        if self._batch is not None:
-            return self._batch.add(call)
-        if self._closed:
-            self._check_open()
-        # ``Persistent.start`` and ``CallCache.repeat`` repeat these lines: a function call would take 6% of their time.
-        try:
-            call.sequence = next(self._collectives if call.collective else self._messages)
-            self._group.note(call, depth)  # frames up to the caller of the operation
-            work = self.backend.start(call)
-        except BaseException as error:
-            self._fail_if_interrupted(error, call)
-            raise
-        options, recv = o.options, o.recv
-        if work is not None and options.overlap:
-            return work
-        result = work.wait() if work is not None else recv.result if recv is not None else None
-        if options is self._defaults and (work is None or self.device is None):
-            self._cache.add(call)
-        return result
-
-    def _launch_all(self, calls: list[Call], overlap: bool) -> list[Work[Any]]:
-        """Launch the checked calls of a batch; returns the Work of each."""
+    def _start_all(self, works: list[Work[Any]], overlap: bool) -> None:
+        """Start the checked calls of a batch together."""
         self._check_open()
-        try:
-            for call in self.backend.in_order(calls):  # in the order of their start: ranks compare sequence numbers
-                call.sequence = next(self._collectives if call.collective else self._messages)
-                self._group.note(call, 3)
-            return self.backend.start_all(calls, overlap) if calls else []
-        except BaseException as error:
-            self._fail_if_interrupted(error, *calls)
-            raise
+        first = next((work for work in works if work.collective), None)
+        with nullcontext() if first is None else one_thread(self, first):
+            try:
+                ordered = self.backend.in_order(works)  # the order of their start: ranks compare sequence numbers
+                for work in ordered:
+                    note(self, work, 3)
+                with nullcontext() if self._tracing is None or not works else self._tracing(works, True, overlap):
+                    self.backend.start_all(ordered, overlap)
+            except BaseException as error:
+                self._fail_if_interrupted(error, *works)
+                raise
 
-    def _fail_if_interrupted(self, error: BaseException, *calls: Call) -> None:
-        """Break the communicator on all ranks if Ctrl-C or SystemExit interrupted the launch of ``calls``.
+    def _fail_if_interrupted(self, error: BaseException, *works: Work[Any]) -> None:
+        """Break the communicator on all ranks if Ctrl-C or SystemExit interrupted the launch of ``works``.
 
         A call that has a number may not have started.  The error is that of the first call.  On GPUs nothing is done:
         the other ranks raise at their timeout.
@@ -639,15 +465,15 @@ class Communicator(Operations):
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit) and self.device is None
         if not interrupted or self.backend.broken is not None:
             return
-        call = next((call for call in calls if call.collective), calls[0])
-        launched = sum(each.collective for each in calls) or len(calls)
-        call.sequence = max(next(self._collectives if call.collective else self._messages) - launched, 0)
+        work = next((work for work in works if work.collective), works[0])
+        launched = sum(each.collective for each in works) or len(works)
+        work.sequence = max(next(self._collectives if work.collective else self._messages) - launched, 0)
         with self.backend.engine.lock:
-            self.backend.failed(call, Interrupted(f"{call}: interrupted by {type(error).__name__}"))
+            self.backend.failed(work, Interrupted(f"{work}: interrupted by {type(error).__name__}"))
 
     def _check_open(self) -> None:
         if self._closed:
-            raise CollectiveError(f"{self!r}{self._why_closed}")
+            raise CollectiveError(f"<Communicator {self._label}>{self._why_closed}")
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:

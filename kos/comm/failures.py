@@ -8,7 +8,8 @@ Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ran
 
 The ledger uses no transport: backends record received failures here, and send records (``to_record``) to others.
 Through a ``Board`` the threads of one process read each other's state directly; through a ``SharedBoard``
-(``host/shared/board.py``) the processes of one host do.
+(``host/shared/board.py``) the processes of one host do.  Between hosts a ``Plane``, the hub of the world, carries
+failures and ends.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from kos.comm import timeouts
 from kos.errors import (
@@ -41,8 +42,13 @@ for a rank that is closed or late.
 """
 
 
+SHOWN_CALLS = 4
+"""The most late ranks whose last call an error shows."""
+
 LOOK_SECONDS = 0.2
 """Seconds between two checks for stopped ranks."""
+
+_END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 
 WHY_CLOSED = "it closed its communicator"
 """The reason for the loss of a rank that has called ``close``: a failure only for a rank that waits for that rank."""
@@ -86,6 +92,17 @@ class Tables:
         self.failures: dict[int, tuple[KosError, float]] = {}  # the last failure of a rank, and when
         self.waits: dict[int, tuple[int, ...]] = {}  # the ranks that a rank waits for
         self.ends: dict[int, str] = {}  # why a rank has ended
+        self.last_calls: dict[int, Callable[[], str]] = {}  # functions that return a rank's last call
+
+
+class Plane(Protocol):
+    """What carries failures and ends between the hosts of a job, by world rank."""
+
+    def send_failure(self, error: KosError | None) -> None:
+        """Send the last failure of this rank to all others; None: the program has handled it."""
+
+    def receive_failures(self, tables: Tables) -> None:
+        """Add what has arrived.  Does not wait."""
 
 
 class Board:
@@ -100,12 +117,22 @@ class Board:
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
+        self._plane: Callable[[], Plane | None] = lambda: None
 
     @property
     def queued(self) -> dict[Any, tuple[int, ...]]:
         """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does.  A copy."""
         with self._lock:
             return dict(self._queued)
+
+    def connect(self, plane: Plane) -> None:
+        """Share failures and ends with other hosts, as long as ``plane`` lasts."""
+        self._plane = weakref.ref(plane)
+
+    def _receive(self) -> Tables:
+        if (plane := self._plane()) is not None:
+            plane.receive_failures(self._tables)
+        return self._tables
 
     def hold(self) -> None:
         """Add a reference of a communicator."""
@@ -134,11 +161,17 @@ class Board:
         if error.ranks:
             self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
             self._tables.failures[self._rank] = self.last, time.monotonic()
+            self._send(self.last)
 
     def clear_failure(self) -> None:
         """Remove this rank's last failure: the program has handled it, since it makes another call."""
         self.last = None
         self._tables.failures.pop(self._rank, None)
+        self._send(None)
+
+    def _send(self, error: KosError | None) -> None:
+        if (plane := self._plane()) is not None:
+            plane.send_failure(error)
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
@@ -155,9 +188,18 @@ class Board:
             else:
                 self._queued.pop(key, None)
 
+    def publish_last_call(self, last_call: Callable[[], str]) -> None:
+        """Publish the last call of this rank, which ``last_call()`` returns; "" for none."""
+        self._tables.last_calls[self._rank] = last_call
+
+    def last_call(self, rank: int) -> str:
+        """The last call of that rank and its line in the program; "" if it is not known."""
+        known = self._tables.last_calls.get(rank)
+        return "" if known is None else known()
+
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
-        known = self._tables.failures.get(rank)
+        known = self._receive().failures.get(rank)
         return None if known is None else (known[0], time.monotonic() - known[1])
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
@@ -166,7 +208,13 @@ class Board:
 
     def ended(self, rank: int) -> bool:
         """Whether that rank is known to have ended."""
-        return rank in self._tables.ends
+        return rank in self._receive().ends
+
+    def await_end(self, rank: int) -> None:
+        """Wait for a moment until other hosts also know that the rank has ended: they learn of its failure first."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self._plane() is not None and not self.ended(rank) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def runs(self, rank: int) -> bool:
         """Whether that rank is known to run: neither ended nor stopped."""
@@ -220,7 +268,7 @@ class Ledger:
         self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
 
     @property
-    def of_group(self) -> str:
+    def group_suffix(self) -> str:
         """What follows a rank of this group in the arguments of a call."""
         return "" if self.world == list(range(len(self.world))) else " of the group"
 
@@ -276,13 +324,19 @@ class Ledger:
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
-        culprits = self._blocking(world, [self.world[rank] for rank in arrived])
+        culprits, cycle = self._blocking(world, [self.world[rank] for rank in arrived])
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and words is not None:
             absent = words
         else:
             names = self._names(culprits, True)
             absent = timeouts.late_for(names, self._names(waiting, True)) if waiting else timeouts.late(names)
+        if cycle:
+            absent += f"; {timeouts.cycle(self._names(cycle, True))}"
+        for rank in culprits[:SHOWN_CALLS]:
+            call = self.board.last_call(rank)
+            if call and not f"{what} ".startswith(call.partition(" at ")[0] + " "):  # it has not begun ``what``
+                absent += f"; {timeouts.last_called(self._names([rank]), call)}"
         if stopped := [rank for rank in culprits if self.board.halted(rank) and not self.board.ended(rank)]:
             absent += f"; {timeouts.stopped(self._names(stopped, True))}"
         over = "" if seconds is None else f"{timeouts.incomplete(seconds)}; "
@@ -348,16 +402,21 @@ class Ledger:
 
     def _names(self, world: Sequence[int], several: bool = False) -> str:
         text = f"ranks {list(world)}" if several or len(world) != 1 else f"rank {world[0]}"
-        return f"{text} of world" if self.of_group else text
+        return f"{text} of world" if self.group_suffix else text
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
         known = self.board.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
 
-    def _blocking(self, late: list[int], arrived: Sequence[int]) -> list[int]:
-        """The ranks, among the ``late`` ones and those they wait for, transitively, that do not wait themselves."""
-        seen, todo, culprits = {self.world[self.rank]}, list(late), list[int]()
+    def _blocking(self, late: list[int], arrived: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The ranks, among the ``late`` ones and those they wait for, transitively, that do not wait themselves.
+
+        The second list is empty unless all of them wait, and one of them for this rank.  Then the first list is
+        ``late``, and the second has all ranks of that cycle.
+        """
+        me = self.world[self.rank]
+        seen, todo, culprits, cycle = {me}, list(late), list[int](), False
         while todo:
             rank = todo.pop(0)
             if rank in seen:
@@ -371,9 +430,12 @@ class Ledger:
             elif awaited is None:
                 todo += late
             else:
+                cycle = cycle or me in awaited
                 todo += awaited
         halted = [rank for rank in culprits if self.board.halted(rank)]  # for which others may wait unseen
-        return sorted(halted or culprits) or list(late)
+        if found := sorted(halted or culprits):
+            return found, []
+        return list(late), sorted(seen) if cycle else []
 
 
 def _prefixed(what: object, text: str) -> str:

@@ -1,9 +1,9 @@
-"""Operation: a caller's request as data.  Call: an operation as a communicator launches it."""
+"""Operation: a caller's request as data, with its options and, for a message, its ranks and tags."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar, dataclass_transform
 
 from kos.comm.reduction import Reduction
@@ -12,6 +12,11 @@ from kos.memory import Buffer
 T = TypeVar("T")
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+EAGER = (
+    "all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all", "scan",
+    "exscan", "barrier", "send", "recv", "send_recv",
+)  # fmt: skip
+"""Operations that the compiled core may make by itself (``kos/_core/module_eager.c``)."""
 AUTO = "auto"
 """The default algorithm."""
 COLLECTIVE_TAGS = 1 << 20
@@ -41,14 +46,15 @@ class Options:
     """The options of a call.
 
     ``timeout`` is in seconds (None: no limit).  ``overlap`` runs beside the stream of the arrays (``async_op``).
-    ``purpose`` names the user's call if this operation implements another one.
+    ``on_stream``: a barrier of work on a stream, not of the host.  ``purpose`` names the user's call if this operation
+    implements another one.
     """
 
     timeout: float | None = None
     algorithm: str = AUTO
     deterministic: bool = False
     overlap: bool = False
-    stream: Any = None
+    on_stream: bool = False
     purpose: str = ""
 
 
@@ -57,7 +63,10 @@ DEFAULTS = Options()
 
 @_frozen
 class Operation:
-    """A checked request of the caller.  Counts are elements, one for each rank."""
+    """A checked request of the caller.  Counts are elements, one for each rank.
+
+    Its buffers are those of the caller, or in a ``Prepared`` their descriptions, without memory (``without_memory``).
+    """
 
     name: str
     rank: int
@@ -84,6 +93,38 @@ class Operation:
         buffer = self.send or self.recv
         return buffer.count if buffer else None
 
+    @property
+    def ranks(self) -> Any:
+        """The ranks and counts that the caller named: root, message, or root with counts."""
+        if self.send_counts is not None or self.recv_counts is not None:
+            return self.root, self.send_counts, self.recv_counts
+        return self.root if self.collective else self.message
+
+    def without_memory(self) -> Operation:
+        """The same request of any arrays that are alike; see ``Buffer.without_memory``."""
+        send = self.send and self.send.without_memory(0)
+        recv = send if self.recv is self.send else self.recv and self.recv.without_memory(1)
+        return replace(self, send=send, recv=recv)
+
+    def values(self, backend: str, kernel: str | None) -> dict[str, Any]:
+        """All properties of a call that must be equal on all ranks."""
+        buffer = self.send or self.recv
+        values: dict[str, Any] = {
+            "operation": self.name,
+            "dtype": buffer.dtype.name if buffer else None,
+            "count": self.common_count(),
+            "op": self.reduction.op.name if self.reduction else None,
+            "root": self.root,
+            "algorithm": self.options.algorithm,
+            "deterministic": self.options.deterministic,
+            "purpose": self.options.purpose or None,
+            "backend": backend,
+            "kernel": kernel,
+        }
+        if self.name in ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v"):
+            values["counts"] = list(self.recv_counts or self.send_counts or ())
+        return values
+
     def __str__(self) -> str:
         return self.text()
 
@@ -105,88 +146,3 @@ class Operation:
         if self.options.purpose:
             text += f", for {self.options.purpose}"
         return text
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Route:
-    """How a backend runs an operation, chosen by its ``prepare``.  Calls with the same arguments may share one."""
-
-    backend: Any
-    """The backend that runs it; under ``auto``, one of its backends."""
-    launch: Callable[[int], None] | None = None
-    """Queues it on the stream with that handle (GPU backends)."""
-    kernel: str | None = None
-    """The kernel, if it depends on more than the arguments and must be the same on all ranks."""
-    overlap: bool = False
-    """Whether it runs beside the stream of the arrays."""
-    mark: int = 0
-    """The fingerprint of the calls that share this route; 0: each call has its own, or none."""
-    fixed: bool = True
-    """Whether the call takes the same route inside and outside a graph."""
-
-
-class Call:
-    """An operation as a communicator launches it, once or many times.
-
-    The communicator sets ``group`` (its name), ``of_group`` (of its ``Ledger``) and ``sequence``.  Collectives and
-    messages have separate sequence numbers; those of collectives are equal on all ranks.  The backend sets ``route``,
-    ``mark`` (the fingerprint, 0 until computed), and on a GPU ``stream`` (a handle) and ``queue`` (the stream object,
-    which keeps it valid), or on a host ``plan``, made at the first launch.
-    ``record`` and ``description`` belong to the flight recorder.
-    """
-
-    __slots__ = (
-        "__weakref__", "collective", "description", "group", "mark", "of_group", "operation", "plan", "queue", "record",
-        "route", "sequence", "stream",
-    )  # fmt: skip
-
-    stream: int
-    queue: Any
-    record: list[Any] | None
-    description: tuple[Any, ...] | None
-
-    def __init__(self, operation: Operation, group: str = "", sequence: int = -1, of_group: str = "") -> None:
-        self.operation, self.group, self.sequence, self.of_group = operation, group, sequence, of_group
-        self.collective = operation.name not in POINT_TO_POINT
-        self.route: Route | None = None
-        self.plan: Any = None
-        self.mark = 0
-        self.record = self.description = None
-
-    @property
-    def name(self) -> str:
-        """The operation's name, such as "all_reduce"."""
-        return self.operation.name
-
-    def fingerprint(self) -> dict[str, Any]:
-        """All properties of the call that must be equal on all ranks."""
-        o, route = self.operation, self.route
-        buffer = o.send or o.recv
-        print_: dict[str, Any] = {
-            "operation": o.name,
-            "dtype": buffer.dtype.name if buffer else None,
-            "count": o.common_count(),
-            "op": o.reduction.op.name if o.reduction else None,
-            "root": o.root,
-            "algorithm": o.options.algorithm,
-            "deterministic": o.options.deterministic,
-            "purpose": o.options.purpose or None,
-            "backend": route.backend.name if route is not None else None,
-            "kernel": route.kernel if route is not None else None,
-        }
-        if o.name in ("all_gather_v", "reduce_scatter_v", "gather_v", "scatter_v"):
-            print_["counts"] = list(o.recv_counts or o.send_counts or ())
-        return print_
-
-    def __str__(self) -> str:
-        return f"{self.group}: {self.text}" if self.group else self.text
-
-    @property
-    def text(self) -> str:
-        """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
-        return f"{self.operation.name} #{self.sequence}{self.arguments}"
-
-    @property
-    def arguments(self) -> str:
-        """`` of float32[4], root 1 of the group``: what follows the number."""
-        return self.operation.text(self.of_group)

@@ -4,41 +4,36 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import pairwise
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
-from kos.comm.operation import Call, Operation
+from kos.comm.one_thread import check_batch
+from kos.comm.operation import Operation
 from kos.comm.work import Work
-from kos.cuda.streams import capture_of
 from kos.errors import InvalidArgument
+from kos.memory.buffer import address_of
 
 T = TypeVar("T")
 
 
 class Persistent(Generic[T]):
-    """An operation that is checked once and started many times, always on the same arrays."""
+    """A Prepared bound to arrays: an operation that is checked once and started many times."""
 
-    __slots__ = ("__weakref__", "_call", "_captured", "_comm", "_complete", "_queued", "_windows", "_work")
+    __slots__ = ("__weakref__", "_checked", "_comm", "_generation", "_last", "_waits_for", "_work")
 
-    def __init__(self, comm: Any, operation: Operation) -> None:
-        self._comm, self._call = comm, Call(operation, comm.name, of_group=comm._of_group)
-        self._work: Work[T] | None = None  # of the last start, until the communicator is synchronized
-        self._queued: Work[T] | None = None  # of every start on a GPU: all starts queue on one stream
-        self._complete: Work[T] = Work(self._call, comm.backend, None)  # of starts that complete at once
-        self._prepare()
+    def __init__(self, comm: Any, operation: Operation, op: Any, stream: Any, work: Work[T]) -> None:
+        self._comm, self._checked, self._generation = comm, (operation, op, stream), comm._store.generation
+        self._work = work  # never started: each start is a copy of it
+        self._last: Work[T] | None = None  # the last start
+        self._waits_for: Work[T] | None = None  # the same, until the communicator is synchronized; None on a GPU
         comm._persistents.add(self)
 
     def __repr__(self) -> str:
-        call, work = self._call, self._queued or self._work
-        if call.sequence < 0:
-            return f"<Persistent {call.group}: {call.name}{call.arguments}: not started>"
-        return f"<Persistent {call}: {'complete' if work is None else work.state}>"
-
-    def _prepare(self) -> None:
-        self._windows = self._comm._cache.windows
-        self._comm.backend.prepare(self._call)
-        self._queued = self._comm.backend.queued(self._call)
-        fixed = self._call.route is None or self._call.route.fixed
-        self._captured = None if fixed else capture_of(self._call.stream) != 0
+        work = self._last
+        if work is None:
+            return f"<Persistent {self._work.group}: {self._work.name}{self._work.arguments}: not started>"
+        synchronized = self._waits_for is None and not work.backend.on_gpu
+        return f"<Persistent {work}: {'complete' if synchronized else work.state}>"
 
     def start(self) -> Work[T]:
         """Launch the operation and return its Work.  Inside a batch it starts with the batch.
@@ -47,32 +42,32 @@ class Persistent(Generic[T]):
         that returned True, or ``Communicator.synchronize``.  On a GPU starts queue in order on the stream of the
         arrays.
         """
-        comm, call = self._comm, self._call
+        comm = self._comm
         if comm._closed:
             comm._check_open()
         # Does not test whether the operation is complete: ranks could disagree.
-        if self._work is not None and not self._work.reported:
-            raise InvalidArgument(f"start: expected the previous start to be waited for, got {call}")
-        if self._windows != comm._cache.windows:
-            self._prepare()  # it may be bound to memory that is not registered any more
-        elif self._captured is not None and self._captured != (capture_of(call.stream) != 0):
-            self._prepare()  # in a graph another backend may be faster
+        if self._waits_for is not None and not self._waits_for.reported:
+            raise InvalidArgument(f"start: expected the previous start to be waited for, got {self._waits_for}")
+        if self._generation != comm._store.generation or not self._work.prepared.fixed:
+            # It may use memory that is not registered any more, or be captured, where another backend may be faster.
+            self._generation = comm._store.generation
+            self._work = comm._prepare(*self._checked)
+        work = self._work.again()
         if comm._batch is not None:
-            return comm._batch.add(call, self)
-        try:
-            call.sequence = next(comm._collectives if call.collective else comm._messages)
-            comm._group.note(call, 2)
-            work = comm.backend.start(call)
-        except BaseException as error:
-            comm._fail_if_interrupted(error, call)
-            raise
-        if work is None:
-            if self._queued is not None:
-                return self._queued
-            work = self._complete
-            work.reported = False
-        self._work = work
+            return comm._batch.add(work, self)
+        work.prepared.start(comm, work, False)
+        self._started(work)
         return work
+
+    def _started(self, work: Work[T]) -> None:
+        """Record the last start."""
+        self._last = work
+        if not work.backend.on_gpu:
+            self._waits_for = work
+
+    def _synchronized(self) -> None:
+        """The communicator was synchronized."""
+        self._waits_for = None
 
 
 class Batch:
@@ -80,38 +75,43 @@ class Batch:
 
     def __init__(self, comm: Any, async_op: bool) -> None:
         self._comm, self._async_op = comm, async_op
-        self._calls: list[Call] = []
-        self.works: list[Work[Any]] = []
-        self._starts: list[Persistent[Any] | None] = []  # of each call, its Persistent if it has one
+        self._owner = 0  # the thread that opened it
+        self._added: list[Work[Any]] = []
+        self.works: list[Work[Any]] = []  # once they are started
+        self._starts: list[Persistent[Any] | None] = []  # of each Work, its Persistent if it has one
 
-    def add(self, call: Call, persistent: Persistent[Any] | None = None) -> Any:
-        """Add a call, of that ``persistent`` if it has one; returns the array that will hold its result.
+    def add(self, work: Work[Any], persistent: Persistent[Any] | None = None) -> Any:
+        """Add ``work``, of that ``persistent`` if it has one; returns the array that will hold its result.
 
-        Raises InvalidArgument for a second start of one persistent operation.
+        Raises InvalidArgument for a second start of one persistent operation.  Raises CollectiveError if another thread
+        opened the batch.
         """
+        check_batch(self._comm, self._owner, work)
         if persistent is not None and persistent in self._starts:
-            operation = call.operation
-            raise InvalidArgument(f"start: expected one start in a batch, got another of {operation.name}{operation}")
+            what = f"{work.name}{work.operation}"
+            raise InvalidArgument(f"start: expected one start in a batch, got another of {what}")
         self._starts.append(persistent)
-        self._calls.append(call)
-        return call.operation.recv.array if call.operation.recv is not None else None
+        self._added.append(work)
+        return work.array
 
     def __enter__(self) -> Batch:
         if self._comm._batch is not None:
             raise InvalidArgument("batch: expected no other batch to be open, got one inside another")
-        self._comm._batch = self
-        self._calls, self.works, self._starts = [], [], []
+        self._comm._open_batch(self)
+        self._owner = get_ident()
+        self._added, self.works, self._starts = [], [], []
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        self._comm._batch = None
+        self._comm._open_batch(None)
         if value is not None:
             return
-        _refuse_clashes([call.operation for call in self._calls])
-        self.works = self._comm._launch_all(self._calls, self._async_op)
+        _refuse_clashes(self._added)
+        self._comm._start_all(self._added, self._async_op)
+        self.works = self._added
         for persistent, work in zip(self._starts, self.works, strict=True):
-            if persistent is not None and persistent._queued is None:
-                persistent._work = work
+            if persistent is not None:
+                persistent._started(work)
         if not self._async_op:
             self.wait()
 
@@ -121,17 +121,18 @@ class Batch:
             work.wait(timeout)
 
 
-def _refuse_clashes(operations: list[Operation]) -> None:
+def _refuse_clashes(works: list[Work[Any]]) -> None:
     """Refuse a batch in which an operation uses memory that another one writes: they run concurrently."""
     reads: list[tuple[int, int, int, int]] = []  # device, first byte, end, operation
     writes: list[tuple[int, int, int, int]] = []
-    for number, o in enumerate(operations if len(operations) > 1 else ()):
-        read, written = o.send, o.recv
-        if read is written:  # in place: the root of a broadcast only reads, all others write
-            read, written = (read, None) if o.name == "broadcast" and o.rank == o.root else (None, written)
-        for buffer, spans in ((read, reads), (written, writes)):
+    for number, work in enumerate(works if len(works) > 1 else ()):
+        o = work.operation
+        read, written = (o.send, work.send), (o.recv, work.recv)
+        if o.send is o.recv:  # in place: the root of a broadcast only reads, all others write
+            read, written = (read, (None, None)) if o.name == "broadcast" and o.rank == o.root else ((None, None), read)
+        for (buffer, memory), spans in ((read, reads), (written, writes)):
             if buffer is not None and buffer.count:
-                start, device = buffer.address, -1 if buffer.device is None else buffer.device
+                start, device = address_of(memory), -1 if buffer.device is None else buffer.device
                 spans.append((device, start, start + buffer.nbytes, number))
     writes.sort()
     clash = next(((one, other) for one, other in pairwise(writes) if other[:2] < (one[0], one[2])), None)
@@ -141,6 +142,6 @@ def _refuse_clashes(operations: list[Operation]) -> None:
             at -= 1
             clash = (one, writes[at]) if writes[at][3] != one[3] else None
     if clash is not None:
-        names = [f"{o.name} of {o.send or o.recv}" for o in operations]
+        names = [f"{o.name} of {o.send or o.recv}" for o in (work.operation for work in works)]
         first, second = (f"operation {number}, {names[number]}" for number in sorted(span[3] for span in clash))
         raise InvalidArgument(f"batch: expected no memory that another operation writes, got {first}, and {second}")

@@ -8,12 +8,12 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mock import MockBackend
 from kos.comm.host.mpi import MPIBackend
 from kos.comm.host.tcp import TCPBackend
-from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import InvalidArgument
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,13 @@ import numpy as np
 
 from kos.comm.backend import Backend
 from kos.comm.failures import Ledger, blaming
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Call, Operation
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.prepared import Prepared
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import Request, Transport, execute
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveMismatch, InvalidArgument
-from kos.memory import Buffer
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
@@ -43,30 +43,29 @@ class ScheduledBackend(Backend):
 
     transport: Transport
 
-    def prepare(self, call: Call) -> None:
-        o, options = call.operation, call.operation.options
-        buffer = o.send or o.recv
+    def prepare(self, o: Operation) -> Prepared:
+        options, buffer = o.options, o.send or o.recv
         if buffer is not None and buffer.device is not None:
             raise InvalidArgument(
                 f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
-                f"{buffer.place}; nccl, peer and auto support it"
+                f"{buffer.place}; {self.gpu_array_hint}"
             )
         if options.algorithm != AUTO and self.size > 1:
             runnable(o.name, options.algorithm, self.size, root=o.root or 0)
+        return Prepared(o.without_memory(), self, self.launch)
 
-    def start(self, call: Call) -> Work[Any] | None:
-        if self.broken is not None:
-            self.refuse(call)
+    def launch(self, work: Work[Any]) -> Steps | None:
+        """Begin ``work``; returns the steps that are left, None if it is complete."""
         if self.ledger.board.last is not None:
             self.ledger.board.clear_failure()
-        return self.engine.launch(call, self)
+        return self._run_over_transport(work)
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
 
     # Optional methods of a subclass.
 
-    def agree(self, call: Call) -> Callable[[], bool] | None:
+    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
         """Compare this call with the other ranks' calls of the same sequence number.
 
         Returns a function that polls whether every rank has arrived, and raises CollectiveMismatch if their calls
@@ -74,7 +73,7 @@ class ScheduledBackend(Backend):
         """
         return None
 
-    def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+    def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
         """The backend's own call for one staged collective, or None to run a schedule."""
         return None
 
@@ -88,35 +87,32 @@ class ScheduledBackend(Backend):
 
     # The operations.
 
-    def _steps(self, call: Call) -> Steps | None:
-        return self._by_messages(call)
-
-    def _by_messages(self, call: Call, all_arrived: Callable[[], bool] | None = None) -> Steps:
+    def _run_over_transport(self, work: Work[Any], all_arrived: Callable[[], bool] | None = None) -> Steps:
         """``all_arrived``: the poll of ``agree``, if the ranks already compare this call."""
-        carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
-        all_arrived = all_arrived or (self.agree(call) if call.collective else None)
+        carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{work.name}" if work.collective else "_message")
+        all_arrived = all_arrived or (self.agree(work) if work.collective else None)
         if all_arrived is None:
-            yield from carry(call)
+            yield from carry(work)
             return
         try:
             while not all_arrived():  # before data moves: MPI cannot receive a message that is too long
                 yield
-            for _ in carry(call):
+            for _ in carry(work):
                 all_arrived()  # raises if the wait would never end
                 yield
         except BaseException:
-            tag = self._tag(call)
+            tag = self._tag(work)
             self.transport.cancel(lambda message: message.tag == tag)
             raise
 
-    def _carry(self, call: Call, collective: str, **spaces: Array) -> Steps:
+    def _carry(self, work: Work[Any], collective: str, **spaces: Array) -> Steps:
         """Run one staged collective, by a native call or a schedule."""
-        o = call.operation
+        o = work.operation
         if self.size == 1:
             if "input" in spaces:
                 np.copyto(spaces["output"], spaces["input"])
             return
-        native = self.native(call, spaces, collective)
+        native = self.native(work, spaces, collective)
         if native is not None:
             yield from native
             return
@@ -126,76 +122,74 @@ class ScheduledBackend(Backend):
         algorithm = self.choose(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
-        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(call))
+        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(work))
 
-    def _tag(self, call: Call) -> int:
-        return COLLECTIVE_TAGS + call.sequence % COLLECTIVE_TAGS
+    def _tag(self, work: Work[Any]) -> int:
+        return COLLECTIVE_TAGS + work.sequence % COLLECTIVE_TAGS
 
-    def _all_reduce(self, call: Call) -> Steps:
+    def _all_reduce(self, work: Work[Any]) -> Steps:
         """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""
-        o = call.operation
-        x, out, reduction = _reducing(o)
-        gets = o.recv is not None
+        x, out, reduction = _reducing(work)
+        gets = work.operation.recv is not None
         staged = reduction.stage(x, out if gets else None)
-        yield from self._carry(call, o.name, data=staged)
+        yield from self._carry(work, work.name, data=staged)
         if gets:
             reduction.finish(staged, out)
 
     _reduce = _scan = _exscan = _all_reduce
 
-    def _reduce_scatter(self, call: Call) -> Steps:
-        x, out, reduction = _reducing(call.operation)
+    def _reduce_scatter(self, work: Work[Any]) -> Steps:
+        x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain and not np.may_share_memory(x, out) else reduction.stage(x, None)
         part = out if out.dtype == reduction.carrier else np.empty(out.shape, reduction.carrier)
-        yield from self._carry(call, "reduce_scatter", input=staged, output=part)
+        yield from self._carry(work, "reduce_scatter", input=staged, output=part)
         reduction.finish(part, out)
 
-    def _broadcast(self, call: Call) -> Steps:
-        o = call.operation
-        assert o.send is not None and o.recv is not None
-        if self.rank == o.root and o.send is not o.recv:
-            np.copyto(o.recv.flat, o.send.flat)
-        yield from self._carry(call, "broadcast", data=o.recv.flat)
+    def _broadcast(self, work: Work[Any]) -> Steps:
+        if self.rank == work.operation.root and work.send is not work.recv:
+            np.copyto(work.recv, work.send)
+        yield from self._carry(work, "broadcast", data=work.recv)
 
-    def _all_gather(self, call: Call) -> Steps:
+    def _all_gather(self, work: Work[Any]) -> Steps:
         """Also gather, scatter and all_to_all."""
-        o = call.operation
-        spaces = {"input": o.send, "output": o.recv}
-        flat = {space: buffer.flat for space, buffer in spaces.items() if buffer is not None}
+        o = work.operation
+        spaces = {"input": (o.send, work.send), "output": (o.recv, work.recv)}
+        flat = {space: x for space, (end, x) in spaces.items() if end is not None}
         if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
             flat["input"] = flat["input"].copy()
-        yield from self._carry(call, o.name, **flat)
+        yield from self._carry(work, o.name, **flat)
 
     _gather = _scatter = _all_to_all = _all_gather
 
-    def _all_to_all_v(self, call: Call) -> Steps:
+    def _all_to_all_v(self, work: Work[Any]) -> Steps:
         """Also all_gather_v, gather_v and scatter_v."""
-        o = call.operation
-        send, recv = self._pieces(o.send, o.send_counts, o.root), self._pieces(o.recv, o.recv_counts, o.root)
-        yield from self._exchange(call, send, recv)
+        o = work.operation
+        send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
+        recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
+        yield from self._exchange(work, send, recv)
 
     _all_gather_v = _gather_v = _scatter_v = _all_to_all_v
 
-    def _pieces(self, x: Buffer | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
+    def _pieces(self, x: Array | None, counts: Sequence[int] | None, root: int | None) -> list[Array | None]:
         """The piece of ``x`` for or from each rank; without counts all of ``x``, for the root or for every rank."""
         if x is None:
             return [None] * self.size
         if counts is not None:
-            return [*_split(x.flat, counts)]
-        return [x.flat if root in (None, rank) else None for rank in range(self.size)]
+            return [*_split(x, counts)]
+        return [x if root in (None, rank) else None for rank in range(self.size)]
 
-    def _reduce_scatter_v(self, call: Call) -> Steps:
-        x, out, reduction = _reducing(call.operation)
+    def _reduce_scatter_v(self, work: Work[Any]) -> Steps:
+        x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._exchange(call, _split(staged, call.operation.send_counts or ()), list(parts))
+        yield from self._exchange(work, _split(staged, work.operation.send_counts or ()), list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
 
-    def _barrier(self, call: Call) -> Steps:
-        native = self.native(call, {}, "barrier") if self.size > 1 else None
-        yield from self._disseminate(self._tag(call)) if native is None else native
+    def _barrier(self, work: Work[Any]) -> Steps:
+        native = self.native(work, {}, "barrier") if self.size > 1 else None
+        yield from self._disseminate(self._tag(work)) if native is None else native
 
     _split = _duplicate = _barrier  # the rendezvous makes the groups, but does not compare these calls
 
@@ -208,17 +202,15 @@ class ScheduledBackend(Backend):
             yield from _wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
-    def _message(self, call: Call) -> Steps:
+    def _message(self, work: Work[Any]) -> Steps:
         """send, recv and send_recv; posts the receive first, so that two ranks may exchange."""
-        o, message = call.operation, call.operation.message
+        message = work.operation.message
 
         def post() -> Iterator[Request]:
             if message.src is not None:
-                assert o.recv is not None
-                yield self.transport.irecv(o.recv.flat, message.src, message.recv_tag)
+                yield self.transport.irecv(work.recv, message.src, message.recv_tag)
             if message.dst is not None:
-                assert o.send is not None
-                yield self.transport.isend(o.send.flat, message.dst, message.tag)
+                yield self.transport.isend(work.send, message.dst, message.tag)
 
         return self._finish(post())
 
@@ -240,12 +232,12 @@ class ScheduledBackend(Backend):
             self.transport.cancel(lambda each: each in requests)
             raise
 
-    def _exchange(self, call: Call, send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
+    def _exchange(self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
         """Send piece j to rank j and receive piece j from rank j, all at once; None: no message.
 
         Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
         """
-        tag, transport = self._tag(call), self.transport
+        tag, transport = self._tag(work), self.transport
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
         requests = [transport.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
         requests += [transport.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
@@ -253,7 +245,7 @@ class ScheduledBackend(Backend):
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())
         yield from _wait_for(*requests)
-        if call.name == "all_to_all_v":
+        if work.name == "all_to_all_v":
             # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
 
@@ -264,9 +256,10 @@ def _wait_for(*requests: Request) -> Steps:
             yield
 
 
-def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:
-    assert o.send is not None and o.reduction is not None
-    return o.send.flat, (o.recv or o.send).flat, o.reduction
+def _reducing(work: Work[Any]) -> tuple[Array, Array, Reduction]:
+    o = work.operation
+    assert o.reduction is not None
+    return work.send, work.send if o.recv is None else work.recv, o.reduction
 
 
 def _split(x: Array, counts: Sequence[int]) -> list[Array]:

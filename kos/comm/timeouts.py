@@ -16,6 +16,11 @@ def late(names: str, verb: str = ARRIVE, within: float | None = None) -> str:
     return f"{names} {verb}" + ("" if within is None else f" within {within:g} s")
 
 
+def rejected(callers: list[str]) -> str:
+    """Callers that rank 0 rejected, which may be the late ranks."""
+    return f"rank 0 rejected {', '.join(callers)}: expected the same secret (KOS_SECRET) on all ranks, got another"
+
+
 def late_for(culprits: str, waiting: str) -> str:
     """Late ranks, and the ranks that are late only because they wait for them."""
     return f"{late(culprits)}, for which {waiting} wait"
@@ -24,6 +29,16 @@ def late_for(culprits: str, waiting: str) -> str:
 def stopped(names: str) -> str:
     """Late ranks of this host whose processes are stopped, in state T of proc(5)."""
     return f"{names} were stopped by a signal or a debugger"
+
+
+def cycle(names: str) -> str:
+    """A cycle of ranks that wait for one another."""
+    return f"{names} wait for one another, in calls of several groups"
+
+
+def last_called(name: str, call: str) -> str:
+    """The last call of a late rank of this host, with its line in the program."""
+    return f"the last known call of {name}: {call}"
 
 
 def incomplete(seconds: float | None) -> str:
@@ -64,11 +79,6 @@ def unreached(me: str, other: str, seconds: float, problem: str) -> str:
 def waited(me: str, seconds: float, others: str) -> str:
     """A wait in MPI, which does not report the late ranks."""
     return f"{me} waited {seconds:g} s for {others}"
-
-
-def survivors(seconds: float) -> str:
-    """A shrink under ULFM, which does not report the late ranks."""
-    return f"not all surviving ranks arrived within {seconds:g} s"
 
 
 def running(ranks: list[int], size: int, seconds: float) -> str:

@@ -1,9 +1,11 @@
 """The watchdog: one daemon thread of a process that finds failures while the program waits or computes outside kos.
 
 Every ``TICK`` seconds it calls ``watch`` on each GPU backend, which checks for dead ranks, errors of libraries and
-passed deadlines.  A communicator that fails aborts its operations in flight, so that streams drain, and its next use
-raises the error.  The watchdog also calls the callbacks of ``on_failure``, once each, for any failure.  For them it
-also checks backends for host memory (``find_failure``).  There the next call ends the operations in flight.
+passed deadlines.  It also calls ``watch`` on the board of this host, which publishes the rank's last call.
+
+A communicator that fails aborts its operations in flight, so that streams drain, and its next use raises the error.
+The watchdog also calls the callbacks of ``on_failure``, once each, for any failure.  For them it also checks backends
+for host memory (``find_failure``).  There the next call ends the operations in flight.
 
 Calls take no lock and do not wake this thread.
 """
@@ -39,9 +41,9 @@ _stop = threading.Event()
 
 
 def add(backend: Any) -> None:
-    """Call ``backend.watch()`` every ``TICK`` seconds until the backend is removed or garbage-collected.
+    """Call ``backend.watch()`` every ``TICK`` seconds until the backend, or board, is removed or garbage-collected.
 
-    The first backend starts the thread.
+    The first one starts the thread.
     """
     with _lock:
         _watched.add(backend)

@@ -1,4 +1,4 @@
-"""Work: an operation in flight.  Engine: advances all operations of a rank together."""
+"""Work: one start of a Prepared.  Engine: advances all operations of a rank together."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from time import time_ns
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from kos.comm.arguments import check_timeout
 from kos.comm.failures import StoppedRanks
-from kos.comm.operation import Call
-from kos.comm.recorder import COMPLETED, failed, started
+from kos.comm.operation import Operation
+from kos.comm.recorder import completed, failed, started
 from kos.errors import CollectiveError, Interrupted, KosError
 
 T = TypeVar("T")
 _REPORT_EVERY = 0.02
 """Seconds of waiting after which a rank posts the ranks that it waits for."""
 
+LONG_WAIT, LONG_SLEEP = 10.0, 0.005
+"""Seconds of waiting for a rank that has not begun the operation, and seconds between two polls from then on."""
+
 _SLEEP_SECONDS = 50e-6
 """Seconds between two polls of a progress thread."""
 
 Steps = Generator[None, None, None]
-
-_BEGIN: Any = object()
-"""The steps of an operation that has not begun."""
 
 
 class Idle(Protocol):
@@ -48,32 +48,28 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self._active: list[Work[Any]] = []
+        self.active: list[Work[Any]] = []
         self.unreported: list[Work[Any]] = []  # failed messages whose error was not raised yet
         self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
 
-    def launch(self, call: Call, backend: Any, steps: Steps = _BEGIN) -> Work[Any]:
-        """Start ``call``: messages that need no waiting are posted when this returns.
-
-        ``steps``: the rest of a call that has begun.
-        """
+    def begin(self, work: Work[Any], steps: Steps) -> None:
+        """Run the first of ``steps``, which carry ``work``: messages that need no waiting are posted on return."""
         with self.lock:
-            work: Work[Any] = Work(call, backend, steps)
+            work._steps = steps
             if not work.advance():
-                self._active.append(work)
-                started(call)
+                self.active.append(work)
+                started(work)
                 if (thread := self.thread) is not None:
                     thread.wake()
-        return work
 
     def poll(self) -> bool:
         """Advance every operation without waiting; whether some are still in flight."""
         with self.lock:
-            for work in list(self._active):
+            for work in list(self.active):
                 if work.advance():
-                    self._active.remove(work)
-            return bool(self._active)
+                    self.active.remove(work)
+            return bool(self.active)
 
     def pause(self) -> None:
         """Stop the progress thread, if there is one, until ``resume``: the caller polls itself."""
@@ -88,7 +84,7 @@ class Engine:
         if thread is not None:
             with self.lock:
                 thread.paused -= 1
-                if self._active:
+                if self.active:
                     thread.wake()
 
     @contextmanager
@@ -103,7 +99,7 @@ class Engine:
     def remove(self, work: Work[Any]) -> None:
         """Remove an operation that was cancelled, or whose failure was raised."""
         with self.lock:
-            for works in (self._active, self.unreported):
+            for works in (self.active, self.unreported):
                 if work in works:
                     works.remove(work)
 
@@ -118,21 +114,21 @@ class Engine:
     def disown(self) -> None:
         """Fail all operations in flight in a forked process.  They continue in the process of the rank."""
         self.lock, self.thread = threading.RLock(), None  # another thread of the rank may hold the lock
-        for work in self._active:
+        for work in self.active:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(work._steps))  # never freed, which would cancel messages
-            work._error = CollectiveError(f"{work.call}: {forked_from(work.backend.rank)}")
+            work._error = CollectiveError(f"{work}: {forked_from(work.backend.rank)}")
             work._steps = None
-        self._active.clear()
+        self.active.clear()
 
     def works_of(self, backend: Any) -> list[Work[Any]]:
         """The operations of ``backend`` that the program has not waited for: failed messages, then those in flight."""
         with self.lock:
-            return [work for work in [*self.unreported, *self._active] if backend.owns(work)]
+            return [work for work in [*self.unreported, *self.active] if backend.owns(work)]
 
     def outstanding(self) -> list[Work[Any]]:
         """The operations in flight, in the order of their launch."""
         with self.lock:
-            return list(self._active)
+            return list(self.active)
 
 
 def forked_from(rank: int) -> str:
@@ -193,22 +189,91 @@ class Work(Generic[T]):
     CollectiveError for other errors of the backend.
     """
 
-    __slots__ = ("_error", "_report_at", "_steps", "backend", "call", "polled_at", "reported")
+    # Attributes of the class: most Works are complete at once, and never set them.
+    sequence = -1
+    """The number of the call: of collectives, equal on all ranks; messages have numbers of their own."""
+    record: list[Any] | None = None
+    """Its entry in the flight recorder."""
+    stream: int = 0
+    """On a GPU, the handle of the stream of the arrays."""
+    queue: Any = None
+    """The object that keeps that stream alive."""
+    convert: Callable[[Any], Any] | None = None
+    """Makes the result of ``array``."""
+    held: Any = None
+    """The array that is read, which must live until the GPU has done so."""
+    polled_at: float | None = None
+    """Monotonic time of the first ``done`` that found it in flight."""
+    reported = False
+    """Whether ``wait`` or ``done`` has returned or raised the outcome."""
+    left: Any = None
+    """What the compiled core has begun of it."""
+    _steps: Steps | None = None
+    """None: complete, queued or not started."""
+    _error: KosError | None = None
+    _report_at: float | None = None
+    """When ``done`` next posts the ranks that it waits for."""
 
-    def __init__(self, call: Call, backend: Any, steps: Steps | None = _BEGIN) -> None:
-        self.call = call
-        self.backend = backend  # ``kos.comm.backend.Backend``
-        self._steps = steps  # None: complete
-        self._error: KosError | None = None
-        self.polled_at: float | None = None  # monotonic time of the first ``done`` that found it in flight
-        self._report_at: float | None = None  # when ``done`` next posts the ranks that it waits for
-        self.reported = False  # whether ``wait`` or ``done`` has returned or raised the outcome
+    def __init__(self, prepared: Any, send: Any = None, recv: Any = None, array: Any = None) -> None:
+        """``send`` and ``recv``: 1-D arrays, or addresses on a GPU.  ``array``: that of the result."""
+        self.prepared, self.send, self.recv, self.array = prepared, send, recv, array
+
+    def again(self) -> Work[T]:
+        """Another start on the same arrays."""
+        work: Work[T] = type(self)(self.prepared, self.send, self.recv, self.array)
+        work.stream, work.queue, work.convert, work.held = self.stream, self.queue, self.convert, self.held
+        return work
+
+    def __str__(self) -> str:
+        return f"{self.group}: {self.text}" if self.group else self.text
 
     def __repr__(self) -> str:
-        return f"<Work {self.call}: {self.state}>"
+        return f"<Work {self}: {self.state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"the Work of {self.call} cannot be copied or pickled: wait for it")
+        raise TypeError(f"the Work of {self} cannot be copied or pickled: wait for it")
+
+    @property
+    def operation(self) -> Operation:
+        """The request, without memory."""
+        operation: Operation = self.prepared.operation
+        return operation
+
+    @property
+    def name(self) -> str:
+        """The operation's name, such as "all_reduce"."""
+        return self.operation.name
+
+    @property
+    def collective(self) -> bool:
+        """Whether all ranks take part; False for messages."""
+        return self.operation.collective
+
+    @property
+    def backend(self) -> Any:
+        """The ``kos.comm.backend.Backend`` that runs it."""
+        return self.prepared.backend
+
+    @property
+    def group(self) -> str:
+        """The name of the communicator."""
+        group = self.prepared.description[0]
+        return "" if group is None else str(group.name)
+
+    @property
+    def text(self) -> str:
+        """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
+        return f"{self.name} #{self.sequence}{self.arguments}"
+
+    @property
+    def arguments(self) -> str:
+        """`` of float32[4], root 1 of the group``: what follows the number."""
+        return self.operation.text(self.backend.group_suffix)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All properties of the call that must be equal on all ranks."""
+        values: dict[str, Any] = self.prepared.values
+        return values
 
     @property
     def state(self) -> str:
@@ -223,11 +288,8 @@ class Work(Generic[T]):
         if steps is None:
             return True
         try:
-            if steps is _BEGIN:
-                steps = self._steps = self.backend._steps(self.call)
-            if steps is not None:
-                next(steps)
-                return False
+            next(steps)
+            return False
         except StopIteration:
             self._steps = None
         except Exception as error:
@@ -237,11 +299,9 @@ class Work(Generic[T]):
             return True
         except BaseException as error:  # Ctrl-C has ended the generator during the operation
             self.backend.engine.remove(self)
-            self._fail(Interrupted(f"{self.call}: interrupted by {type(error).__name__}"))
+            self._fail(Interrupted(f"{self}: interrupted by {type(error).__name__}"))
             raise
-        record = self.call.record
-        if record is not None and record[0] is self.call.description:  # ``completed``, inlined
-            record[COMPLETED] = time_ns()
+        completed(self, time_ns())
         return True
 
     def done(self) -> bool:
@@ -251,13 +311,13 @@ class Work(Generic[T]):
         """
         if self._steps is not None:
             self.backend.engine.poll()
-            now, timeout = time.monotonic(), self.call.operation.options.timeout
+            now, timeout = time.monotonic(), self.operation.options.timeout
             self.polled_at = self.polled_at or now
             if self._steps is not None and timeout is not None and now - self.polled_at > timeout:
                 self.expire(timeout)
             if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
                 with self.backend.engine.lock:
-                    self.backend.report_wait(self.call)  # a program that polls waits
+                    self.backend.report_wait(self)  # a program that polls waits
                 self._report_at = now + _REPORT_EVERY
         if self._steps is not None:
             return False
@@ -279,12 +339,11 @@ class Work(Generic[T]):
         if timeout is not None:
             timeout = check_timeout(timeout)
         if self._steps is not None:
-            self._wait(self.call.operation.options.timeout if timeout is None else timeout)
+            self._wait(self.operation.options.timeout if timeout is None else timeout)
         self.reported = True
         if self._error is not None:
             self._raise(self._error)
-        recv = self.call.operation.recv
-        return recv.array if recv is not None else None  # type: ignore[return-value]
+        return self.result
 
     def synchronize(self, timeout: float | None = None) -> T:
         """Wait on the host, where ``wait`` without a timeout may only order work on a GPU."""
@@ -293,8 +352,8 @@ class Work(Generic[T]):
     @property
     def result(self) -> T:
         """The output array, whose contents are valid once the operation is done."""
-        recv = self.call.operation.recv
-        return recv.result if recv is not None else None  # type: ignore[return-value]
+        result: T = self.array if self.convert is None else self.convert(self.array)
+        return result
 
     def cancel(self, error: KosError) -> None:
         """End the operation; ``wait`` raises ``error``."""
@@ -307,7 +366,7 @@ class Work(Generic[T]):
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
-            self.cancel(self.backend.timed_out(self.call, seconds))
+            self.cancel(self.backend.timed_out(self, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.remove(self)
@@ -320,6 +379,7 @@ class Work(Generic[T]):
         idle, engine = backend.idle(), backend.engine
         usual = timeout is not None and timeout <= backend.timeout
         began, stopped = now, None if usual else StoppedRanks(backend.ledger, backend.timeout)
+        sleeps = False
         engine.pause()
         try:
             while True:
@@ -334,19 +394,30 @@ class Work(Generic[T]):
                     return
                 if now > report_at:
                     with engine.lock:
-                        backend.report_wait(self.call)
-                        awaited = [] if stopped is None else backend.waits_for(self.call)
+                        backend.report_wait(self)
+                        awaited = [] if stopped is None else backend.waits_for(self)
+                        # No sleep while another operation is in flight: polls advance it.
+                        alone = now - began > LONG_WAIT and engine.outstanding() == [self]
+                        sleeps = alone and backend.may_sleep(self)
                     report_at, reported = now + _REPORT_EVERY, True
                     if stopped is not None and stopped.find(awaited):
                         self.expire(round(now - began, 1))
                         return
                 idle.pause(mark, remaining)
+                if sleeps:
+                    time.sleep(LONG_SLEEP)
         finally:
             engine.resume()
             if reported:
                 backend.report_wait(None)
 
     def _fail(self, error: Exception) -> None:
-        self._error = self.backend.failed(self.call, error)
+        self._error = self.backend.failed(self, error)
         self._steps = None  # after the error: the program may look while the progress thread is here
-        failed(self.call, self._error)
+        failed(self, self._error)
+
+
+def raising(error: BaseException) -> Steps:
+    """Steps that fail: ``Work.wait`` raises the error."""
+    raise error
+    yield

@@ -12,8 +12,10 @@ import functools
 import hashlib
 import logging
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,28 @@ _TOOL_ERROR = re.compile(r"^(?:ptxas|nvrtc)\b.*\b(?:error|fatal)\b.*$", re.MULTI
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 
 Define = str | int | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """An address in array ``number`` (0 or 1) of a launch, known when that begins: ``offset`` bytes after its first."""
+
+    number: int
+    offset: int
+    alignment: int
+    """Address of the array modulo 16."""
+
+    def __add__(self, nbytes: int) -> Address:
+        return Address(self.number, self.offset + nbytes, self.alignment)
+
+    def __mod__(self, divisor: int) -> int:
+        assert 16 % divisor == 0
+        return (self.alignment + self.offset) % divisor
+
+
+def resolved(address: Any, arrays: Sequence[int]) -> int:
+    """An Address, or a number, as a number."""
+    return arrays[address.number] + address.offset if type(address) is Address else int(address)
 
 
 class KernelCache:
@@ -178,7 +202,7 @@ class Kernel:
     low ones), and NumPy or ctypes scalars for everything else: a Python ``float`` goes as double.
     """
 
-    __slots__ = ("_configs", "_function", "_launch", "_shared", "device", "handle", "name")
+    __slots__ = ("_configs", "_function", "_launch", "_max_active_blocks", "_shared", "device", "handle", "name")
 
     def __init__(self, cubin: bytes, name: str, device: int) -> None:
         from cuda.core import ObjectCode, launch
@@ -197,6 +221,7 @@ class Kernel:
         self.device = device
         self._launch = launch
         self._shared = _DEFAULT_SHARED_LIMIT
+        self._max_active_blocks: dict[int, int] = {}
         self._configs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0) -> None:
@@ -229,15 +254,17 @@ class Kernel:
         ``cooperative`` guarantees that all blocks run at once, or refuses.  ``overlap`` lets the launch begin before
         the kernel queued before it has ended (programmatic dependent launch): the kernel must wait for it itself.
         For a launch on a default stream the device must be current; any other stream has its own context.  One thread
-        at a time may call the function.
+        at a time may call the function, unless arguments are an ``Address``: then it takes the addresses of the arrays
+        after the stream, and any thread may call it.
         """
         self._allow(shared)
         config = _launch_config(grid, block, shared, cooperative, overlap)
-        parameters, kept = _parameters(arguments)
+        later = [(i, x.number, x.offset) for i, x in enumerate(arguments) if type(x) is Address]
+        parameters, kept = _parameters([0 if type(x) is Address else x for x in arguments])
         function, queue, last = self._function, cu.cuLaunchKernelEx, None
         config.hStream = streams.LEGACY
 
-        def launch(stream: Any, keep: Any = (self, kept)) -> None:
+        def launch(stream: Any, *_: int, keep: Any = (self, kept)) -> None:
             nonlocal last
             if stream is not last:
                 config.hStream, last = streams.handle(stream), stream
@@ -245,7 +272,25 @@ class Kernel:
             if status:
                 raise self._error(status)
 
-        return launch
+        if not later:
+            return launch
+        lock = threading.Lock()  # the driver reads the parameters without Python's lock
+
+        def launch_on(stream: Any, *arrays: int) -> None:
+            with lock:
+                for i, number, offset in later:
+                    kept[i] = arrays[number] + offset
+                launch(stream)
+
+        return launch_on
+
+    def max_active_blocks(self, threads: int) -> int:
+        """How many blocks of ``threads`` threads, without dynamic shared memory, a multiprocessor holds at once."""
+        if threads not in self._max_active_blocks:
+            with driver.on_device(self.device):
+                occupancy = cu.cuOccupancyMaxActiveBlocksPerMultiprocessor
+                self._max_active_blocks[threads] = int(call(occupancy, self._function, threads, 0))
+        return self._max_active_blocks[threads]
 
     def _error(self, status: Any) -> CudaError:
         return driver.error_of(f"launch of {self.name}: cuLaunchKernelEx", status)
@@ -296,12 +341,27 @@ def _three(sizes: Any) -> tuple[int, ...]:
     return (*(sizes if isinstance(sizes, tuple) else (sizes,)), 1, 1)[:3]
 
 
+_load_locks: dict[int, threading.RLock] = {}  # by device; reentrant: the garbage collector may run while a thread loads
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+
+
 def load_kernel(path: str | Path, name: str, device: int, **defines: Define) -> Kernel:
-    """The kernel ``name`` of ``path`` for ``device``: compiled, loaded and cached at its first use."""
-    return _load(path, name, device, tuple(sorted(defines.items())))
+    """The kernel ``name`` of ``path`` for ``device``: compiled, loaded and cached at its first use.
+
+    CUDA loads a kernel only when all running kernels of the process on the device have ended.  Until then no other
+    thread can launch a kernel.  So all threads share one loaded kernel: a second load would wait for
+    the kernel that another thread has launched, which may wait for another rank.
+    """
+    key = path, name, device, tuple(sorted(defines.items()))
+    if (kernel := _kernels.get(key)) is not None:  # without the lock, which a thread holds while it waits for the GPU
+        return kernel
+    with _load_locks.setdefault(device, threading.RLock()):
+        if key not in _kernels:
+            driver.require()
+            _kernels[key] = Kernel(compile_kernels(path, device_info(device).arch, defines), name, device)
+        return _kernels[key]
 
 
-@functools.cache
-def _load(path: str | Path, name: str, device: int, defines: tuple[tuple[str, Define], ...]) -> Kernel:
-    driver.require()
-    return Kernel(compile_kernels(path, device_info(device).arch, dict(defines)), name, device)
+def is_loaded(path: str | Path, name: str, device: int, **defines: Define) -> bool:
+    """Whether ``load_kernel`` has loaded this kernel before."""
+    return (path, name, device, tuple(sorted(defines.items()))) in _kernels

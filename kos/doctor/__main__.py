@@ -17,10 +17,10 @@ import time
 from dataclasses import asdict
 
 import kos
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.bootstrap import default_rendezvous, launched_rank
+from kos.comm.control.mpi_job import under_mpirun
 from kos.comm.gpu.backend import device_of
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
-from kos.comm.rendezvous.mpi_job import under_mpirun
 from kos.commands import program
 from kos.cuda import visible_devices
 from kos.doctor import ranks

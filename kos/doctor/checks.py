@@ -19,21 +19,26 @@ from importlib import metadata
 from pathlib import Path
 
 import kos
-from kos import commands, cuda
+from kos import _core, commands, cuda
+from kos.comm.control.base import machine_id
+from kos.comm.control.mpi_job import in_thread, under_mpirun
 from kos.comm.gpu import nccl_binding
-from kos.comm.rendezvous.base import host_id
-from kos.comm.rendezvous.mpi_job import in_thread, under_mpirun
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache
 from kos.errors import in_words, install
-from kos.memory.ipc import Origin
+from kos.memory.ipc import Origin, pretended_host
 
 OK, NO, BAD = "ok", "no", "bad"
 """Verdicts: it works; it does not, but communication does not need it; communication will not work."""
 
 CHECK_SECONDS = 30.0
 SMALL_SHM = 1 << 30
+_HOPPER = 9  # the major compute capability of the GPUs on which kos has run
+_NEVER_RUN = (
+    "kos has run on Hopper (compute capability 9.0) only; tests compile its kernels for other GPUs: "
+    "mpirun -n N kos bench --collective all compares every element here"
+)
 _EXTRAS = {
     "": ("numpy", "ml_dtypes", "mpi4py"),
     "train": ("pydantic", "rich", "safetensors", "threadpoolctl"),
@@ -76,7 +81,7 @@ def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float =
 
 def local_checks() -> list[Check]:
     """All checks that need no other rank."""
-    checks = (python, packages, mpi, shared_memory, cuda_driver, cuda_libraries, nvrtc, gpus)
+    checks = (python, packages, mpi, compiled_core, shared_memory, cuda_driver, cuda_libraries, nvrtc, gpus)
     return [check for each in checks for check in bounded(each.__name__.replace("_", " "), each)]
 
 
@@ -84,7 +89,7 @@ def facts() -> dict[str, object]:
     """The facts that ranks compare with each other."""
     return {
         **asdict(Origin.here()),
-        "host_id": host_id(),
+        "host_id": f"{machine_id()} {pretended_host()}",
         "kos": kos.__version__,
         "numpy": _version("numpy"),
         "NCCL": _or_none(nccl_binding.version),
@@ -133,6 +138,13 @@ def mpi() -> Iterator[Check]:
     if launcher and not remedy and not under_mpirun() and commands.refuses_root(launcher):
         remedy = f"for root: mpirun {commands.AS_ROOT}, or export {' '.join(f'{name}=1' for name in commands.ROOT)}"
     yield Check("MPI", verdict, found, remedy)
+
+
+def compiled_core() -> Iterator[Check]:
+    """Without it ranks of one host share no memory."""
+    reason = _core.unavailable
+    remedy = "" if reason is None else "ranks of one host share no memory: install kos again beside a C compiler"
+    yield Check("compiled core", OK if reason is None else NO, reason or "ranks of one host share memory", remedy)
 
 
 def shared_memory() -> Iterator[Check]:
@@ -197,7 +209,7 @@ def gpus() -> Iterator[Check]:
             f"{info.memory / 2**30:.0f} GiB, {info.multiprocessors} SMs, {info.pci_address}, "
             f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks"
         )
-        yield Check(f"GPU {info.index}", OK, found)
+        yield Check(f"GPU {info.index}", OK, found, "" if major == _HOPPER else _NEVER_RUN)
 
 
 def _version(package: str) -> str | None:

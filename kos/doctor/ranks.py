@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator
-from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.control.base import Rendezvous
 from kos.cuda import visible_devices
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.errors import KosError, in_words, plural, ranks_in_words

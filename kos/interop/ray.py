@@ -21,8 +21,8 @@ import time
 from typing import Any
 
 import kos
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.foreign import rendezvous_of
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.bootstrap import rendezvous_of
 from kos.errors import InvalidArgument, RendezvousError
 
 _POLL_SECONDS, _PROBE_SECONDS = 0.05, 1.0

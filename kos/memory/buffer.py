@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from kos.cuda import streams
+from kos.cuda.kernels import Address
 from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, ON_GPU, host_array
 from kos.memory.libraries import current_stream, immutable, library_of, negated, plain_array
+from kos.memory.windows import place
 
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 
@@ -38,11 +40,22 @@ class Buffer:
     stream: int = streams.LEGACY
     queue: Any = None  # the object that keeps that stream alive; the handle if none is known
     convert: Callable[[Any], Any] | None = None  # makes the result of ``array``, once the work is queued or done
+    readonly: bool = False  # on a GPU
+
+    def without_memory(self, number: int) -> Buffer:
+        """Its description, for calls on any memory.
+
+        On a GPU its ``pointer`` is the address if it lies in a window, which the other ranks reach, else the Address of
+        array ``number`` of a launch.
+        """
+        near = self.device is None or place(self.pointer) == self.pointer
+        pointer: Any = self.pointer if near else Address(number, 0, self.pointer % 16)
+        return replace(self, array=None, flat=_NO_VIEW, pointer=pointer, queue=None, convert=None)
 
     @property
-    def result(self) -> Any:
-        """The array that the call returns."""
-        return self.array if self.convert is None else self.convert(self.array)
+    def memory(self) -> Any:
+        """What a backend gets: the 1-D view, or on a GPU the address."""
+        return self.flat if self.device is None else self.pointer
 
     @property
     def nbytes(self) -> int:
@@ -54,8 +67,7 @@ class Buffer:
         """The address of the first element."""
         if self.device is not None:
             return self.pointer
-        start: int = self.flat.__array_interface__["data"][0]
-        return start
+        return address_of(self.flat)
 
     @property
     def place(self) -> str:
@@ -76,7 +88,7 @@ class Buffer:
         return f"{self.dtype.name}{list(self.shape)}"
 
 
-_ON_DEVICE: Any = None  # ``flat`` of GPU memory
+_NO_VIEW: Any = None  # ``flat`` of GPU memory
 
 
 def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
@@ -124,13 +136,14 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
         stream = array.stream
     known, handle, queue = _last_stream
     if known is not stream:
-        handle, queue = _look_up(stream)
+        handle, queue = handle_and_keeper(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
-    return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle, queue)
+    where = array.device, array.pointer, handle, queue
+    return Buffer(given, _NO_VIEW, array.dtype, count, shape, *where, readonly=array.readonly)
 
 
-def _look_up(stream: Any) -> tuple[int, Any]:
+def handle_and_keeper(stream: Any) -> tuple[int, Any]:
     """Handle and keeper of ``stream``; caches the last one, as consecutive calls mostly use one stream."""
     global _last_stream
     handle, queue = streams.handle(stream), streams.keeper(stream)
@@ -192,3 +205,11 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
     if hasattr(x, "__cuda_array_interface__"):
         return None
     raise InvalidArgument(f"{what}: expected an array, got {type(x).__name__}")
+
+
+def address_of(memory: Any) -> int:
+    """The address of a 1-D ndarray; an address is itself."""
+    if isinstance(memory, int):
+        return memory
+    start: int = memory.__array_interface__["data"][0]
+    return start

@@ -60,7 +60,7 @@ class DeviceMemory:
 class Origin:
     """The host and the namespaces of a process, which decide whether it can share memory."""
 
-    boot: str  # identity of this boot of the kernel: distinguishes machines with the same name
+    boot: str  # identity of this boot of the kernel, which distinguishes machines with the same name, and of the host
     host: str
     pid_namespace: str
     ipc_namespace: str
@@ -68,13 +68,13 @@ class Origin:
 
     @staticmethod
     def here() -> Origin:
-        return _origin(os.getpid())
+        return _origin(os.getpid(), pretended_host())
 
     def obstacle(self) -> str | None:
         """Why this process may be unable to map memory of that one, or None if no obstacle is known."""
         own = Origin.here()
         if self.boot != own.boot:
-            return f"it is on another machine ({self.host}; this is {own.host})"
+            return f"it is on another host ({self.host}; this is {own.host})"
         if self.pid_namespace != own.pid_namespace:
             return "it is in another pid namespace (containers: share one, as with --pid=host)"
         if self.ipc_namespace != own.ipc_namespace:
@@ -82,8 +82,13 @@ class Origin:
         return None
 
 
+def pretended_host() -> str:
+    """The name in ``KOS_HOST`` of the host on which this process pretends to be; "" for none."""
+    return os.environ.get("KOS_HOST", "")
+
+
 @functools.lru_cache(maxsize=1)
-def _origin(pid: int) -> Origin:
+def _origin(pid: int, pretended: str) -> Origin:
     host = socket.gethostname()
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -93,7 +98,7 @@ def _origin(pid: int) -> Origin:
         namespaces = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/ipc")
     except OSError:
         namespaces = "", ""
-    return Origin(boot, host, *namespaces, pid)
+    return Origin(f"{boot} {pretended}", pretended or host, *namespaces, pid)
 
 
 @dataclass(frozen=True)

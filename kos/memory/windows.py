@@ -14,6 +14,9 @@ from kos.cuda.driver import cu
 from kos.cuda.graphs import CapturedGraph, captured_graph
 from kos.cuda.streams import LEGACY
 
+Launch = Callable[..., None]
+"""Queues an operation on a stream: (stream, address of what is sent, address of what is received)."""
+
 
 class Registrar(Protocol):
     """The registrar of the memory."""
@@ -52,7 +55,7 @@ class WindowMemory:
     def __init__(self, pointer: int, nbytes: int, handle: Any, owner: Any = None) -> None:
         self.pointer, self.nbytes, self.handle, self.owner = pointer, nbytes, handle, owner
         self._graphs: list[CapturedGraph] = []
-        _memories[id(self)] = self  # several communicators may register one address
+        memories[id(self)] = self  # several communicators may register one address
 
     def add(self, graph: CapturedGraph) -> None:
         """Record that ``graph`` uses the memory."""
@@ -66,7 +69,7 @@ class WindowMemory:
 
     def forget(self) -> None:
         """Remove the memory from the table before it is freed."""
-        _memories.pop(id(self), None)
+        memories.pop(id(self), None)
 
 
 class InWindows:
@@ -74,20 +77,30 @@ class InWindows:
 
     __slots__ = ("_memories", "launch")
 
-    def __init__(self, launch: Callable[[int], None], memories: Sequence[WindowMemory]) -> None:
+    def __init__(self, launch: Launch, memories: Sequence[WindowMemory]) -> None:
         self.launch, self._memories = launch, memories
 
-    def __call__(self, stream: int) -> None:
+    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
         if stream != LEGACY and cu.cuStreamIsCapturing(stream)[1] and (graph := captured_graph(stream)) is not None:
             for memory in self._memories:
                 memory.add(graph)
-        self.launch(stream)
+        self.launch(stream, send, recv)
 
 
-_memories: dict[int, WindowMemory] = {}
+memories: dict[int, WindowMemory] = {}
+"""All windows of this process."""
 
 
-def in_windows(launch: Callable[[int], None], pointers: Iterable[int]) -> Callable[[int], None]:
+def in_windows(launch: Launch, pointers: Iterable[Any]) -> Launch:
     """``launch`` as InWindows; ``launch`` itself if none of the addresses lies in a window of this process."""
-    memories = [m for m in list(_memories.values()) if any(0 <= p - m.pointer < m.nbytes for p in pointers)]
-    return InWindows(launch, memories) if memories else launch
+    known = [p for p in pointers if isinstance(p, int)]
+    near = [m for m in list(memories.values()) if any(0 <= p - m.pointer < m.nbytes for p in known)]
+    return InWindows(launch, near) if near else launch
+
+
+def place(pointer: int) -> int:
+    """What a call depends on of an address: the address itself if it lies in a window, else its alignment."""
+    for memory in list(memories.values()):
+        if 0 <= pointer - memory.pointer < memory.nbytes:
+            return pointer
+    return pointer & 15

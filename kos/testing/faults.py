@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from threading import TIMEOUT_MAX
+from typing import Any
 
 from kos.comm.arguments import check_int
+from kos.comm.control.threads import ThreadWorld
 from kos.comm.failures import blaming
-from kos.comm.operation import Call
-from kos.comm.rendezvous.threads import ThreadWorld
+from kos.comm.work import Work
 from kos.errors import CollectiveError, InvalidArgument
 
 KINDS = ("delay", "drop", "error", "stall", "crash")
@@ -76,47 +77,47 @@ class FaultPlan:
         self.stalled: set[int] = set()
         self.lost: dict[tuple[int, str], None] = {}  # rank and operation of the messages that were dropped, in order
 
-    def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
+    def inject(self, world: ThreadWorld, rank: int, work: Work[Any]) -> Callable[[], None] | None:
         """Apply the faults of the next operation of world rank ``rank``.
 
         If its messages are dropped, returns a function to call for each of them.
         """
-        numbers = {None: self.operations[rank], call.name: self._calls[rank, call.name]}
+        numbers = {None: self.operations[rank], work.name: self._calls[rank, work.name]}
         self.operations[rank] += 1
-        self._calls[rank, call.name] += 1
+        self._calls[rank, work.name] += 1
         lost = None
         for fault in self._faults:
             if fault.rank != rank or numbers.get(fault.call) != fault.operation:
                 continue
             if fault.kind == "drop":
-                lost = partial(self._lose, fault, call)
+                lost = partial(self._lose, fault, work)
                 continue
             self.pending.discard(fault)
             if fault.kind == "delay":
                 with world.lock:
                     world.wakeup[rank].wait_for(lambda: False, fault.seconds or 0.02)
             elif fault.kind == "error":
-                raise blaming(CollectiveError(f"{call}: rank {rank} failed, as the test's plan says"), [rank])
+                raise blaming(CollectiveError(f"{work}: rank {rank} failed, as the test's plan says"), [rank])
             elif fault.kind == "stall":
-                self._stall(world, rank, call)
+                self._stall(world, rank, work)
             else:
-                raise Crashed(f"it crashed before {call.name}")
+                raise Crashed(f"it crashed before {work.name}")
         return lost
 
-    def _lose(self, fault: Fault, call: Call) -> None:
-        """Record that a message of ``call`` was dropped."""
+    def _lose(self, fault: Fault, work: Work[Any]) -> None:
+        """Record that a message of ``work`` was dropped."""
         self.pending.discard(fault)
-        self.lost[fault.rank, f"{call.name} #{call.sequence}"] = None
+        self.lost[fault.rank, f"{work.name} #{work.sequence}"] = None
 
     def culprits(self) -> tuple[int, ...]:
         """The ranks that have stalled or lost messages."""
         return tuple(sorted({*self.stalled, *(rank for rank, _ in self.lost)}))
 
-    def _stall(self, world: ThreadWorld, rank: int, call: Call) -> None:
+    def _stall(self, world: ThreadWorld, rank: int, work: Work[Any]) -> None:
         """Wait until all other ranks have ended or stalled too."""
         with world.lock:
             self.stalled.add(rank)
             world.notify(list(range(len(world.wakeup))))
             while len(world.ends) + len(self.stalled) < len(world.wakeup):
-                world.wait(rank, None, lambda: [(f"stalled before {call.name}, as the test's plan says", [])])
-        raise Crashed(f"it stalled before {call.name}")
+                world.wait(rank, None, lambda: [(f"stalled before {work.name}, as the test's plan says", [])])
+        raise Crashed(f"it stalled before {work.name}")

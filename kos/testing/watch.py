@@ -1,4 +1,4 @@
-"""The checks of ``spawn`` while ranks run: deadlocks, arrays written in flight, messages never received."""
+"""The checks of ``spawn`` while ranks run: deadlocks, arrays written in flight, messages and Works left over."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
-from copy import copy
-from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
 
+from kos.comm.control.threads import ThreadGroup, ThreadWorld, Waits
 from kos.comm.failures import blaming
 from kos.comm.host.mock import MockBackend
-from kos.comm.operation import Call, Operation
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadWorld, Waits
-from kos.comm.work import Steps
+from kos.comm.recorder import call_site
+from kos.comm.work import Steps, Work
 from kos.errors import CollectiveError, CollectiveTimeout
-from kos.memory import Buffer
 from kos.testing.faults import FaultPlan
 
 _POLL_SECONDS = 0.05  # seconds between two checks for threads that may still help waiting ranks
+_DELAYED, _DELAY_SECONDS = 64, 0.005  # the first collectives, which are delayed
 _SHOWN = 16  # ranks in a message
 
 
@@ -41,9 +39,14 @@ class Watch:
     is alive: it may compute, sleep, or serve a communicator.
     """
 
-    def __init__(self, size: int, plan: FaultPlan, buffer_bytes: float, deadlock: bool, arrays: bool) -> None:
+    def __init__(
+        self, size: int, plan: FaultPlan, buffer_bytes: float, deadlock: bool, arrays: bool, strict: bool
+    ) -> None:
         self.plan, self.buffer_bytes = plan, buffer_bytes
-        self._deadlock, self._arrays = deadlock, arrays
+        self._deadlock, self._arrays, self._strict = deadlock, arrays, strict
+        self.two_threads: CollectiveError | None = None  # the first
+        self._delays_left = _DELAYED
+        self._works: list[list[tuple[Work[Any], str]]] = [[] for _ in range(size)]  # not yet waited for; their lines
         self.threads: list[threading.Thread] = []  # of the ranks
         self.deadline = float("inf")
         self._others = set(threading.enumerate())
@@ -91,27 +94,63 @@ class Watch:
             lines.append("the cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))
         return "deadlock: every rank waits, and none can continue:\n  " + "\n  ".join(lines)
 
-    def guard(self, call: Call, run: Callable[[Call], Steps]) -> Steps:
-        """Run ``call`` on copies of its arrays, and fail if the rank writes to the arrays before it is complete."""
-        o = call.operation
+    def guard(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps:
+        """Run ``work`` on copies of its arrays, and fail if the rank writes to the arrays before it is complete."""
         if not self._arrays:
-            yield from run(call)
+            yield from run(work)
             return
-        send = _copy(o.send)
-        recv = send if o.recv is o.send else _copy(o.recv)
-        before, at_launch, carried = _checksums(o), True, copy(call)
-        carried.operation = replace(o, send=send, recv=recv)
+        send, recv = work.send, work.recv
+        before, at_launch, carried = _checksums(work), True, work.again()
+        carried.sequence = work.sequence
+        carried.send = None if send is None else send.copy()
+        carried.recv = carried.send if recv is send else None if recv is None else recv.copy()
         for _ in run(carried):
             at_launch = False
             yield
         if at_launch:
             yield  # the program may write now
-        if _checksums(o) != before:
+        if _checksums(work) != before:
+            rank = work.operation.rank
             raise CollectiveError(
-                f"{call}: rank {o.rank} wrote to its array while the operation was in flight, or another operation did"
+                f"{work}: rank {rank} wrote to its array while the operation was in flight, or another operation did"
             )
-        if o.recv is not None and recv is not None and o.recv.flat.flags.writeable:  # unlike a root's array
-            np.copyto(o.recv.flat, recv.flat)
+        if work.operation.recv is not None and recv.flags.writeable:  # unlike a root's array
+            np.copyto(recv, carried.recv)
+
+    def delay_collective(self) -> None:
+        """Delay a collective while the program runs other threads, so that their unordered collectives overlap with it.
+
+        Only the first collectives are delayed, since such a thread may never call one.
+        """
+        others = (each for each in threading.enumerate() if each not in self._others and each not in self.threads)
+        if self._strict and self._delays_left and any(not each.name.startswith("kos-") for each in others):
+            self._delays_left -= 1
+            time.sleep(_DELAY_SECONDS)
+
+    def report_two_threads(self, error: CollectiveError) -> bool:
+        """As in ``Backend``.  Keeps the error for ``spawn``: the thread that raises it may be one that nobody joins."""
+        if self._strict:
+            self.two_threads = self.two_threads or error
+        return self._strict
+
+    def record_launch(self, work: Work[Any], rank: int) -> None:
+        """Record that world rank ``rank`` has launched an operation, for which it must wait."""
+        if self._strict:
+            works = self._works[rank]
+            works[:] = [each for each in works if not each[0].reported]
+            works.append((work, call_site(work)))
+
+    def record_synchronize(self, backend: MockBackend, rank: int) -> None:
+        """Record that the rank has waited for all operations of ``backend``."""
+        works = self._works[rank]
+        works[:] = [each for each in works if each[0].backend is not backend]
+
+    def unwaited(self, rank: int) -> list[str]:
+        """The operations, in groups that have not failed, for which that rank never waited, with their lines."""
+        return [
+            f"rank {rank} never waited for {work}, at {line}"
+            for work, line in self._works[rank] if not work.reported and work.backend.broken is None
+        ]  # fmt: skip
 
     def opened(self, backend: MockBackend, group: ThreadGroup) -> None:
         """Record that a rank has joined a group."""
@@ -138,13 +177,5 @@ def _cycle(waits: dict[int, Waits]) -> list[int]:
     return []
 
 
-def _copy(buffer: Buffer | None) -> Buffer | None:
-    if buffer is None:
-        return None
-    flat = buffer.flat.copy()
-    array: Any = flat.reshape(buffer.shape)
-    return Buffer(array, flat, buffer.dtype, buffer.count, buffer.shape)
-
-
-def _checksums(o: Operation) -> list[int]:
-    return [zlib.crc32(buffer.flat.view(np.uint8).data) for buffer in (o.send, o.recv) if buffer is not None]
+def _checksums(work: Work[Any]) -> list[int]:
+    return [zlib.crc32(x.view(np.uint8).data) for x in (work.send, work.recv) if x is not None]

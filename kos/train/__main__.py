@@ -27,19 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
-    from kos.comm.rendezvous.choose import launched_rank  # which takes a tenth of a second
+    from kos.comm.control.bootstrap import launched_rank  # which takes a tenth of a second
 
     rank = launched_rank()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
     logging.basicConfig(format=f"kos: rank {rank}: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    if rank != 0 and {"-h", "--help"} & set(arguments):
-        return 0
+    if rank != 0:  # all ranks read the same settings
+        logging.getLogger("kos.train.config").setLevel(logging.ERROR)
+        if {"-h", "--help"} & set(arguments):
+            return 0
     try:
         try:
             from kos.train.config.flags import parse
-            from kos.train.engine.machine import thread_pools
+            from kos.train.device.machine import thread_pools
             from kos.train.run import Trainer
 
             thread_pools()

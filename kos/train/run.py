@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import shutil
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -27,23 +29,26 @@ from kos.errors import (
     plural,
 )
 from kos.train.checkpoint import checkpoint, compatibility, huggingface
+from kos.train.checkpoint.extra_files import Extra, dropout, extra_names, read_extra, read_tokenizer_settings
 from kos.train.checkpoint.saving import Saving, write_json
+from kos.train.checkpoint.write_plan import state_shapes
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Dataset, load_data
-from kos.train.engine.choose import choose_device, layout_of, make_engine
-from kos.train.engine.machine import limit_threads, provenance
+from kos.train.data.batches import Dataset, check_fields, load_data
+from kos.train.data.tokenizers import HuggingFaceTokenizer
+from kos.train.device.choose import choose_device, layout_of, make_device
+from kos.train.device.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.parallel.failures import alone, raised_on_every_rank, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands, trackers
 from kos.train.tools.console import Console, duration
-from kos.train.tools.folders import check_folder, check_shared, check_unlocked, lock_folder, run_folder
+from kos.train.tools.folders import check_folder, check_shared, check_unlocked, lock_folder, run_folder, unwritable
 from kos.train.tools.metrics import METRICS, MetricsLog, read_metrics
 from kos.train.tools.profile import Profiler, TimedCommunicator, profile_steps
 from kos.train.train import StepResult, train
 
-PATHS = {"out", "resume", "init_from", "data", "tokenizer"}
+PATHS = {"out", "resume", "init_from", "data", "val_data", "tokenizer"}
 """Settings that may differ between ranks."""
 
 MOST_NOT_FINITE = 20
@@ -60,15 +65,16 @@ class Trainer:
         world: Any = TimedCommunicator(comm, self.profiler) if config.profile else comm
         with raised_on_every_rank():
             layout = layout_of(config, comm.size)
-        self.mesh, device = Mesh(world, layout), choose_device(config.device, comm)
+        self.mesh, kind = Mesh(world, layout), choose_device(config.device, comm)
         with raised_on_every_rank():
-            self.config = config = config.for_world(layout.dp, device)
+            self.config = config = config.for_world(layout.dp, kind)
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
         self.stop.announce(self.console.warn)
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         together(comm, lambda: check_folder(self.out, comm.rank))
         self.checkpoints = self.out / "checkpoints"
+        self._extra: Extra = {}  # on rank 0
         self.skipped = 0  # steps left out, of those of this run
         self._not_finite_in_a_row = 0  # the last of them whose gradients were not finite
         self._untrained: float | None = None  # validation loss before training
@@ -83,10 +89,9 @@ class Trainer:
             same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
             with raised_on_every_rank():
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-            if self.source is not None:
-                alone(comm, self._check_source)
-            self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
-            self.engine.asked = lambda: self.stop.asked
+            alone(comm, self._check_source)
+            self.device = make_device(config, self.model_config, self.data, self.mesh, self.console.progress)
+            self.device.check_stop(lambda: self.stop.asked)
             self._held.push(self._close_groups)
             self._held.callback(self.console.close)
             self._announce()
@@ -109,7 +114,7 @@ class Trainer:
 
         @self.stop.at_once()
         def load() -> Dataset:
-            return load_data(self.config, self.console.progress, weights)
+            return check_fields(load_data(self.config, self.console.progress, weights))
 
         try:
             data = together(self.comm, lambda: load() if first else None)
@@ -136,10 +141,13 @@ class Trainer:
                 raise CheckpointError(f"--resume: {error}") from error
         if self._found is None:
             self._check_free(start=0, saved_step=-1)
+            if config.init_from is not None:
+                huggingface.check_weights(Path(config.init_from))
             return config.init_from, 0, -1, False
         path, step, _ = self._found
         saved_step = step if path.parent.resolve() == self.checkpoints.resolve() else -1
         self._check_free(step, saved_step)
+        compatibility.check_optimizer(self._found, config)
         theirs = huggingface.read_config(path)
         compatibility.check_model(path, theirs, config.model.resolve(theirs.vocab_size, config.seq_len))
         return str(path), step, saved_step, True
@@ -153,28 +161,35 @@ class Trainer:
             raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
 
     def _load(self) -> None:
-        """Give the engine its weights: of the ``source`` each rank reads its part; or all draw them together."""
+        """Give the device its weights: of the ``source`` each rank reads its part; or all draw them together."""
 
         @self.stop.at_once()
         def begin() -> None:
             if self.source is None:
-                return self.engine.draw_weights()
-            path, shapes = Path(self.source), self.model_config.parameter_shapes()
+                return self.device.draw_weights()
+            path, model = Path(self.source), self.model_config
+            shapes, kept = model.parameter_shapes(), self.config.state_of(model)
             if not path.is_dir():
                 got = f"got none on rank {self.comm.rank}"
                 raise CheckpointError(f"{path}: expected a folder that all ranks see, {got}")
-            moments = checkpoint.moment_files(path, shapes) if self._resumes else None
-            self.engine.read(huggingface.weight_files(path, shapes), moments, self.start)
+            state = checkpoint.state_files(path, shapes, kept) if self._resumes else None
+            self.device.read(huggingface.weight_files(path, shapes), state, self.start)
 
         together(self.comm, begin)
         self.console.close()
 
     def _check_source(self) -> None:
-        source = Path(str(self.source))
+        """Check that the weights fit the run, and read the files that checkpoints keep of them and of the tokenizer."""
+        if self.data.tokenizer.kind == HuggingFaceTokenizer.kind and self.config.tokenizer != "auto":
+            self._extra = read_tokenizer_settings(self.config.tokenizer)
+        if self.source is None:
+            return
+        source = Path(self.source)
         compatibility.check_tokenizer(source, self.data.tokenizer)
         if self._found is not None:
             compatibility.warn_of_changes(self._found, self.config, self.description)
         compatibility.check_model(source, huggingface.read_config(source), self.model_config)
+        self._extra = {**self._extra, **read_extra(source)}
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
@@ -185,6 +200,11 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             lock_folder(self.out, self._held)
             checkpoint.remove_unfinished(self.checkpoints)
+            shapes = self.model_config.parameter_shapes()
+            files = (*shapes.values(), *state_shapes(config.state_of(self.model_config), shapes).values())
+            needed = sum(4 * math.prod(shape) for shape in files)
+            if self._trains and (free := shutil.disk_usage(self.out).free) < needed:
+                self.console.say(f"the first checkpoint does not fit: {self.out} has {free:,} bytes free of {needed:,}")
             if self._trains or not (self.out / "config.json").exists():
                 write_json(self.out / "config.json", self.description)
             if config.profile:
@@ -195,12 +215,12 @@ class Trainer:
             self._held.push(self._close_trackers)
             return metrics
         except OSError as error:
-            raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
+            raise unwritable(self.out, error) from error
 
     def _close_groups(self, failed: type[BaseException] | None, *_: object) -> None:
         """After a failure the abort of the world ends them: ranks out of step cannot close them together."""
         broken = failed is not None and not issubclass(failed, Stopped)
-        self.engine.close(broken)
+        self.device.close(broken)
         if not broken:
             self.mesh.close()
 
@@ -214,7 +234,7 @@ class Trainer:
         """The settings as given, the derived values and the machine of the run, for config.json and checkpoints."""
         derived = {name: value for name, value in self.config.to_json().items() if value != self._asked[name]}
         config = {**self._asked, "out": str(self.out)}
-        about = {"data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
+        about = {"cwd": os.getcwd(), "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
         return {"config": config, "derived": derived, **about}
 
     def run(self, failing: Callable[[KosError], None] = lambda error: None) -> None:
@@ -232,7 +252,7 @@ class Trainer:
                     self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
                 if config.profile:
                     return self.console.say(
-                        profile_steps(self.profiler, self.engine, self.start, config.profile, self.out)
+                        profile_steps(self.profiler, self.device, self.start, config.profile, self.out)
                     )
                 if self.start == 0 and config.eval_batches:
                     self._validate_untrained()
@@ -241,7 +261,7 @@ class Trainer:
                 if self.comm.rank == 0:
                     self.stop.advice = f"; resume with: {commands.resume(self.out, self.comm.size)}"
                 self.console.close()
-                stopped = train(self.engine, config, self)
+                stopped = train(self.device, config, self)
                 self._finish_save()
                 self.console.close()
                 self._conclude(stopped)
@@ -253,7 +273,7 @@ class Trainer:
 
     def _validate_untrained(self) -> None:
         with self.stop.at_once() if self.comm.size == 1 else contextlib.nullcontext():  # several ranks: one may wait
-            self._untrained = loss = self.engine.evaluate()
+            self._untrained = loss = self.device.evaluate()
         self.console.say(f"validation loss before training: {loss:.4f}")
         if not math.isfinite(loss):
             whose = self.config.init_from or "this model before its first step"
@@ -264,10 +284,10 @@ class Trainer:
     # --- what the loop reports -------------------------------------------------------------------------
 
     def measure(self, result: StepResult) -> dict[str, Any]:
-        config, engine, step = self.config, self.engine, self.step
+        config, device, step = self.config, self.device, self.step
         for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
             if not math.isfinite(value) and not config.skip_outliers:
-                tensor = engine.not_finite(step)
+                tensor = device.not_finite(step)
                 forward = ", but what the forward breaks is in all" if name == "loss" else ""
                 where = f" (first in the gradient of {tensor}{forward})" if tensor else ""
                 raise self._not_finite(step + 1, name, value, where)
@@ -287,13 +307,13 @@ class Trainer:
         self._not_finite_in_a_row = 0 if math.isfinite(result.norm) else self._not_finite_in_a_row + 1
         if self._not_finite_in_a_row == MOST_NOT_FINITE:
             raise self._not_finite(step + 1, f"gradient norm in one of {MOST_NOT_FINITE} steps", result.norm)
-        row |= engine.measures(row["tokens_per_second"])
+        row |= device.measures(row["tokens_per_second"])
         if step == 0 and self._untrained is not None:
             row["val_loss_before"] = self._untrained
         return row
 
     def validate(self) -> float:
-        loss = self.engine.evaluate()
+        loss = self.device.evaluate()
         if not math.isfinite(loss):
             raise self._not_finite(self.step, "validation loss", loss)
         return loss
@@ -303,7 +323,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write(row)
             for tracker in self._trackers:
-                tracker.check()
+                tracker.log(row)
 
     def save(self) -> None:
         """Save this step after the previous checkpoint is complete. ``--save-async``: files are written meanwhile."""
@@ -313,8 +333,8 @@ class Trainer:
         if self.step == self.config.steps:
             self.stop.plan = f"saving the last step to {self.checkpoints}, then ending"
         self._saving = checkpoint.save(
-            self.checkpoints, self.engine.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
-            keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name,
+            self.checkpoints, self.device.state, step=self.step, tokenizer=self.data.tokenizer, config=self.description,
+            keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name, extra=self._extra,
             show=None if self.config.save_async else self.console.progress,
         )  # fmt: skip
         if not self.config.save_async:
@@ -324,7 +344,7 @@ class Trainer:
 
     def _interrupted(self, error: KosError) -> KosError:
         """The error of a GPU, of other ranks or of files, with the step and the last checkpoint."""
-        where = f" on {self.engine.place}" if isinstance(error, CudaError) else ""
+        where = f" on {self.device.place}" if isinstance(error, CudaError) else ""
         left = "there is no checkpoint yet"
         if self.saved_step > 0:
             left = f"the last checkpoint, of step {self.saved_step}, is good"
@@ -369,11 +389,15 @@ class Trainer:
         layers = plural(model.num_hidden_layers, "layer")
         self.console.say(
             f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
-            f"{self.data.describe()}, {self.mesh.layout.describe()}{', ZeRO-1' * self.engine.sharded}, "
+            f"{self.data.describe()}, {self.mesh.layout.describe()}{', ZeRO-1' * self.device.step.parallel.sharded}, "
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
-        self.console.say(self.engine.describe())
-        if self._trains and (trial := self.engine.trial()) is not None:
+        self.console.say("; ".join(filter(None, (self.data.trained_on, self.data.held_out))))
+        if self.data.note:
+            self.console.say(self.data.note)
+        self.console.say(self.device.describe())
+        self._report_settings()
+        if self._trains and (trial := self.device.trial()) is not None:
             step, validation = trial
             every, steps = config.eval_every or config.steps, config.steps - self.start
             validations = (self.start == 0) + -(-config.steps // every) - self.start // every
@@ -383,11 +407,26 @@ class Trainer:
             whole = steps * step + validations * validation
             self.console.say(f"about {duration(whole)} in all: {about}")
 
+    def _report_settings(self) -> None:
+        """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
+        config, steps, say = self.config, self.config.warmup_steps, self.console.say
+        if self.start == 0 and config.init_from is not None:
+            rates = f"learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
+            context = f"{config.seq_len:,} of at most {self.model_config.max_position_embeddings:,} tokens a sequence"
+            say(f"from the weights in {self.source}: {rates}, {context} (--lr, --warmup-steps, --seq-len)")
+            if names := extra_names(self._extra):
+                say(f"checkpoints also keep these files of {self.source}: {', '.join(names)}")
+            if left_out := dropout(self._extra):
+                say(f"training is without the dropout of {self.source}: {', '.join(left_out)}")
+        if self._trains and steps > config.steps:
+            reached = f"{config.learning_rate()(config.steps - 1):.2e} of {config.lr:.2e}"
+            say(f"the warm-up of {steps} steps is longer than the run: the learning rate reaches {reached}")
+
     def _conclude(self, stopped: bool) -> None:
         text, config, step = "", self.config, self.step
         self.stop.plan, self.stop.advice = "ending the sample, all steps are saved", ""
         if step == config.steps and config.sample_tokens and not stopped:
-            next_logits, model = self.engine.sampler(), self.mesh.model
+            next_logits, model = self.device.sampler(), self.mesh.model_parallel
 
             def stopped_by_any() -> bool:
                 return any(model.comm.all_gather_bytes(b"!" * self.stop.asked)) if model.size > 1 else self.stop.asked

@@ -3,28 +3,37 @@
 ``train`` is the loop: a step, its metrics, a validation, a checkpoint.
 
 ``Step`` is one optimizer step, the same program in every layout: the actions of this rank in its pipeline's schedule,
-with one rank F0 B0 F1 B1 …; then losses, norm and update. CPUs run it at once (``engine/cpu.py``), GPUs queue it, to be
-captured as a CUDA graph (``engine/cuda.py``).
+with one rank F0 B0 F1 B1 …; then losses, norm and update. CPUs run it at once (``device/cpu.py``), GPUs queue it, to be
+captured as a CUDA graph (``device/cuda.py``).
 
-The path of a gradient: ``_backward`` runs the model's backward (``model/llama.py``), which reports each complete
+The path of a gradient: ``_backward`` runs the model's backward (``model/model.py``), which reports each complete
 gradient. ``parallel/gradients.py`` then sums it over the ranks of tp if each has a term of it, and passes it to
 ``parallel/data.py``. That fills a bucket and calls ``comm.all_reduce``, which overlaps the rest of the backward.
-``queue_norm`` and ``queue_update`` follow after all sums.
+Norm and update follow after all sums.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
-from kos.train.model.llama import Llama, Slot, Weights
-from kos.train.ops import Array
-from kos.train.parallel.data import DataParallel
+from kos.train.data.batch import Batch
+from kos.train.layers.context import LOOKUPS, Weights
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import InFlight
+from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
+from kos.train.model.stage import make_stage
+from kos.train.ops import Array, Ops
+from kos.train.parallel.data import Buckets, DataParallel, make_buckets
 from kos.train.parallel.gradients import GradientSums
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Buffer, Pipeline
 from kos.train.parallel.schedules import Action
 from kos.train.parallel.stopping import Stop
+from kos.train.parallel.tree_sum import TreeSum
 
 
 class StepResult(NamedTuple):
@@ -58,18 +67,33 @@ class Run(Protocol):
         """Save a checkpoint."""
 
 
-def train(engine: Step, config: TrainConfig, run: Run) -> bool:
+class Runner:
+    """What runs the steps, a device (``kos.train.device``). Collective."""
+
+    lag: int
+    """How many steps may be started before the first of them is finished, so that the device never waits."""
+
+    def start_step(self, step: int, stop: bool) -> None:
+        """Begin the step (counted from 0). ``stop``: a stop was requested on this rank."""
+        raise NotImplementedError
+
+    def finish_step(self, step: int) -> StepResult:
+        """Wait for a step that was begun, the oldest first."""
+        raise NotImplementedError
+
+
+def train(device: Runner, config: TrainConfig, run: Run) -> bool:
     """Train from step ``run.step`` to ``config.steps``, or until a stop is requested: returns whether one was.
 
-    The engine may start ``lag`` steps before the first of them is finished. It does not start a step before the weights
+    The device may start ``lag`` steps before the first of them is finished. It does not start a step before the weights
     of the step before are evaluated and saved.
     """
     started, stopped = run.step, False
     while run.step < started or (run.step < config.steps and not stopped):
-        while not stopped and started < min(run.step + 1 + engine.lag, _next_pause(config, run.step)):
-            engine.start_step(started, run.stop.asked)
+        while not stopped and started < min(run.step + 1 + device.lag, _next_pause(config, run.step)):
+            device.start_step(started, run.stop.asked)
             started += 1
-        result = engine.finish_step(run.step)
+        result = device.finish_step(run.step)
         row = run.measure(result)
         run.step, stopped = run.step + 1, stopped or result.stop
         last = run.step == config.steps or (stopped and run.step == started)
@@ -92,21 +116,17 @@ def _next_pause(config: TrainConfig, step: int) -> int:
 
 
 class Step:
-    """One optimizer step of this rank. The engine sets what is declared here. All methods are collective."""
+    """One optimizer step of this rank, which holds ``parts`` of ``model``, a stage of the pipeline each. Collective.
 
-    lag: int
-    """How many steps may be started before the first of them is finished, so that the device never waits."""
+    It adds up ``gradients``, and computes with activations of ``dtype``. ``head_rows``: tokens whose logits are in
+    memory at once. The device sets the other attributes before the first step.
+    """
 
-    config: TrainConfig
-    mesh: Mesh
-    pipeline: Pipeline
-    models: list[Llama]
-    """This rank's stages of the pipeline, a model each."""
+    weights: Any
+    """What passes read, by name."""
 
-    weights: Any  # what passes read, by name
-    parallel: DataParallel
-    sums: GradientSums
-    slots: list[Slot]  # the free ones, which no micro-batch uses
+    optimizer: Any
+    """An Optimizer or CudaOptimizer: its weights and state are Parameters or this rank's OwnedSlices."""
 
     count: Array
     """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.targets_per_micro_batch``."""
@@ -117,44 +137,75 @@ class Step:
     reports: Array
     """The same of every rank of the world."""
 
-    def start_step(self, step: int, stop: bool) -> None:
-        """Begin the step (counted from 0). ``stop``: a stop was requested on this rank."""
-        raise NotImplementedError
+    micro_batch: Callable[[int], Batch]
+    """This rank's rows and columns of a micro-batch, (B, T)."""
 
-    def finish_step(self, step: int) -> StepResult:
-        """Wait for a step that was begun, the oldest first."""
-        raise NotImplementedError
+    asked: Callable[[], bool] | None = None
+    """Whether this rank was asked to stop: looked at again at the end of a step that takes long."""
 
-    def micro_batch(self, index: int) -> tuple[Array, Array]:
-        """This rank's tokens and targets (B, T)."""
-        raise NotImplementedError
+    def __init__(
+        self, config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, pipeline: Pipeline,
+        ops: Ops, gradients: Parameters, dtype: Any, buckets: Buckets, head_rows: int | None = None,
+    ) -> None:  # fmt: skip
+        assert config.micro_batch_size is not None
+        self.mesh, self.gradients, self.pipeline, arena = mesh, gradients, pipeline, ops.make_arena()
+        options: dict[str, Any] = {"arena": arena, "recompute": config.recompute, "head_rows": head_rows}
+        self.models = [make_stage(config, model, ops, part, mesh, **options) for part in parts]
+        first, last = (any(getattr(part, end) for part in parts) for end in ("first", "last"))
+        for each in self.models:
+            each.holds_first, each.holds_last = first, last
+        rows = self.models[0].tensor.rows(config.micro_batch_size * config.seq_len // mesh.cp.size)
+        self.message = (rows, model.hidden_size), dtype
+        """The shape and dtype of what stages send."""
+        self.free = [InFlight(ops.make_arena()) for _ in range(pipeline.schedule.slots[mesh.pp.rank])]
+        """Those that no micro-batch uses."""
+        self._in_flight: dict[tuple[int, int], InFlight] = {}  # by micro-batch and chunk
+        self.pipeline.make_buffers(lambda: ops.zeros(*self.message))
+        steps, lookups = pipeline.schedule.micro_batches, None
+        self.micro_batches = mesh.dp.size * steps  # of all ranks
+        self.parallel = DataParallel(
+            mesh.dense, gradients, ops, in_order=steps if config.deterministic else None,
+            bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
+        )  # fmt: skip
+        if config.deterministic and model.tie_word_embeddings and first:  # as on two ends of a pipeline
+            table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple
+            apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
+            longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
+            lookups = TreeSum(mesh.dp, steps, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
+        tied_apart = model.tie_word_embeddings and first != last
+        self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
 
-    def queue_norm(self) -> None:
-        """The norm of the gradient of all ranks."""
-        raise NotImplementedError
+    def counted(self) -> set[str]:
+        """The tensors that count in the norm of the gradient on this rank: each on one of those that hold it whole."""
+        twice = {self.models[0].config.embedding} if self.sums.tied_apart and self.models[-1].local.last else set()
+        return set(self.gradients) - (self.sums.replicated if self.mesh.tp.rank > 0 else set()) - twice
 
-    def queue_update(self) -> None:
-        """Clipping, learning rate and AdamW; no update if the norm is not finite."""
-        raise NotImplementedError
-
-    def queue_step(self) -> None:
+    def run(self) -> None:
         """The whole step."""
-        self.queue_gradients()
+        self.passes()
+        if self.asked is not None:
+            self.report[0] = self.report[0] or self.asked()
         if self.mesh.world.size > 1:
             self.mesh.world.all_gather(self.report, self.reports)
-        self.queue_norm()
-        self.queue_update()
+        self.norm()
+        self.optimizer.update(self.gradients, self.micro_batches)
 
-    def queue_gradients(self) -> None:
+    def norm(self) -> None:
+        """The norm of the gradient of all ranks."""
+        world, parallel = self.mesh.world, self.parallel
+        sum_shards = parallel.sum_shards if parallel.sharded else None
+        largest = (lambda x: world.all_reduce(x, ReduceOp.MAX)) if world.size > 1 else None
+        self.optimizer.norm(self.gradients, sum_shards, parallel.others, largest)
+
+    def passes(self) -> None:
         """Forward and backward of every micro-batch of this rank, and the sums over all that hold the same weights."""
         weights = self.parallel.gather(self.weights) if self.parallel.sharded else self.weights
-        self._in_flight: dict[tuple[int, int], Slot] = {}  # by micro-batch and chunk
         for action, received in self.pipeline.inputs():
-            self.run(action, weights, received)
+            self.act(action, weights, received)
         self.sums.finish()
         self.pipeline.free_buffers()
 
-    def run(self, action: Action, weights: Weights, received: Buffer | None) -> None:
+    def act(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         """One action of the schedule; ``received`` is its input, if that comes from another rank."""
         if action.kind == "F":
             self._forward(action, weights, received)
@@ -165,35 +216,33 @@ class Step:
 
     def _forward(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         """A stage's forward; its input is received, or is the output of the previous chunk on this rank."""
-        model, slot = self.models[action.chunk], self.slots.pop()
-        tokens, _ = self.micro_batch(action.micro_batch)
+        model, flight = self.models[action.chunk], self.free.pop()
         x_nD = None
         if not model.local.first:
             before = self._in_flight.get((action.micro_batch, action.chunk - 1))
             source: Array = received.array if received is not None else before and before.out_nD
-            x_nD = slot.arena.take(source.shape, source.dtype)
+            x_nD = flight.arena.take(source.shape, source.dtype)
             model.ops.copy(source, x_nD)
         with model.ops.step(model.arena):
-            out_nD = model.queue_forward(weights, slot, tokens, x_nD)
-        slot.sent = self.pipeline.send(action, out_nD)
-        self._in_flight[action.micro_batch, action.chunk] = slot
+            out_nD = model.forward(weights, flight, self.micro_batch(action.micro_batch), x_nD)
+        flight.sent = self.pipeline.send(action, out_nD)
+        self._in_flight[action.micro_batch, action.chunk] = flight
 
     def _backward(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         """A stage's backward (B), or only the part that the previous stage waits for (I)."""
-        model, slot = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
-        if slot.sent is not None:
-            slot.sent.wait()
+        model, flight = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
+        if flight.sent is not None:
+            flight.sent.wait()
         buffer = received or self.pipeline.buffer(forward=False)
-        if slot.d_out_nD is not None:
-            model.ops.copy(slot.d_out_nD, buffer.array)
-        into = self.sums.of(action.micro_batch, slot.deferred if action.kind == "I" else None)
+        if flight.d_out_nD is not None:
+            model.ops.copy(flight.d_out_nD, buffer.array)
+        into, deferred = self.sums.of(action.micro_batch), action.kind == "I"
         with model.ops.step(model.arena):
             if model.local.last:
-                _, targets = self.micro_batch(action.micro_batch)
                 loss = self.report[1 + action.micro_batch : 2 + action.micro_batch]
-                model.queue_backward(weights, slot, into, buffer.array, targets=targets, loss=loss, count=self.count)
+                model.backward(weights, flight, into, buffer.array, loss=loss, count=self.count, deferred=deferred)
             else:
-                model.queue_backward(weights, slot, into, buffer.array)
+                model.backward(weights, flight, into, buffer.array, deferred=deferred)
         buffer.sent = self.pipeline.send(action, buffer.array)
         if (chunk := self.pipeline.own_destination(action)) is not None:
             before = self._in_flight[action.micro_batch, chunk]
@@ -204,13 +253,13 @@ class Step:
 
     def _weight_gradients(self, action: Action) -> None:
         """The rest of a backward (W)."""
-        model, slot = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
+        model, flight = self.models[action.chunk], self._in_flight[action.micro_batch, action.chunk]
         with model.ops.step(model.arena):
-            model.queue_weight_gradients(self.sums.of(action.micro_batch, slot.deferred))
+            model.weight_gradients(flight, self.sums.of(action.micro_batch))
         self._clear(action)
 
     def _clear(self, action: Action) -> None:
         """End a micro-batch's backward through a stage: another micro-batch may use its memory."""
-        slot = self._in_flight.pop((action.micro_batch, action.chunk))
-        slot.clear()
-        self.slots.append(slot)
+        flight = self._in_flight.pop((action.micro_batch, action.chunk))
+        flight.clear()
+        self.free.append(flight)

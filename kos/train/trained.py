@@ -12,10 +12,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from kos.errors import InvalidArgument
 from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.checkpoint.extra_files import MANIFEST
+from kos.train.data.batch import Batch
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
 from kos.train.model.generate import sample_text
-from kos.train.model.gpt2 import make_model
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 
@@ -28,7 +30,7 @@ class TrainedModel:
 
     def __init__(self, config: LlamaConfig, weights: Parameters, tokenizer: Tokenizer) -> None:
         self.config, self.weights, self.tokenizer = config, weights, tokenizer
-        self._model = make_model(config, numpy_ops)
+        self._model = Model(config, numpy_ops)
 
     def __repr__(self) -> str:
         return f"<TrainedModel of {sum(x.size for x in self.weights.values()):,} parameters, {self.config}>"
@@ -62,7 +64,7 @@ class TrainedModel:
             expected = f"integer targets of shape {ids.shape} from -1 to {self.config.vocab_size - 1}"
             got = f"{wanted.dtype} {wanted.shape}, {reprlib.repr(wanted.tolist())}"
             raise InvalidArgument(f"loss: expected {expected}, got {got}")
-        return self._model.loss(self.weights, np.ascontiguousarray(ids), np.ascontiguousarray(wanted, np.int32))
+        return self._model.loss(self.weights, Batch(ids, wanted.astype(np.int32)).map(np.ascontiguousarray))
 
     def generate(
         self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
@@ -102,7 +104,7 @@ def load(folder: str | os.PathLike[str]) -> TrainedModel:
         CheckpointError: the folder has no model, or a damaged one, or one of an unknown type.
     """
     path = Path(folder)
-    if (path / checkpoint.MANIFEST).exists() or not any(path.glob("*.safetensors")):
+    if (path / MANIFEST).exists() or not any(path.glob("*.safetensors")):
         path = checkpoint.find(path, weights_only=True).path
     config = huggingface.read_config(path)
     weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())

@@ -22,10 +22,10 @@ from statistics import median
 from typing import Any
 
 from kos.comm import Communicator, init
+from kos.comm.control.bootstrap import launched_rank
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import Launch, Launches, pick
-from kos.comm.rendezvous.choose import launched_rank
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
 from kos.commands import program
 from kos.cuda import capture, create_stream, driver, set_device, streams

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos import cuda
-from tests.comm.ranks import MockRanks, MPIRanks
+from kos import _core, cuda
+from tests.comm.ranks import MockRanks, MPIRanks, on_hosts
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
 from tests.launcher import MPIRUN
 from tests.run import RANK_VARIABLES
@@ -22,8 +22,8 @@ _SEED = int(np.random.SeedSequence().generate_state(1)[0])
 @pytest.fixture(autouse=True)
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any thread may be held up for seconds: what waits for one beyond a test's own timeout waits for long."""
-    monkeypatch.setattr("kos.comm.rendezvous.env.GRACE_SECONDS", 30.0)
-    monkeypatch.setattr("kos.comm.rendezvous.wire.HANDSHAKE_SECONDS", 30.0)
+    monkeypatch.setattr("kos.comm.control.group.GRACE_SECONDS", 30.0)
+    monkeypatch.setattr("kos.comm.control.wire.HANDSHAKE_SECONDS", 30.0)
 
 
 @pytest.fixture(scope="session")
@@ -103,8 +103,8 @@ def queued(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of this host share no memory, as if each were on a host of its own."""
-    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+    """Each rank pretends to be on a host of its own."""
+    on_hosts(monkeypatch, [1] * 64)
 
 
 @pytest.fixture(params=["shared", "none"])
@@ -112,6 +112,8 @@ def memory(request: pytest.FixtureRequest) -> str:
     """The memory that ranks of this host share."""
     if request.param == "none":
         request.getfixturevalue("apart")
+    elif _core.native is None:
+        pytest.skip(str(_core.unavailable))
     return request.param
 
 

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,12 +24,13 @@ import pytest
 
 import kos
 from kos.comm import watchdog
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
 from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, graphs, streams
+from kos.cuda.kernels import Address, resolved
 from kos.dtypes import DTYPES
 from kos.memory import array, windows
 from tests.comm.gpu_ranks import OnGPU
@@ -255,9 +256,9 @@ class FakeKernel:
         self.dtype, self.result = DTYPES[DTYPE], DTYPES[RESULT]
         self.reduction = resolve(ReduceOp[OP], self.result if DTYPE == RESULT else self.dtype, RANKS)
 
-    def bind(self, grid: int, block: int, *arguments: Any) -> Callable[[Any], None]:
+    def bind(self, grid: int, block: int, *arguments: Any) -> Callable[..., None]:
         assert 0 < grid <= 1024
-        return lambda stream: self._run(*arguments)
+        return lambda stream, *arrays: self._run(*with_addresses(arguments, arrays))
 
     def _run(self, source: int, *rest: Any) -> None:
         if self.name == "scale":
@@ -283,6 +284,11 @@ class FakeKernel:
             for row, out in places:
                 place = target + row * stride * self.result.itemsize
                 at(place, count, self.result.numpy)[:] = out.astype(self.result.numpy)
+
+
+def with_addresses(arguments: Sequence[Any], arrays: Sequence[int]) -> list[Any]:
+    """The arguments of a launch on these arrays."""
+    return [resolved(x, arrays) if type(x) is Address else x for x in arguments]
 
 
 class Memory:
@@ -372,18 +378,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     for module in (nccl, memory):
         monkeypatch.setattr(module, "Scratch", Memory)
     monkeypatch.setattr(
-        ordered_sum, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
+        device, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
     )
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     monkeypatch.setattr(ordered_sum, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
-    monkeypatch.setattr(windows, "_memories", {})
+    monkeypatch.setattr(windows, "memories", {})
     try:
         yield fake
     finally:  # what is left open must not be looked at without the stand-ins, nor freed by the collector
         watchdog._end()
-        if windows._memories:
+        if windows.memories:
             gc.collect()
 
 
@@ -391,9 +397,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
 
-    def nothing(backend: NCCLBackend, o: Any, route: Any) -> bool:
-        route.launch = lambda stream: None
-        return True
+    def nothing(backend: NCCLBackend, o: Any) -> device.Route:
+        return device.Route(device.nothing)
 
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
@@ -416,7 +421,7 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one launch its operations as larger groups do; otherwise they are copies, or nothing."""
-    monkeypatch.setattr(device.DeviceBackend, "_resolve_alone", lambda self, o, route: self.resolve(o, route))
+    monkeypatch.setattr(device.DeviceBackend, "_resolve_alone", lambda self, o: self.resolve(o))
 
 
 def alone() -> kos.Communicator:

@@ -24,17 +24,17 @@ import pytest
 
 import kos
 from kos.comm import tuning
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.peer import backend as peer
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver
 from kos.cuda.kernels import _read_sources
 from kos.errors import RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import WAIT, Memory, no_gpu
+from tests.comm.fake_nccl import WAIT, Memory, no_gpu, with_addresses
 from tests.comm.gpu_ranks import OnGPU
 from tests.host_compiler import compiled
 
@@ -90,14 +90,22 @@ class HostKernel:
         self._run = getattr(code, f"run_{name}")
         self._parameters = ctypes.c_int.in_dll(code, f"parameters_{name}").value
 
-    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> Callable[[Any], None]:
+    def max_active_blocks(self, threads: int) -> int:
+        return 2
+
+    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> Callable[..., None]:
         assert blocks > 0 and threads > 0
-        words = [int(np.float64(x).view(np.uint64)) if isinstance(x, np.floating) else int(x) for x in arguments]
-        assert len(words) == self._parameters, f"expected {self._parameters} arguments, got {len(words)}"
-        packed = (ctypes.c_uint64 * len(words))(*(word % (1 << 64) for word in words))
+        assert len(arguments) == self._parameters, f"expected {self._parameters} arguments, got {len(arguments)}"
         seeds = itertools.count(threading.get_ident() % 99_991)
         threads = self._parts * self._threads or min(threads, 64)
-        return lambda stream: self._run(blocks, threads, ctypes.c_uint(next(seeds) * 2_654_435_761 % (1 << 32)), packed)
+
+        def launch(stream: Any, *arrays: int) -> None:
+            given = with_addresses(arguments, arrays)
+            words = [int(np.float64(x).view(np.uint64)) if isinstance(x, np.floating) else int(x) for x in given]
+            packed = (ctypes.c_uint64 * len(words))(*(word % (1 << 64) for word in words))
+            self._run(blocks, threads, ctypes.c_uint(next(seeds) * 2_654_435_761 % (1 << 32)), packed)
+
+        return launch
 
 
 class HostMemory:
@@ -143,11 +151,22 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(tuning, "nvlinks", lambda device: None)
         monkeypatch.setattr(engine, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
         monkeypatch.setattr(engine, "load_kernel", HostKernel)
+        monkeypatch.setattr(engine, "is_loaded", lambda *arguments, **defines: True)
         monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(driver, "synchronize", nothing)
-        monkeypatch.setattr(peer, "_orders", {})
+        monkeypatch.setattr(peer, "_concurrent", ConcurrentKernelsOfThreads())
         yield
+
+
+class ConcurrentKernelsOfThreads:
+    """For each rank, which is a thread with a GPU of its own, the communicators on it."""
+
+    def __init__(self) -> None:
+        self._concurrent: dict[tuple[int, int], Any] = {}
+
+    def setdefault(self, device: int, concurrent: Any) -> Any:
+        return self._concurrent.setdefault((threading.get_ident(), device), concurrent)
 
 
 def communicator(rendezvous: Rendezvous, timeout: float = WAIT) -> kos.Communicator:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.operation import AUTO, Call
+from kos.comm.operation import AUTO
 from kos.memory.array import Array
 from tests.comm.ranks import SUMS_IN_16_BITS
 
@@ -74,9 +74,9 @@ class Prepared(list[str]):
     def __init__(self, comm: kos.Communicator) -> None:
         prepare = comm.backend.prepare
 
-        def noting(o: Any) -> None:
+        def noting(o: Any) -> Any:
             self.append(o.name)
-            prepare(o)
+            return prepare(o)
 
         comm.backend.prepare = noting
 
@@ -93,28 +93,26 @@ def address(x: np.ndarray) -> int:
 
 @contextmanager
 def noting_who_adds(comm: kos.Communicator) -> Iterator[None]:
-    """SUMS_IN_16_BITS tells of the last addition that ``comm`` prepared whether it is NCCL's own.
+    """SUMS_IN_16_BITS tells of the last addition that ``comm`` started whether it is NCCL's own."""
 
-    ``auto`` routes every call for itself; what a graph replays was prepared when it was captured.
-    """
-    backend: Any = comm.backend
-    prepare = backend.prepare
+    @contextmanager
+    def noting(works: Sequence[Any], *_: bool) -> Iterator[None]:
+        for work in works:
+            o = work.operation
+            if o.name.endswith("scan"):
+                SUMS_IN_16_BITS.set(False)
+            elif o.reduction is not None and o.reduction.op not in (ReduceOp.MIN, ReduceOp.MAX):
+                native = work.backend.name == "nccl" and o.options.algorithm == AUTO and not o.options.deterministic
+                SUMS_IN_16_BITS.set(native)
+        yield
 
-    def noting(call: Call) -> None:
-        prepare(call)
-        o, part = call.operation, backend if call.route is None else call.route.backend
-        if o.name.endswith("scan"):
-            SUMS_IN_16_BITS.set(False)
-        elif o.reduction is not None and o.reduction.op not in (ReduceOp.MIN, ReduceOp.MAX):
-            SUMS_IN_16_BITS.set(part.name == "nccl" and o.options.algorithm == AUTO and not o.options.deterministic)
-
-    backend.prepare = noting
+    comm._tracing = noting
     token = SUMS_IN_16_BITS.set(False)
     try:
         yield
     finally:
         SUMS_IN_16_BITS.reset(token)
-        del backend.prepare
+        comm._tracing = None
 
 
 class GPURanks:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.reduction import ReduceOp
-from kos.comm.rendezvous.base import Rendezvous
 from kos.dtypes import dtype_of
 from kos.memory.array import Array
 

@@ -15,7 +15,6 @@
 #define __noinline__ __attribute__((noinline))
 using u64 = unsigned long long;
 
-template <class V> static V max(V a, V b) { return a < b ? b : a; }
 static unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
 template <class V> static V __ldg(const V* p) { return *p; }
 static unsigned atomicMax(unsigned* p, unsigned x) { return *p = max(*p, x); }
@@ -100,6 +99,7 @@ static void see(u64 address, int bytes) {
 }
 
 static void after_former_kernel() {}
+static void after_former_large_kernel() {}
 static unsigned load_relaxed(u64 address) {
     see(address, 4);
     return __atomic_load_n((unsigned*)address, __ATOMIC_ACQUIRE);

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout, RankLost
 from kos.testing import spawn
 from kos.testing.conformance.values import (
@@ -40,15 +40,26 @@ __all__ = [
 TIMEOUT = 30.0  # seconds
 
 
+def host_of(rank: int) -> str:
+    """The ``KOS_HOST`` of a rank; fixtures replace this function."""
+    return ""
+
+
+def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int]) -> None:
+    """Let so many ranks pretend to be on a first host, on a second one, and so on."""
+    names = [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
+    monkeypatch.setattr("tests.comm.ranks.host_of", names.__getitem__)
+
+
 class MockRanks:
     """Ranks that are threads."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, hosts: Sequence[int] = ()) -> None:
+        self.size, self._hosts = size, hosts
 
     def run(self, fn: Callable[[kos.Communicator], Any]) -> list[Any]:
         """What ``fn(comm)`` returned on each rank."""
-        return spawn(fn, self.size, timeout=TIMEOUT)
+        return spawn(fn, self.size, timeout=TIMEOUT, hosts=self._hosts)
 
 
 class MPIRanks:
@@ -61,7 +72,7 @@ class MPIRanks:
     def run(self, fn: Callable[[kos.Communicator], Any]) -> list[Any]:
         """``fn(comm)`` of this rank in its place; what is compared across ranks goes through the group."""
         # Its own communicator: a failure leaves the world's fit for the next test.
-        comm = self._world.duplicate()
+        comm = self._start()
         comm.timeout = comm.rendezvous.timeout = TIMEOUT
         result, failure = None, b""
         try:
@@ -77,6 +88,13 @@ class MPIRanks:
         results = [None] * self.size
         results[self._world.rank] = result
         return results
+
+    def _start(self) -> kos.Communicator:
+        if not (name := host_of(self._world.rank)):
+            return self._world.duplicate()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KOS_HOST", name)
+            return kos.init("mpi")
 
 
 def on_threads(
@@ -178,7 +196,7 @@ def time_out_beside_others(comm: kos.Communicator) -> None:
             comm.send(much, 1, 0, async_op=True),
         ]
         for tag in (5, 0, 3):
-            with pytest.raises(CollectiveTimeout, match=f"from rank 1 with .* rank 1 sent nothing with tag {tag}$"):
+            with pytest.raises(CollectiveTimeout, match=f"from rank 1 with .* rank 1 sent nothing with tag {tag}\\b"):
                 comm.recv(given_up, 1, tag, timeout=0.05)
     comm.barrier()
     if comm.rank == 1:

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 import kos
+from kos import _core
 from kos.comm.backend import Probe
 from kos.comm.communicator import Communicator
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.shared.segment import STARTED
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.threads import ThreadRendezvous
 from tests.comm.ranks import on_threads
 
 TIMEOUT = 30.0  # seconds
+needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
 
 
 class SharedOnly(HostBackend):
@@ -43,4 +47,4 @@ def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) ->
 def end_process(comm: kos.Communicator) -> None:
     """Make other ranks see that this rank's process has ended, and that its process ID was reused."""
     calls: Any = comm.backend._calls  # type: ignore[attr-defined]
-    calls._words[calls._line + STARTED] += 1
+    calls.words[calls._line + STARTED] += 1

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.rendezvous.env import EnvRendezvous
-from kos.comm.rendezvous.hub import Hub
+from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.hub import Hub
 from kos.errors import RendezvousError
+from tests.comm import ranks
 from tests.forked import Forked, fork_server
 
 TIMEOUT = 40.0  # seconds; a busy machine takes many
@@ -43,6 +44,7 @@ def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "KOS_SECRET": SECRET,
+        "KOS_HOST": ranks.host_of(rank),
         **more,
     }
 

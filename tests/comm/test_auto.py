@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +15,14 @@ import pytest
 
 import kos
 from kos.comm.backend import Backend, Probe
+from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.gpu import auto
 from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import Route
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mock import MockBackend
-from kos.comm.operation import Call, Operation, Options, Route
-from kos.comm.rendezvous.threads import ThreadRendezvous
+from kos.comm.operation import Operation, Options
 from kos.comm.tuning import parse, read
 from kos.errors import (
     BackendUnavailable,
@@ -38,6 +39,7 @@ from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures
 from tests.comm.ranks import on_each_rank, on_threads
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_tuning import GPU, LINK, changed
+from tests.comm.works import work_of
 
 pytestmark = pytest.mark.usefixtures("fake")
 SIZE = 2
@@ -66,9 +68,8 @@ class Peer(NCCLBackend):
     def is_symmetric(self, o: Operation) -> bool:
         return self.symmetric
 
-    def resolve(self, o: Operation, route: Route) -> bool:
-        route.kernel = "a kernel"
-        return super().resolve(o, route)
+    def resolve(self, o: Operation) -> Route:
+        return super().resolve(o)._replace(kernel="a kernel")
 
 
 KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}
@@ -78,16 +79,11 @@ class Log(list[str]):
     """The backend that started each operation of a rank."""
 
     def __init__(self, comm: kos.Communicator) -> None:
-        backend = comm.backend
-        for part in (*backend.gpus, backend.host):
-            part.start = self._noting(part.name, part.start)
+        comm._tracing = self._noting
 
-    def _noting(self, name: str, start: Callable[[Call], Any]) -> Callable[[Call], Any]:
-        def noting(call: Call) -> Any:
-            self.append(name)
-            return start(call)
-
-        return noting
+    def _noting(self, works: Sequence[Any], batch: bool, _: bool) -> AbstractContextManager[None]:
+        self.extend(work.backend.name for work in works if not batch)
+        return nullcontext()
 
 
 def run(
@@ -223,7 +219,7 @@ def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log
         comm.all_reduce(host)
     assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
     assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
-    assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]
+    assert [work.operation.send.count for work in batch.works] == [*counts, 3]
 
 
 @on_each_rank(run, host=SharedOnly)
@@ -311,6 +307,20 @@ def test_splits_use_both_backends(comm: kos.Communicator, log: Log, /) -> None:
     assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
 
 
+@pytest.mark.parametrize("parts", ["nccl", "nccl peer"])
+def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts: str) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        x = zeros(1)
+        for _ in range(2):
+            comm.all_reduce(x)
+        comm.rendezvous.barrier()
+        comm.backend.host.broken = CollectiveError("barrier #7: rank 1 did not arrive")
+        with pytest.raises(CollectiveError, match="failed before: barrier #7: rank 1 did not arrive"):
+            comm.all_reduce(x)
+
+    run(body, parts)
+
+
 @pytest.mark.parametrize("failing", ["nccl", "peer"])
 def test_a_failure_of_one_backend_breaks_the_communicator(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
@@ -322,7 +332,7 @@ def test_a_failure_of_one_backend_breaks_the_communicator(monkeypatch: pytest.Mo
             return
         backend = comm.backend
         part = next(gpu for gpu in backend.gpus if gpu.name == failing)
-        call = Call(Operation("all_reduce", 0), sequence=7)
+        call = work_of("all_reduce", part, sequence=7)
         part.failed(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
         # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.
         assert ended == ["waits of nccl", "waits of peer", "nccl", "peer"]
@@ -392,12 +402,8 @@ def test_the_backends_overlap_on_one_stream(comm: kos.Communicator, log: Log, /)
 @on_each_rank(run)
 def test_calls_with_different_routes_are_a_mismatch(comm: kos.Communicator, log: Log, /) -> None:
     backend = comm.backend
-    x = comm_buffer(zeros(8))
-    calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
-    for call, part in zip(calls[1:], backend.gpus, strict=True):
-        call.route = Route(part)
-    prints = [call.fingerprint() for call in calls]
-    assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
+    o = comm.all_reduce_init(zeros(8))._checked[0]
+    assert [part.prepare(o).values["backend"] for part in backend.gpus] == ["nccl", "peer"]
 
 
 @pytest.mark.parametrize(
@@ -474,3 +480,36 @@ def test_tuning_measures_every_operation(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert launched[-1] == table.launches
     tune.write(tmp_path / "table.json", {**table.to_json(), "measured": measured})
     assert read(tmp_path / "table.json", GPU, LINK, SIZE).to_json() == table.to_json()
+
+
+def on_two_ranks(body: Callable[[kos.Communicator], None]) -> None:
+    def rank(rendezvous: ThreadRendezvous) -> None:
+        with kos.init("auto", rendezvous=rendezvous) as comm:
+            body(comm)
+
+    on_threads(SIZE, rank)
+
+
+def test_without_a_backend_for_gpus_the_error_says_why() -> None:
+    def body(comm: kos.Communicator) -> None:
+        why = [f"{name}: {comm.probes[name].reason}" for name in ("nccl", "peer")]
+        assert all(each.partition(": ")[2] in comm.explain() for each in why)
+        pair = comm.duplicate()
+        for call in (comm.all_reduce, comm.all_reduce_init, pair.all_reduce):
+            with pytest.raises(InvalidArgument) as caught:
+                call(zeros(2))
+            expected = "x: expected memory of the host (backend mock), got Array in memory of cuda:0"
+            assert str(caught.value) == f"{expected}; auto found no backend for GPUs: {'; '.join(why)}"
+        comm.all_reduce(np.ones(2))  # nothing was sent
+
+    on_two_ranks(body)
+
+
+@pytest.mark.parametrize("visible", [True, False])
+def test_a_visible_gpu_without_a_backend_is_a_warning(
+    visible: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kos.comm.visible_devices", lambda: ("a stand-in",) * visible)
+    on_two_ranks(lambda comm: None)
+    text = "auto: rank 0 sees a GPU, but no backend can use GPUs: nccl: a stand-in; peer: a stand-in"
+    assert [each.message for each in caplog.records if each.levelname == "WARNING"] == [text] * visible

@@ -9,24 +9,30 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.host.shared import Calls
+from kos.comm.host.fingerprints import Fingerprints
+from kos.comm.host.shared import CallRing
 from kos.comm.host.shared.segment import ARRIVED, PID, RING
-from kos.comm.operation import Call, Operation
+from kos.comm.work import Work
 from kos.errors import RankLost
 from tests.comm.ranks import on_each_rank
-from tests.comm.shared_ranks import run
+from tests.comm.shared_ranks import needs_core, run
+from tests.comm.works import work_of
+
+pytestmark = needs_core
 
 
-def call(sequence: int, root: int | None = None) -> Call:
-    return Call(Operation("barrier", 0, root=root), sequence=sequence)
+def call(sequence: int, root: int | None = None) -> Work[Any]:
+    work = work_of("barrier", sequence=sequence, root=root)
+    Fingerprints().add(work.prepared)
+    return work
 
 
-def varied(sequence: int) -> Call:
+def varied(sequence: int) -> Work[Any]:
     """No call is like the one that has its place a ring later."""
     return call(sequence, sequence % 3)
 
 
-def together(body: Callable[[list[Calls]], None], size: int = 2) -> None:
+def together(body: Callable[[list[CallRing]], None], size: int = 2) -> None:
     """Run ``body`` once, with the calls of all ranks."""
     calls: list[Any] = [None] * size
 
@@ -40,7 +46,7 @@ def together(body: Callable[[list[Calls]], None], size: int = 2) -> None:
     run(rank, size, close=False)
 
 
-def wait(calls: Calls, o: Operation) -> None:
+def wait(calls: CallRing, o: Work[Any]) -> None:
     until = time.monotonic() + 30
     while time.monotonic() < until:
         calls.compare(o, 0)
@@ -49,7 +55,7 @@ def wait(calls: Calls, o: Operation) -> None:
 class Words:
     """Those of the segment; once it was read how far a rank has come, something happens."""
 
-    def __init__(self, calls: Calls, then: Callable[[], None], rank: int = 1) -> None:
+    def __init__(self, calls: CallRing, then: Callable[[], None], rank: int = 1) -> None:
         self.words, self.then, self.place = calls.segment.words, then, calls.segment.layout.line(rank) + ARRIVED
 
     def __getitem__(self, place: Any) -> Any:
@@ -65,7 +71,7 @@ class Words:
 
 @pytest.mark.parametrize("looks", ["compare", "check"])
 @on_each_rank(together)
-def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[Calls], /, looks: str) -> None:
+def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[CallRing], /, looks: str) -> None:
     """As it does that waits for nobody: the call looked at is then no longer on record."""
     mine, theirs = calls
     for sequence in range(5):
@@ -77,17 +83,17 @@ def test_a_rank_that_goes_on_while_its_calls_are_read(calls: list[Calls], /, loo
         for sequence in range(RING - 1, RING + 20):
             theirs.announce(varied(sequence))
 
-    mine._words = Words(mine, go_on)
+    mine.words = Words(mine, go_on)
     o = varied(4)
     if looks == "compare":
         assert mine.compare(o, 0) == 5
     else:
-        theirs._words[theirs._ring + 4] = 0  # as it was found the first time
+        theirs.words[theirs._ring + 4] = 0  # as it was found the first time
         assert mine.check(o) is None
 
 
 @on_each_rank(together)
-def test_own_calls_that_are_overwritten_while_they_are_read(calls: list[Calls], /) -> None:
+def test_own_calls_that_are_overwritten_while_they_are_read(calls: list[CallRing], /) -> None:
     """The watchdog reads them for other hosts, while the program goes on."""
     mine = calls[0]
     for sequence in range(RING):
@@ -97,14 +103,14 @@ def test_own_calls_that_are_overwritten_while_they_are_read(calls: list[Calls], 
         for sequence in range(RING, RING + 20):
             mine.announce(varied(sequence))
 
-    mine._words = Words(mine, go_on, 0)
+    mine.words = Words(mine, go_on, 0)
     first, marks = mine.since(0)
-    assert first == 21 and marks == [mine.mark(varied(sequence)) for sequence in range(21, RING)]
+    assert first == 21 and marks == [varied(sequence).prepared.fingerprint for sequence in range(21, RING)]
     assert mine.since(RING + 20) == (RING + 20, []) and mine.since(RING + 100) == (RING + 100, [])
 
 
 @on_each_rank(together)
-def test_own_calls_that_are_no_longer_on_record(calls: list[Calls], /) -> None:
+def test_own_calls_that_are_no_longer_on_record(calls: list[CallRing], /) -> None:
     """A part of ``auto`` asks for its own last call, while others have begun many since."""
     for sequence in range(RING + 20):
         calls[0].announce(varied(sequence))
@@ -114,7 +120,7 @@ def test_own_calls_that_are_no_longer_on_record(calls: list[Calls], /) -> None:
 
 
 @on_each_rank(together, 3)
-def test_several_ranks_that_are_gone(calls: list[Calls], /) -> None:
+def test_several_ranks_that_are_gone(calls: list[CallRing], /) -> None:
     mine = calls[0]
     for local in (1, 2):
         mine.segment.words[mine.segment.layout.line(local) + PID] = (1 << 22) + 1  # no process has it
@@ -124,7 +130,7 @@ def test_several_ranks_that_are_gone(calls: list[Calls], /) -> None:
 
 
 @on_each_rank(together)
-def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make(calls: list[Calls], /) -> None:
+def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make(calls: list[CallRing], /) -> None:
     mine, theirs = calls
     mine.announce(call(0))
     assert mine.compare(call(0), 0) == 0

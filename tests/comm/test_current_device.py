@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.dtypes import DTYPES
 from kos.memory.array import Array

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
-from kos.cuda import streams
+from kos.cuda import kernels, streams
+from kos.cuda.kernels import Address, Kernel
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -136,3 +139,26 @@ def test_torch_streams_and_gradients() -> None:
     with pytest.raises(InvalidArgument, match="x: "):
         comm.all_reduce(torch.ones(3, device="cuda", requires_grad=True))
     comm.close()
+
+
+def test_addresses_of_a_launch_are_those_of_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: what the driver would read of the parameters."""
+    launched: list[list[int]] = []
+
+    def queue(config: Any, function: Any, parameters: int, extra: int) -> tuple[int]:
+        places = (ctypes.c_uint64 * 4).from_address(parameters)
+        launched.append([ctypes.c_uint64.from_address(place).value for place in places])
+        return (0,)
+
+    fake = SimpleNamespace(cuLaunchKernelEx=queue, CUlaunchConfig=SimpleNamespace)
+    monkeypatch.setattr(kernels, "cu", fake)
+    kernel = object.__new__(Kernel)
+    kernel._shared, kernel._function = 1 << 20, None
+    send, recv = Address(0, 0, 4), Address(1, 0, 8)
+    run = kernel.bind(1, 32, send, 7, recv + 16, send + 4)
+    run(5, 1000, 2000)
+    run(5, 3000, 4000)
+    assert launched == [[1000, 7, 2016, 1004], [3000, 7, 4016, 3004]]
+    assert (send % 8, (send + 4) % 8, recv % 16) == (4, 0, 8)
+    kernel.bind(1, 32, 1, 2, 3, 4)(5)
+    assert launched[-1] == [1, 2, 3, 4]

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import kos
-from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
-from kos.comm.rendezvous.env import EnvRendezvous, Place
-from kos.comm.rendezvous.hub import Hub
-from kos.comm.rendezvous.threads import SingleRendezvous
+from kos.comm.control.bootstrap import default_rendezvous, launched_rank
+from kos.comm.control.env import EnvRendezvous, Place
+from kos.comm.control.hub import Hub
+from kos.comm.control.threads import SingleRendezvous
 from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import (
     ROOT,
@@ -32,6 +32,8 @@ from tests.comm.tcp_ranks import (
     start,
 )
 from tests.forked import python
+
+SECRETS = "expected the same secret (KOS_SECRET) on all ranks, got another"
 
 # Who starts it.
 
@@ -60,7 +62,7 @@ def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
     with kos.init() as comm:
         assert (comm.backend_name, comm.size) == ("tcp", 1)
     no_launcher.setenv("PMIX_RANK", "0")
-    no_launcher.setattr("kos.comm.rendezvous.choose.MPIRendezvous", lambda **_: "by MPI")
+    no_launcher.setattr("kos.comm.control.bootstrap.rendezvous_of_mpi", lambda **_: "by MPI")
     assert default_rendezvous(5) == "by MPI"
 
 
@@ -213,7 +215,7 @@ def test_a_rank_on_the_host_says_nothing(no_launcher: pytest.MonkeyPatch) -> Non
 
 
 def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.rendezvous.env.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         [error] = errors_of(20, environment(0, 2, port))
@@ -222,7 +224,7 @@ def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_busy_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.rendezvous.env.BUSY_SECONDS", 20.0)
+    monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 20.0)
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     ranks = [environment(rank, 2, port) for rank in range(2)]
@@ -267,7 +269,7 @@ def test_a_rank_that_comes_twice() -> None:
 
 
 def test_a_second_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.rendezvous.env.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("kos.comm.control.env.BUSY_SECONDS", 0.1)
     port, refused, remaining = free_port(), threading.Event(), Hub._remaining
     patient = lambda hub, *of: remaining(hub, *of) if refused.is_set() else 0.1  # noqa: E731
     monkeypatch.setattr(Hub, "_remaining", patient)
@@ -293,14 +295,14 @@ def test_another_world_size(size: int) -> None:
 
 def test_a_rank_that_joins_after_the_failure_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 has raised it, and ends."""
-    monkeypatch.setattr("kos.comm.rendezvous.hub.CLOSE_SECONDS", 20.0)
+    monkeypatch.setattr("kos.comm.control.hub.CLOSE_SECONDS", 20.0)
     port = free_port()
     first = errors_of(30, environment(0, 3, port), environment(1, 2, port))
     assert errors_of(30, environment(2, 3, port)) == first[:1] and first[0] == first[1] != ""
 
 
-def test_another_secret() -> None:
-    """Who has it is told at once; rank 0 goes on waiting for the one who knows."""
+def test_another_secret(caplog: pytest.LogCaptureFixture) -> None:
+    """The caller with another secret fails at once; rank 0 logs it and continues to wait for the right one."""
     port = free_port()
 
     def others() -> list[str]:
@@ -309,6 +311,27 @@ def test_another_secret() -> None:
     first, rest = run_threads(lambda: errors_of(30, environment(0, 2, port)), others)
     wrong = f"127.0.0.1:{port}: expected the same secret (KOS_SECRET) on all ranks, got different ones"
     assert (first, rest) == ([""], [f"rendezvous: rank 1: {wrong}", ""])
+    rejected = f"rank 0 rejected rank 1 at 127.0.0.1: {SECRETS}"
+    assert [(each.levelname, each.message) for each in caplog.records] == [("WARNING", f"rendezvous: {rejected}")]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_timeout_names_the_callers_with_another_secret(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, refused, remaining = free_port(), threading.Event(), Hub._remaining
+    patient = lambda hub, *of: remaining(hub, *of) if refused.is_set() else 1.0  # noqa: E731
+    monkeypatch.setattr(Hub, "_remaining", patient)
+
+    def others() -> None:
+        for rank in (1, 1, size - 1):
+            errors_of(30, environment(rank, size, port, KOS_SECRET="wrong"))
+        refused.set()
+
+    [error], _ = run_threads(lambda: errors_of(0.3, environment(0, size, port)), others)
+    callers = ", ".join(f"rank {rank} at 127.0.0.1" for rank in range(1, size))
+    assert error == (
+        f"rendezvous: ranks {list(range(1, size))} of {size} did not arrive within 0.3 s "
+        f"(rank 0 listens at 127.0.0.1:{port}); rank 0 rejected {callers}: {SECRETS}"
+    )
 
 
 def test_another_program_at_the_port() -> None:
@@ -321,4 +344,4 @@ def test_another_program_at_the_port() -> None:
             sock.close()
 
         _, errors = run_threads(program, lambda: errors_of(20, environment(1, 2, port)))
-    assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp2), got b'HTTP/1.1'"]
+    assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp3), got b'HTTP/1.1'"]

@@ -14,9 +14,9 @@ import pytest
 
 import kos
 from kos.comm.backend import UNMADE
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import Board, Ledger, blaming
 from kos.comm.host import mock
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves
 from kos.errors import (
@@ -71,10 +71,8 @@ def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str)
                 left.barrier()
 
     def leaves_for_a_failure(comm: kos.Communicator) -> None:
-        """Rank 1 hears of it in a message, and goes before rank 0 has told the rest."""
+        """Rank 1 hears of it in a message, and leaves at once."""
         left = comm.duplicate()
-        if comm.rank == 0 and memory == "none":
-            left.backend._messages._notices._ranks = [comm.rendezvous.rank + 1]
         comm.rendezvous.barrier()
         if comm.rank == 0:
             with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
@@ -89,6 +87,49 @@ def test_a_failure_is_heard_between_hosts_on_mpi(ranks_of_mpi: Any, memory: str)
     ranks_of_mpi.run(gives_up)
     ranks_of_mpi.run(leaves_for_a_failure)
     ranks_of_mpi.run(leaves)
+
+
+@pytest.mark.mpi
+def test_a_call_that_mpi_still_holds_is_named(
+    ranks_of_mpi: Any, apart: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def body(comm: kos.Communicator) -> None:
+        part: Any = comm.duplicate()
+        if comm.rank == 0:  # takes no part in the call of MPI
+            part.backend._native_request = lambda *_: part.backend._MPI.REQUEST_NULL
+            part.all_reduce(np.ones(3))
+        else:
+            with pytest.raises(CollectiveTimeout):
+                part.all_reduce(np.ones(3), timeout=0.2)
+            assert "all_reduce #0 of float64[3] by SUM: MPI may still use the arrays of this call" in caplog.text
+        comm.barrier()
+        part.abort()
+
+    ranks_of_mpi.run(body)
+
+
+@pytest.mark.mpi
+def test_a_message_that_comes_after_a_close_is_not_of_the_next_group(ranks_of_mpi: Any, apart: None) -> None:
+    """Nobody receives it.  Open MPI would give it to a communicator that has the number of a freed one."""
+
+    def body(comm: kos.Communicator) -> None:
+        first = comm.duplicate()
+        if comm.rank == 1:
+            first.close()
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            first.send(np.zeros(37), 1)
+        if comm.rank != 1:
+            first.close()
+        second = comm.duplicate()
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            second.send(np.ones(65), 1)
+        elif comm.rank == 1:
+            assert (second.recv(np.zeros(65), 0) == 1).all()
+        second.close()
+
+    ranks_of_mpi.run(body)
 
 
 @pytest.mark.parametrize("other", ["duplicate", "all_reduce"])
@@ -326,9 +367,9 @@ def test_a_message_sent_before_leaving_arrives() -> None:
 def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     interrupts: list[KeyboardInterrupt] = []
     came, over = threading.Event(), threading.Event()
-    done = mock._Message.done
+    done = mock.ThreadMessage.done
 
-    def interrupted(self: mock._Message) -> bool:
+    def interrupted(self: mock.ThreadMessage) -> bool:
         if interrupts:
             raise interrupts.pop()
         return done(self)
@@ -360,7 +401,7 @@ def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatc
         finally:
             over.set()
 
-    monkeypatch.setattr(mock._Message, "done", interrupted)
+    monkeypatch.setattr(mock.ThreadMessage, "done", interrupted)
     spawn(body, 2, timeout=60)
 
 
@@ -548,6 +589,17 @@ def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
     assert error.ranks == (2,) and str(error).endswith(
         "ranks [2] did not arrive, for which ranks [1] wait; ranks [2] were stopped by a signal or a debugger"
     )
+
+
+@pytest.mark.parametrize(
+    ("waits", "cycle"),
+    [({1: (0,)}, "; ranks [0, 1] wait"), ({1: (2,), 2: (0,)}, "; ranks [0, 1, 2] wait"), ({1: (2,)}, None)],
+)
+def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycle: str | None) -> None:
+    """Ranks wait in different groups, in a cycle; there is no cycle if one of them does not wait."""
+    text = str(Ledger(range(3), 0, _Waits(waits, {})).overdue([1], "all_reduce #1", 1.0))
+    assert ("wait for one another" in text) == (cycle is not None)
+    assert cycle is None or cycle in text
 
 
 def test_a_wait_for_ranks_of_other_groups() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn

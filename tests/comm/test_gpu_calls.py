@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
-from kos.errors import CollectiveMismatch, KosError
+from kos.errors import CollectiveMismatch, InvalidArgument, KosError
 from kos.memory.array import Array
 from tests.comm.model import Step
 from tests.comm.test_nccl import on_gpu
@@ -161,6 +161,22 @@ def test_a_rank_that_never_waits_learns_of_it_too(
     with pytest.raises(CollectiveMismatch, match=message) as error:
         run()
     alike(mpi_world, error)
+
+
+def test_a_process_that_drives_two_gpus(comm: kos.Communicator) -> None:
+    """Each rank has one communicator per GPU, and calls them alternately."""
+    devices = len(cuda.visible_devices())
+    if devices < max(2, comm.size):
+        pytest.skip("needs a GPU for each rank, and two")
+    backend = "auto" if "+" in comm.backend_name else comm.backend_name
+    with kos.init(backend, device=(comm.device + 1) % devices, timeout=TIMEOUT) as other:
+        for turn in range(5):
+            for each in (comm, other):
+                x = Array.from_numpy(np.full(1000, each.rank + turn, np.float32), each.device)
+                each.all_reduce(x)
+                assert (x.numpy() == comm.size * (comm.size - 1) / 2 + comm.size * turn).all()
+        with pytest.raises(InvalidArgument, match=f"cuda:{comm.device} .* cuda:{other.device}; a comm"):
+            comm.all_reduce(x)
 
 
 def test_what_a_graph_captures_is_compared_once(comm: kos.Communicator, mpi_world: kos.Communicator) -> None:

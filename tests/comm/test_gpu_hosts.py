@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.mpi import MPIBackend
-from kos.comm.host.shared import segment
 from kos.comm.host.tcp import TCPBackend
-from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveMismatch, KosError, RankLost
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, quiet
 from tests.comm.tcp_ranks import run_ranks
@@ -54,12 +53,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """``run(body, hosts, kind)``: what ``body(comm)`` returned on each rank; rank r is on host ``hosts[r]``."""
 
     def run(body: Body, hosts: tuple[int, ...] = APART, kind: Callable[..., kos.Communicator] = nccl) -> list[Any]:
-        mine = threading.local()
-        monkeypatch.setattr(segment, "_host", lambda: f"host {mine.host}")
+        monkeypatch.setattr("tests.comm.ranks.host_of", lambda rank: f"host {hosts[rank]}")
 
         def rank(rendezvous: Rendezvous) -> Any:
-            mine.host = hosts[rendezvous.rank]
-            rendezvous._near = {r: None for r in range(len(hosts)) if hosts[r] == mine.host}
             comm = kind(rendezvous)
             try:
                 return body(comm)

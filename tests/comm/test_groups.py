@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,8 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl_binding
-from kos.comm.rendezvous import base
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.testing import spawn
 from tests.comm.fake_nccl import no_gpu
@@ -25,13 +23,11 @@ def members(comm: kos.Communicator) -> list[int]:
     return comm.all_gather(np.array([comm.world_ranks[comm.rank]])).ravel().tolist()
 
 
-def test_ranks_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    named, group = threading.local(), ThreadGroup(5)
-    monkeypatch.setattr(base, "host_id", lambda: named.host)
+def test_ranks_of_several_hosts() -> None:
+    group = ThreadGroup(5)
 
     def body(rank: int) -> tuple[list[int], list[int], str]:
-        named.host = f"host {rank % 2}"
-        with kos.init("mock", rendezvous=ThreadRendezvous(group, rank, 20)) as comm:
+        with kos.init("mock", rendezvous=ThreadRendezvous(group, rank, 20, host=f"host {rank % 2}")) as comm:
             host = comm.split("host")
             assert host.local_size == host.size and host.node == list(range(host.size))
             return comm.node, members(host), host.name
@@ -66,12 +62,20 @@ def test_axes_of_a_grid(shape: Any) -> None:
     spawn(body, 6)
 
 
+@pytest.mark.parametrize(("shape", "sizes"), [((-1, 2), (3, 2)), ((3, -1, 1), (3, 2, 1)), (-1, (6,))])
+def test_a_size_of_minus_one_is_inferred(shape: Any, sizes: tuple[int, ...]) -> None:
+    assert spawn(lambda comm: [axis.size for axis in comm.grid(shape)], 6) == [list(sizes)] * 6
+
+
 WRONG: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "color": (lambda comm: comm.split("rack"), "color: expected a whole number or None or \"host\", got 'rack'"),
     "no ranks": (lambda comm: comm.group([]), r"ranks: expected different ranks from 0 to 1, got \[\]"),
     "twice": (lambda comm: comm.group([1, 1]), r"ranks: expected different ranks from 0 to 1, got \[1, 1\]"),
     "far": (lambda comm: comm.group([0, 2]), "ranks: expected a rank from 0 to 1, got 2"),
     "small grid": (lambda comm: comm.grid((1, 1)), r"shape: expected a product of 2, .*, got \(1, 1\)"),
+    "odd grid": (lambda comm: comm.grid((-1, 3)), r"shape: expected a product of 2, .*, got \(-1, 3\)"),
+    "empty axis": (lambda comm: comm.grid((-1, 0)), r"shape: expected a product of 2, .*, got \(-1, 0\)"),
+    "two unknown axes": (lambda comm: comm.grid((-1, -1)), r"shape: expected at most one -1, got \(-1, -1\)"),
     "deep grid": (lambda comm: comm.grid((2, *[1] * 64)), "shape: expected a number of dimensions .*, got 65"),
     "nccl on a host": (lambda comm: comm.split(0, nccl={"max_ctas": 4}), "expected None without the backend nccl"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,21 +12,18 @@ import pytest
 
 import kos
 from kos.comm.host import tcp_messages
-from kos.comm.host.shared import direct
-from kos.comm.host.shared import messages as shared_messages
-from kos.comm.host.shared.segment import ANSWERS
+from kos.comm.host.shared import Node
 from kos.errors import CollectiveError, CollectiveMismatch, RankLost
 from tests.comm.ranks import on_each_rank, receive_in_another_order
+from tests.comm.shared_ranks import needs_core
 from tests.comm.tcp_ranks import TIMEOUT, TCPRanks
-from tests.comm.test_jobs import mpirun, program
-from tests.comm.test_shared_failures import job
-from tests.launcher import needs_mpirun
+
+pytestmark = needs_core
 
 EAGER, LONG = 256 << 10, 3 << 20  # bytes; the room of a mailbox is smaller than LONG
-MODULES = {"tcp": tcp_messages, "shared": shared_messages}
 
 
-@pytest.fixture(params=MODULES)
+@pytest.fixture(params=["tcp", "shared"])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "tcp":
         request.getfixturevalue("apart")
@@ -39,31 +35,17 @@ def run(kind: str) -> Callable[..., Any]:
     return TCPRanks(2).run
 
 
-def ends(comm: kos.Communicator) -> list[Any]:
-    """The connection or mailbox to each other rank."""
-    transport: Any = comm.backend.transport  # type: ignore[attr-defined]
-    return list(transport._boxes.values() if hasattr(transport, "_boxes") else transport.peers.values())
-
-
-def kept(comm: kos.Communicator) -> list[bytes]:
-    """The data of messages that arrived before their receive."""
-    [end] = ends(comm)
-    if hasattr(end, "arrived"):
-        return [data for what, _, data, _ in end.arrived if what < shared_messages._RTS]
-    return [each.data for queue in end._arrived.values() for each in queue if each.data is not None]
-
-
 def assert_nothing_is_left(comm: kos.Communicator) -> None:
     comm.barrier()
-    for end in ends(comm):
-        if hasattr(end, "arrived"):
-            assert not (end.arrived or any(end.messages()))
-            assert len(end.free) == ANSWERS and end.words[end.into] == end.taken
-        else:
-            assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)
-            known = comm.rendezvous.allgather(json.dumps([end._credits, end._freed]).encode())
-            (credits, _), (_, freed) = (json.loads(known[rank]) for rank in (comm.rank, 1 - comm.rank))
-            assert credits + freed == tcp_messages.CREDIT_BYTES, "some are lost"
+    backend: Any = comm.backend
+    if backend._node is not None:
+        assert backend._calls.core.held() == (0, 0, 0)
+        return
+    for end in backend.transport.peers.values():
+        assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)
+        known = comm.rendezvous.allgather(json.dumps([end._credits, end._freed]).encode())
+        (credits, _), (_, freed) = (json.loads(known[rank]) for rank in (comm.rank, 1 - comm.rank))
+        assert credits + freed == tcp_messages.CREDIT_BYTES, "some are lost"
 
 
 @pytest.mark.parametrize("count", [0, 1, EAGER // 2, EAGER // 2 + 1, EAGER, EAGER + 1, LONG])
@@ -75,75 +57,8 @@ def test_messages_that_arrive_before_their_receive(comm: kos.Communicator, /, co
 
 @pytest.mark.parametrize("count", [1, EAGER + 1, LONG])
 def test_messages_if_the_senders_memory_cannot_be_read(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(direct.Direct, "_read_token", lambda *_: b"")
+    monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
     TCPRanks(2).run(lambda comm: (receive_in_another_order(comm, count), assert_nothing_is_left(comm)))
-
-
-@needs_mpirun
-@pytest.mark.parametrize("given_up", [False, True])
-@pytest.mark.parametrize("count", [1, EAGER])
-def test_a_message_that_is_not_received_while_its_number_comes_round(
-    tmp_path: Path, count: int, given_up: bool
-) -> None:
-    """MPI would give its data to the receive of a later message with that number."""
-    text = f"""
-import itertools
-from kos.comm.host.shared import direct, messages
-direct.Direct._read_token, messages.CREDIT_BYTES = lambda *_: b"", 0  # all messages are sent over MPI
-comm = kos.init("mpi", timeout=60)
-part = comm.duplicate()  # whose messages have the same numbers
-if comm.rank == 0:
-    works = [part.send(np.full({count}, 1.0), 1, tag=1, async_op=True)]
-    if {given_up}:
-        try:
-            works.pop().wait(0.01)
-        except kos.errors.CollectiveTimeout:
-            pass
-    shared = comm.rendezvous.shared
-    shared.numbers = itertools.count(next(shared.numbers) - 1 + 2**20)
-    works.append(comm.send(np.full({count}, 2.0), 1, tag=2, async_op=True))
-    for work in works:
-        work.wait()
-else:
-    got = [comm.recv(np.zeros({count}), 0, tag=2)]
-    if not {given_up}:
-        got.append(part.recv(np.zeros({count}), 0, tag=1))
-    print([int(x[-1]) for x in got], flush=True)
-comm.barrier()
-os._exit(0)
-"""
-    assert job(tmp_path, 2, text) == ["[2]" if given_up else "[2, 1]"]
-
-
-@needs_mpirun
-def test_a_message_that_nobody_receives_before_the_program_ends(tmp_path: Path) -> None:
-    """Its Work is freed after MPI_Finalize, where a test of its request would end the job with an error."""
-    text = f"""
-from kos.comm.host.shared import direct, messages
-direct.Direct._read_token, messages.CREDIT_BYTES = lambda *_: b"", 0  # all messages are sent over MPI
-comm = kos.init("mpi", timeout=60)
-part = comm.duplicate()
-if comm.rank == 0:
-    work = part.send(np.ones({EAGER}), 1, async_op=True)
-comm.barrier()
-"""
-    done = mpirun(2, program(tmp_path, text), fresh=True)  # a forked one frees nothing at its end
-    assert done.returncode == 0 and "MPI_FINALIZE" not in done.stderr, done.stderr
-
-
-@needs_mpirun
-def test_empty_messages_over_mpi(tmp_path: Path) -> None:
-    """Those with which all_to_all_v ends: a send is complete once received, so no rank waits for its send first."""
-    text = """
-from kos.comm.host.shared import direct, messages
-direct.Direct._read_token, messages.CREDIT_BYTES = lambda *_: b"", 0  # all messages are sent over MPI
-with kos.init("mpi", timeout=60) as comm:
-    x = np.full(comm.size, float(comm.rank))
-    with comm.batch():
-        out = comm.all_to_all_v(x, [1] * comm.size, [1] * comm.size)
-    print(out.tolist(), flush=True)
-"""
-    assert job(tmp_path, 3, text) == ["[0.0, 1.0, 2.0]"] * 3
 
 
 @pytest.mark.parametrize(
@@ -176,11 +91,10 @@ def test_message_of_another_size_or_dtype(comm: kos.Communicator, /, count: int,
 
 @pytest.mark.parametrize("count", [0, 1000, EAGER // 2])
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
-    kind: str, run: Any, count: int, monkeypatch: pytest.MonkeyPatch
+    count: int, monkeypatch: pytest.MonkeyPatch, apart: None
 ) -> None:
-    module: Any = MODULES[kind]
-    monkeypatch.setattr(module, "CREDIT_BYTES", credit := 1 << 19 if count == EAGER // 2 else 1 << 16)
-    number = 3 * credit // (count + module.OVERHEAD_BYTES)
+    monkeypatch.setattr(tcp_messages, "CREDIT_BYTES", credit := 1 << 19 if count == EAGER // 2 else 1 << 16)
+    number = 3 * credit // (count + tcp_messages.OVERHEAD_BYTES)
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
@@ -190,14 +104,16 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
                 work.wait()
         else:
             comm.recv(np.ones(1), 0, 3)  # all messages that can arrive have arrived
-            lengths = [len(data) for data in kept(comm)]
+            transport: Any = comm.backend.transport
+            [end] = transport.peers.values()
+            lengths = [len(each.data) for queue in end._arrived.values() for each in queue if each.data is not None]
             assert number > len(lengths) > number // 8
-            assert sum(lengths) + len(lengths) * module.OVERHEAD_BYTES <= credit
+            assert sum(lengths) + len(lengths) * tcp_messages.OVERHEAD_BYTES <= credit
             for i in range(number):
                 assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
         assert_nothing_is_left(comm)
 
-    run(body)
+    TCPRanks(2).run(body)
 
 
 def test_an_announced_message_of_a_rank_that_aborts(run: Any) -> None:

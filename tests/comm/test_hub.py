@@ -16,11 +16,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.hub import Hub, pair
+from kos.comm.control.wire import Connection, Network, admit_all
 from kos.comm.failures import blaming
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.env import EnvRendezvous, TCPRendezvous
-from kos.comm.rendezvous.hub import Hub, pair
-from kos.comm.rendezvous.wire import Connection, Network, admit_all
 from kos.errors import CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
@@ -70,7 +71,7 @@ def test_allgather_on_200_ranks() -> None:
 
 def test_the_last_answers_arrive_without_a_close() -> None:
     """The process of rank 0 ends only when the hub has sent the answer to the others."""
-    code = "from kos.comm.rendezvous.env import EnvRendezvous\nEnvRendezvous(60).allgather(b'x' * 30_000_000)"
+    code = "from kos.comm.control.env import EnvRendezvous\nEnvRendezvous(60).allgather(b'x' * 30_000_000)"
     port = free_port()
     rank0 = start([*python(), "-c", code], 0, 2, port)
     try:
@@ -446,8 +447,8 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
             told.wait(TIMEOUT)
         rendezvous.barrier()
 
-    for module in ("hub", "env"):  # the hub awaits rank 1, however late it is
-        monkeypatch.setattr(f"kos.comm.rendezvous.{module}.CLOSE_SECONDS", TIMEOUT)
+    for module in ("hub", "group"):  # the hub awaits rank 1, however late it is
+        monkeypatch.setattr(f"kos.comm.control.{module}.CLOSE_SECONDS", TIMEOUT)
     monkeypatch.setattr(Hub, "_report", tell)
     monkeypatch.setattr(TCPRendezvous, "_join_at", join)
     run_ranks(3, body)
@@ -502,7 +503,7 @@ def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: st
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def admit_but_2(
-        listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float, look: Any
+        listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float, look: Any, epoch: int
     ) -> tuple[dict[int, Connection], list[int]]:
         return admit_all(listener, key, above - {2}, size, deadline, look=look)[0], [2]
 
@@ -518,7 +519,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
         expected = [said.format(rank, rendezvous.timeout).encode() for rank in (0, 1)]
         assert rendezvous.allgather(problem.encode()) == [*expected, b""]
 
-    monkeypatch.setattr("kos.comm.rendezvous.env.admit_all", admit_but_2)
+    monkeypatch.setattr("kos.comm.control.group.admit_all", admit_but_2)
     run_ranks(3, body)
 
 
@@ -621,7 +622,7 @@ def test_a_forked_process_does_not_keep_rank_0s_connection_open() -> None:
 
 
 def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.rendezvous.env.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("kos.comm.control.group.GRACE_SECONDS", 0.1)
     mine, _hubs = pair()
     network = Network(b"s", "127.0.0.1", "", loopback=True)
     rendezvous = TCPRendezvous(1, 2, 0.2, network, None)
@@ -631,7 +632,7 @@ def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_exchange_of_too_many_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.rendezvous.hub.MAX_MESSAGE", 1000)
+    monkeypatch.setattr("kos.comm.control.hub.MAX_MESSAGE", 1000)
 
     def body(rendezvous: EnvRendezvous) -> None:
         message = "allgather: expected less than 1000 bytes in all, got 12[0-9][0-9]"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kos.comm.rendezvous import mpi_job
+from kos.comm.control import mpi_job
 from kos.errors import install
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -48,11 +48,9 @@ def output(tmp_path: Path, text: str, ranks: int = 0, fresh: bool = False) -> st
 @needs_mpirun
 def test_what_explain_says_of_sizes_is_what_happens(tmp_path: Path) -> None:
     text = """
-import kos.comm.host.backend as host
 from kos.comm.host.mpi import MPIBackend
-shared = host.open_segment
-for memory in (shared, lambda _: (None, "switched off by the test")):
-    host.open_segment = memory
+for shared in (True, False):
+    os.environ["KOS_HOST"] = "" if shared else os.environ["OMPI_COMM_WORLD_RANK"]
     comm = kos.init(timeout=60)
     native, request = [], MPIBackend._native_request
     assert (comm.all_reduce(np.full(4, comm.rank + 1, np.float32), kos.ReduceOp.AVG) == 1.5).all()
@@ -64,7 +62,7 @@ for memory in (shared, lambda _: (None, "switched off by the test")):
         for size, cell in list(zip((1 << 10, 1 << 15, 1 << 20), cells)):
             native.clear()
             getattr(comm, name)(np.zeros(size // 4, np.float32), *((0,) if name == "broadcast" else ()))
-            said = "shared memory" if memory is shared else "native" if native else "ring"
+            said = "shared memory" if shared else "native" if native else "ring"
             assert cell == f"mpi {said}", (name, size, cell, said)
 """
     output(tmp_path, text, 2)
@@ -74,9 +72,8 @@ for memory in (shared, lambda _: (None, "switched off by the test")):
 @pytest.mark.parametrize(("leaver", "memory"), [(0, "shared"), pytest.param(2, "none", marks=pytest.mark.slow)])
 def test_a_rank_that_ends_without_close_is_gone(tmp_path: Path, leaver: int, memory: str) -> None:
     text = f"""
-import kos.comm.host.backend as host
 if "{memory}" == "none":
-    host.open_segment = lambda _: (None, "switched off by the test")
+    os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
 comm = kos.init(timeout=60)
 if comm.rank == {leaver}:
     sys.exit(0)
@@ -248,45 +245,14 @@ def test_after_mpi_finalize(tmp_path: Path, before: str) -> None:
 
 
 @needs_mpirun
-def test_a_rendezvous_by_mpi_that_is_out_of_step(tmp_path: Path) -> None:
-    """Calls that differ, and a rank that arrives after the timeout of the other, whose message and failure it gets."""
-    text = """
-from kos.comm.rendezvous.mpi import MPIRendezvous
-world = MPIRendezvous(timeout=60)
-different, late = world.split(0), world.split(0)
-different.call = f"call {world.rank}"
-if world.rank == 1:
-    world.barrier()
-late.timeout = 0.3
-for attempt in range(2):
-    try:
-        late.allgather(b"x" * attempt)
-    except kos.errors.RendezvousError as error:
-        print(error, flush=True)
-if world.rank == 0:
-    world.barrier()
-for attempt in range(2):
-    try:
-        different.allgather(b"x" * world.rank)
-    except kos.errors.CollectiveMismatch as error:
-        print(error, flush=True)
-"""
-    said = output(tmp_path, text, 2)
-    waited = "rendezvous: allgather: rank 0 waited 0.3 s for rank 1"
-    differ = "rank 0 called call 0 (exchange 1) but rank 1 called call 1 (exchange 1)"
-    told = f"{waited}; rank 0 aborted because of it"
-    assert sorted(said.splitlines()) == sorted([waited, told, waited, *[differ] * 4])
-
-
-@needs_mpirun
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_an_init_that_all_ranks_refuse_frees_its_communicators(tmp_path: Path, hosts: int) -> None:
     text = f"""
-from kos.comm.rendezvous import base, mpi_job
+from kos.comm.control import mpi_job
 from kos.errors import KosError
 MPI = mpi_job.load_mpi()
 world = MPI.COMM_WORLD
-base.host_id = lambda: f"host {{world.rank % {hosts}}}"
+os.environ["KOS_HOST"] = f"host {{world.rank % {hosts}}}"
 calls = [dict(backend="mpi", device=0), dict(backend="mock"), dict(backend=("mpi", "tcp")[world.rank])]
 calls.append(dict(backend="mpi", nccl={{"max_ctas": 2}}))
 for call in calls:
@@ -299,6 +265,8 @@ for call in calls:
         assert error.on_every_rank, call
     else:
         sys.exit("not refused")
+    while mpi_job._closing:  # until all ranks have closed them
+        mpi_job.free_closed()
     other = world.Dup()
     assert other.py2f() == free, call
     other.Free()
@@ -328,7 +296,7 @@ def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
     text, code, message = ENDS[case]
     first = re.match(r"rank (\d)", message)  # the others leave it the time to end the job, however slow it is
     others = f"os.environ['OMPI_COMM_WORLD_RANK'] != '{first[1]}'" if first else "False"
-    patient = f"import kos.comm.rendezvous.mpi_job as job\nif {others}: job._EXIT_GRACE = 60\n"
+    patient = f"import kos.comm.control.mpi_job as job\nif {others}: job._EXIT_GRACE = 60\n"
     done = mpirun(3, program(tmp_path, patient + text))
     assert done.returncode == code, done.stderr
     assert message in done.stderr
@@ -439,6 +407,18 @@ def test_a_bug_is_one_line_and_the_frames_of_the_program(tmp_path: Path, debug: 
 
 
 @needs_mpirun
+@pytest.mark.parametrize("signal", ["", "TERM"])
+def test_an_error_of_every_rank_prints_the_frames_of_one(tmp_path: Path, signal: str) -> None:
+    """mpirun ends the other ranks by SIGTERM, at which they may dump their flight record first."""
+    path, more = program(tmp_path, BUG), {"KOS_RECORDER_SIGNAL": signal, "KOS_RECORDER_DIR": str(tmp_path)}
+    done = run_program(MPIRUN, "-n", "3", sys.executable, path, "all", env={**environment(), **more}, cwd="/")
+    lines = done.stderr.partition("\n----")[0].splitlines()
+    assert sorted(line[:6] for line in lines if line.startswith("rank ")) == ["rank 0", "rank 1", "rank 2"]
+    assert sum("program.py" in line and "File" in line for line in lines) == 2, done.stderr
+    assert done.returncode == 1
+
+
+@needs_mpirun
 def test_the_process_stays_as_it_is(tmp_path: Path) -> None:
     """With process_hooks=False; a job that fails is then for the program that asked for it to end."""
     text = """
@@ -453,8 +433,8 @@ with kos.init("mpi", process_hooks=False, timeout=60) as comm:
     # Those of mpi4py, and of kos to tell other ranks that this one has ended.
     assert state()[:3] == before[:3] and state()[4] == before[4], (state(), before)
     assert os.environ.get("OMPI_MCA_btl") is None
-    assert not [hook for hook in dir(kos.comm.rendezvous.mpi_job) if hook == "_guarded"
-                and kos.comm.rendezvous.mpi_job._guarded]
+    assert not [hook for hook in dir(kos.comm.control.mpi_job) if hook == "_guarded"
+                and kos.comm.control.mpi_job._guarded]
     comm.barrier()
 print("same", flush=True)
 """

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
-from kos.comm.operation import Call, Operation
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
 from tests.comm.fake_nccl import FakeNCCL, FakeRanks
 from tests.comm.ranks import on_each_rank
+from tests.comm.works import work_of
 
 SIZE = 3
 
@@ -228,7 +228,7 @@ def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch:
 
     def body(gpu: Any) -> None:
         comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 20)
-        comm.backend.inspect(Call(Operation("a test", 0)))
+        comm.backend.inspect(work_of("a test"))
         comm.rendezvous.barrier()  # all are here, and none has joined
         may_join.set()
         x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import nccl, nccl_binding
 from kos.comm.gpu.memory import Windows
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
@@ -161,8 +161,6 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL) -> None:
     comm.close()
     assert log == [("deregister", second), ("free", second)]
     del lives_on
-    assert log[2:] == [], "the last operation has it"
-    comm.backend._last = None
     assert log[2:] == [("free", last)]
 
 
@@ -188,7 +186,7 @@ def test_a_window_outlives_the_graphs_that_captured_it(gpu: Any, /) -> None:
     for _ in range(3):
         comm.all_reduce(other)  # the first connects, on another thread
         comm.all_reduce(x)
-    assert prepared == ["all_reduce"] * 4  # the third calls are cached
+    assert prepared == ["all_reduce"] * (3 if "nccl" in comm.backend_name else 2)  # one more that connects
     with captures() as graph:
         comm.all_reduce(x)
     comm.all_reduce(other)  # or the last operation keeps its array

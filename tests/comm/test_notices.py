@@ -1,81 +1,235 @@
-"""An MPI communicator that groups and threads share: notices over it, and who frees it.  Stand-ins take its place."""
+"""What a group's hub carries beside exchanges: notices of ranks, and deaths.  And who frees a communicator of MPI."""
 
 from __future__ import annotations
 
-import json
+import queue
+import socket
 import threading
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakValueDictionary
 
-from kos.comm.rendezvous.mpi import MPIGroup, SharedComm
-from kos.comm.rendezvous.notices import MPINotices
+import pytest
+
+from kos.comm.control import mpi_job
+from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.hub import CONNECTION_CLOSED
+from kos.comm.control.mpi import MPIRanks, SharedComm
+from kos.comm.control.notices import FORWARD_SECONDS
+from kos.errors import RankLost, RendezvousError
+from tests.comm.tcp_ranks import run_ranks
 
 WAIT = 20.0  # seconds
 
 
-class Message:
-    """One that was matched: whoever receives it has it."""
-
-    def __init__(self, data: bytes, wait: threading.Event | None) -> None:
-        self.data, self.wait = data, wait
-
-    def Recv(self, buffer: list[Any]) -> None:
-        if self.wait is not None:
-            assert self.wait.wait(WAIT)
-        buffer[0][:] = self.data
+def until(found: Callable[[], Any]) -> Any:
+    """What ``found`` returns once it is true."""
+    deadline = time.monotonic() + WAIT
+    while not (what := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return what
 
 
-class Arrived:
-    """The communicator, of messages to group "b" that have arrived; the first takes long to receive."""
-
-    def __init__(self) -> None:
-        self.first, self.probed = threading.Event(), threading.Event()
-        data = [json.dumps(["b", [number]]).encode() for number in range(3)]
-        self.messages = [Message(each, None if number else self.first) for number, each in enumerate(data)]
-
-    def Improbe(self, status: Any) -> Message | None:
-        if not self.messages:
-            return None
-        message = self.messages.pop(0)
-        status.count = len(message.data)
-        self.probed.set()
-        return message
+def die(rendezvous: EnvRendezvous) -> None:
+    """As the kernel does when the process dies."""
+    assert rendezvous._connection is not None
+    rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)
 
 
-def test_notices_of_a_rank_keep_their_order_where_threads_read_for_two_groups() -> None:
-    class Status:
-        def Get_count(self) -> int:
-            return int(self.count)
+def test_a_notice_that_is_awaited_has_been_forwarded() -> None:
+    """What a rank tells others afterwards comes later; without a hub it waits for no answer."""
 
-    MPI = SimpleNamespace(Status=Status, Exception=OSError, Is_finalized=lambda: False, BYTE=None)
-    comm, readers = Arrived(), WeakValueDictionary[str, MPINotices]()
-    a, b = (MPINotices(MPI, comm, readers, name, [1]) for name in "ab")
-    got: list[Any] = []
-    threads = [threading.Thread(target=a.receive), threading.Thread(target=lambda: got.extend(b.receive()))]
-    threads[0].start()
-    assert comm.probed.wait(WAIT)
-    threads[1].start()
-    threads[1].join(0.2)  # long enough to read the others, if it may
-    comm.first.set()
-    for thread in threads:
-        thread.join(WAIT)
-    assert [*got, *b.receive()] == [[0], [1], [2]]
+    def body(rendezvous: EnvRendezvous) -> None:
+        channel = rendezvous.open_channel()
+        assert channel is not None
+        rendezvous.barrier()
+        for number in range(50):
+            if rendezvous.rank == 1:
+                channel.send(["first", number], wait=True)
+                told.put(number)
+                assert read.get(timeout=WAIT) == number
+            elif rendezvous.rank == 2:
+                assert told.get(timeout=WAIT) == number
+                assert channel.receive() == [["first", number]]
+                read.put(number)
+        rendezvous.barrier()
+        if rendezvous.rank == 0:
+            die(rendezvous)
+        elif rendezvous.rank == 1:
+            until(lambda: 0 in rendezvous.deaths())
+            began = time.monotonic()
+            channel.send(["last"], wait=True)
+            assert time.monotonic() - began < FORWARD_SECONDS / 2
+
+    told, read = queue.Queue[int](), queue.Queue[int]()
+    run_ranks(3, body)
 
 
-def test_two_threads_close_the_last_two_groups() -> None:
+def test_notices_reach_all_others_in_order() -> None:
+    """Of two backends, each of which gets its own; in and between exchanges."""
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        me, channels = rendezvous.rank, [rendezvous.open_channel() for _ in range(2)]
+        rendezvous.barrier()
+        for number in range(20):
+            for which, channel in enumerate(channels):
+                assert channel is not None
+                channel.send([me, which, number])
+            if number == 10:
+                rendezvous.barrier()
+        for which, channel in enumerate(channels):
+            got = list[list[int]]()
+            until(lambda channel=channel, got=got: got.extend(channel.receive()) or len(got) == 40)
+            for other in {0, 1, 2} - {me}:
+                assert [notice for notice in got if notice[0] == other] == [[other, which, n] for n in range(20)]
+        rendezvous.barrier()
+
+    run_ranks(3, body)
+
+
+def test_a_notice_arrives_while_a_rank_waits_in_an_exchange() -> None:
+    """Another of its threads gets it."""
+    came = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        channel = rendezvous.open_channel()
+        assert channel is not None
+        if rendezvous.rank == 1:
+            waiting = threading.Thread(target=rendezvous.barrier)
+            waiting.start()
+            until(rendezvous.inbox.notices[1].__len__)
+            assert channel.receive() == [["of rank 0"]]
+            came.set()
+            waiting.join(WAIT)
+        else:
+            channel.send(["of rank 0"])
+            assert came.wait(WAIT)
+            rendezvous.barrier()
+
+    run_ranks(2, body)
+
+
+def test_a_notice_that_is_not_urgent_is_for_those_that_stay() -> None:
+    closed = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> int:
+        channel, forwarded = rendezvous.open_channel(), 0
+        assert channel is not None
+        rendezvous.barrier()
+        if rendezvous.rank == 1:
+            channel.send(["it closes"], soon=False)
+            rendezvous.close()
+            closed.set()
+        elif rendezvous.rank == 2:
+            assert closed.wait(WAIT)
+            forwarded = len(until(channel.receive))
+        return forwarded
+
+    assert run_ranks(3, body) == [0, 0, 1]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_death_is_found_at_once(gone: int, busy: bool) -> None:
+    """Whether or not others wait in an exchange; the exchanges then raise it."""
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.barrier()
+        if rendezvous.rank == gone:
+            return die(rendezvous)
+        if not busy:
+            began = time.monotonic()
+            assert until(rendezvous.deaths) == {gone: CONNECTION_CLOSED}
+            assert time.monotonic() - began < 5
+        with pytest.raises(RankLost, match=f"rank {gone} is gone"):
+            rendezvous.barrier()
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("first", ["a death", "a timeout"])
+def test_a_failed_group_still_carries_notices_and_deaths(first: str) -> None:
+    heard = threading.Barrier(2)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        channel = rendezvous.open_channel()
+        assert channel is not None
+        rendezvous.barrier()
+        if rendezvous.rank == 3:
+            if first == "a death":
+                die(rendezvous)
+            heard.wait(WAIT)
+            return
+        if first == "a timeout" and rendezvous.rank == 0:
+            rendezvous.timeout = 0.2
+        with pytest.raises((RankLost, RendezvousError)):
+            rendezvous.barrier()
+        if rendezvous.rank == 2:
+            channel.send(["after it"])
+            die(rendezvous)
+            return
+        assert until(channel.receive) == [["after it"]]
+        assert until(lambda: 2 in rendezvous.deaths())
+        if rendezvous.rank == 0:
+            heard.wait(WAIT)
+
+    run_ranks(4, body)
+
+
+def test_the_hub_serves_until_all_have_closed() -> None:
+    """Rank 0, which runs it, closes first: that is no death."""
+    closed = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        channel = rendezvous.open_channel()
+        assert channel is not None
+        rendezvous.barrier()
+        if rendezvous.rank == 0:
+            rendezvous.close()
+            closed.set()
+            return
+        assert closed.wait(WAIT)
+        channel.send([rendezvous.rank])
+        assert until(channel.receive) == [[3 - rendezvous.rank]]
+        assert rendezvous.deaths() == {}
+        with pytest.raises(RankLost, match="rank 0 is gone: it closed the group"):
+            rendezvous.barrier()
+
+    run_ranks(3, body)
+
+
+def test_two_threads_close_the_last_two_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them frees the communicator that the groups share."""
     freed, both = [], threading.Barrier(2)
-    shared: Any = SharedComm.__new__(SharedComm)
-    shared.comm = SimpleNamespace(Free=lambda: freed.append(threading.get_ident()))
-    shared.lock, shared.users, shared.orderly, shared.open = threading.Lock(), 2, True, {}
-    groups = [MPIGroup.__new__(MPIGroup) for _ in range(2)]
-    for tag, group in enumerate(groups):
-        group.shared, group._own, group._tag = shared, None, tag
-        group._MPI = SimpleNamespace(Is_finalized=lambda: both.wait(WAIT) < 0)  # once both have left
-    threads = [threading.Thread(target=group._free, args=(True, None)) for group in groups]
+    shared = SharedComm(None)
+    groups = [MPIRanks(shared, [0]) for _ in range(2)]
+    shared.comm = SimpleNamespace()
+    stand_in = SimpleNamespace(Is_finalized=lambda: both.wait(WAIT) < 0)  # once both have left
+    monkeypatch.setattr(mpi_job, "load_mpi", lambda: stand_in)
+    monkeypatch.setattr(mpi_job, "free_after_all", freed.append)
+    threads = [threading.Thread(target=group.free, args=(True, None)) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(freed) == 1
+    assert freed == [shared.comm]
+
+
+def test_a_communicator_is_freed_once_all_its_ranks_have_closed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed, done = list[int](), set[int]()
+
+    def comm(number: int) -> Any:
+        request = SimpleNamespace(Test=lambda: number in done)
+        return SimpleNamespace(Ibarrier=lambda: request, Free=lambda: freed.append(number))
+
+    monkeypatch.setattr(mpi_job, "_closing", [])
+    monkeypatch.setattr(mpi_job, "load_mpi", lambda: SimpleNamespace(Is_finalized=lambda: False, Exception=OSError))
+    done.add(2)
+    for number in (1, 2):
+        mpi_job.free_after_all(comm(number))
+    assert freed == [2]
+    done.add(1)
+    mpi_job.free_closed()
+    assert freed == [2, 1]

@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos.comm import watchdog
-from kos.comm.rendezvous.threads import SingleRendezvous
+from kos.comm.control.threads import SingleRendezvous
 from kos.errors import KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT
@@ -24,9 +24,6 @@ PROGRAM = """
 import os, sys, threading
 import numpy as np
 import kos
-import kos.comm.host.backend as host
-if "{memory}" == "none":
-    host.open_segment = lambda _: (None, "switched off by the test")
 if "{memory}" == "without":
     del os.pidfd_open
 comm = kos.init("{backend}", timeout=60)
@@ -55,7 +52,6 @@ def ranks_report(end: str, memory: str, seconds: float = TIMEOUT, last: str = "p
     return [results[rank][1].strip() for rank in (0, 2)]
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "os._exit(0)", "sys.exit()", "comm.abort()"])
 def test_a_rank_that_ends_is_reported(end: str, memory: str) -> None:
     assert ranks_report(end, memory) == ["RankLost (1,)"] * 2
@@ -66,13 +62,11 @@ def test_a_python_without_pidfd_open() -> None:
     assert ranks_report("os.kill(os.getpid(), 9)", "without", 10.0) == ["RankLost (1,)"] * 2
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
 def test_a_rank_that_closes_is_not_reported(memory: str) -> None:
     """It is not reported after its process has ended, either."""
     assert ranks_report("group.close(); comm.close(); os._exit(0)", memory, 1.0) == ["", ""]
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
 def test_a_failed_collective_of_another_rank_is_reported(memory: str) -> None:
     end = """
     for each in (comm, group):
@@ -105,8 +99,11 @@ comm.close()
 
 
 @needs_mpirun
-def test_a_rank_that_ends_is_reported_on_mpi(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_rank_that_ends_is_reported_on_mpi(tmp_path: Path, apart: bool) -> None:
     code = PROGRAM.format(backend="mpi", memory="shared", end="os.kill(os.getpid(), 9)", seconds=TIMEOUT)
+    if apart:
+        code = f"os.environ['KOS_HOST'] = os.environ['OMPI_COMM_WORLD_RANK']\n{code}"
     assert job(tmp_path, 3, f"{code}\ncomm.abort(0)", *ULFM) == ["RankLost (1,)"] * 2
 
 
@@ -170,7 +167,6 @@ comm.close()
     assert run_processes(code, 2) == [(0, "0\n")] * 2
 
 
-@pytest.mark.parametrize("memory", ["shared", "none"])
 @pytest.mark.parametrize("call", ["all_reduce(np.ones(3), async_op=True)", "recv(np.ones(3), 1, async_op=True)"])
 def test_a_wait_that_another_thread_aborts(call: str, memory: str) -> None:
     """Memory and connections are freed before its operations are cancelled; the waiting thread may poll in between."""
@@ -178,9 +174,6 @@ def test_a_wait_that_another_thread_aborts(call: str, memory: str) -> None:
 import os
 import numpy as np
 import kos
-import kos.comm.host.backend as host
-if "{memory}" == "none":
-    host.open_segment = lambda _: (None, "switched off by the test")
 comm = kos.init("tcp", timeout=60)
 group = comm.duplicate()
 if comm.rank == 0:

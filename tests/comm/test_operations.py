@@ -56,6 +56,17 @@ def test_a_communicator_stays_in_its_process(way: Callable[[Any], Any]) -> None:
         way(comm)
 
 
+def test_the_repr_of_a_closed_communicator() -> None:
+    with kos.init("mock") as comm:
+        part = comm.split(0)
+        assert part is not None and repr(comm) == "<Communicator world: rank 0 of 1 on mock>"
+        part.abort()
+        assert repr(part) == "<Communicator world.0:0: rank 0 of 1 on mock, closed>"
+    assert repr(comm) == "<Communicator world: rank 0 of 1 on mock, closed>"
+    with pytest.raises(CollectiveError, match="^<Communicator world: rank 0 of 1 on mock> is closed$"):
+        comm.barrier()
+
+
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_work_stays_in_its_process(way: Callable[[Any], Any]) -> None:
     with kos.init("mock") as comm:

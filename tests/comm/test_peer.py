@@ -148,8 +148,8 @@ def test_parts_of_any_size_go_by_one_kernel(
             x, around = on_gpu(comm, np.concatenate([xs[me][:start], xs[me]])), on_gpu(comm, poison(100 + LARGE, dtype))
             x, out = x[start:], around[guard + start : guard + start + counts[me]]
             before = around.numpy()
-            route = comm.reduce_scatter_v_init(x, counts, out, op)._call.route
-            assert n == 1 or not isinstance(route.launch.args[0], OrderedReduction)
+            launch = comm.reduce_scatter_v_init(x, counts, out, op)._work.prepared.route
+            assert n == 1 or not isinstance(launch.args[0], OrderedReduction)
             for counted in (True, False) if len(set(counts)) == 1 else (True,):
                 comm.reduce_scatter_v(x, counts, out, op) if counted else comm.reduce_scatter(x, out, op)
                 comm.synchronize()
@@ -185,7 +185,7 @@ def test_what_overlaps_goes_by_copy_engines(gpu: Any, /, seed: int, dtype: np.dt
             options = {} if name == "all_gather" else {"op": op}
             work = getattr(comm, name)(source, out=target, async_op=True, **options)
             here = name != "all_reduce" or source is not elsewhere
-            assert ("copies" in str(work.call.route.kernel)) == (here and n > 1), (name, work.call.route.kernel)
+            assert ("copies" in str(work.prepared.kernel)) == (here and n > 1), (name, work.prepared.kernel)
             work.wait()
             comm.synchronize()
             assert_bits(target.numpy(), expected, f"{name}, turn {turn}")
@@ -343,7 +343,7 @@ def test_large_moves_by_copy_engines(gpu: Any, /, name: str, seed: int, monkeypa
             graph.replay(stream)
             expected = data[:, :part] if name == "all_gather" else data[:, me * part : (me + 1) * part]
             assert_bits(target.numpy(stream), expected.reshape(-1), f"turn {turn}")
-        assert "copies" in str(getattr(comm, f"{name}_init")(source, target)._call.route.kernel)
+        assert "copies" in str(getattr(comm, f"{name}_init")(source, target)._work.prepared.kernel)
 
 
 @on_each_rank("ranks.run")

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from kos import cuda
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
-from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import streams
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import dtype_of

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -12,16 +14,22 @@ import numpy as np
 import pytest
 
 from kos import PremulSum, ReduceOp
-from kos.comm.gpu.order import Order
+from kos.comm.communicator import Communicator
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer import engine as peer_engine
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch, Launches
-from kos.comm.rendezvous.base import Rendezvous
+from kos.cuda import driver
+from kos.cuda import kernels as cuda_kernels
+from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.testing.conformance import results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
+from tests.comm.fake_nccl import WAIT
 from tests.comm.fake_peer import HostKernel, HostMemory, ThreadRanks, no_gpus
 from tests.comm.peer_storm import KINDS, storm
 from tests.comm.ranks import assert_bits, inputs, on_each_rank
@@ -50,6 +58,25 @@ OPERATIONS = (
     "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter",
     "gather_v_and_scatter_v", "scan",
 )  # fmt: skip
+
+
+def test_a_process_that_drives_two_gpus(no_gpu: None) -> None:
+    """It has one communicator per GPU; an array on another GPU is refused, and the error names that GPU."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        child = rendezvous.split(0)
+        assert child is not None
+        comms = [Communicator(PeerBackend(each, i), each, {}, WAIT) for i, each in enumerate((rendezvous, child))]
+        arrays = [Array.from_numpy(np.full(100, comm.rank + comm.device, np.float32), comm.device) for comm in comms]
+        for comm, other, mine, foreign in zip(comms, comms[::-1], arrays, arrays[::-1], strict=True):
+            assert (comm.all_reduce(mine).numpy() == SIZE * (SIZE - 1) / 2 + SIZE * comm.device).all()
+            got = f"x: expected memory of cuda:{comm.device} .backend peer., got Array in memory of cuda:{other.device}"
+            with pytest.raises(InvalidArgument, match=f"{got}; a communicator uses one GPU: kos.init.device="):
+                comm.all_reduce(foreign)
+        for comm in comms[::-1]:
+            comm.close()
+
+    ThreadRanks(SIZE).run_bare(body)
 
 
 @pytest.fixture
@@ -262,24 +289,23 @@ def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous: Ren
     engine.close()
 
 
-def test_a_message_beside_others_takes_few_blocks_and_no_turn(
+def test_an_async_message_takes_few_blocks_and_is_not_ordered(
     ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may wait for what its other rank computes first, with other communicators of this GPU."""
     launched, entered, local = [], [], threading.local()
-    bind, enter = HostKernel.bind, Order.enter
+    bind, record = HostKernel.bind, ConcurrentKernels.record
 
     def bound(self: Any, blocks: int, *arguments: Any, **options: Any) -> Any:
         launched.append(blocks)
         return bind(self, blocks, *arguments, **options)
 
-    def entering(self: Order, *arguments: Any) -> bool:
-        if self in peer_backend._orders.values():
-            entered.append(local.now)
-        return enter(self, *arguments)
+    def recording(self: ConcurrentKernels, *arguments: Any) -> None:
+        entered.append(local.now)
+        record(self, *arguments)
 
     monkeypatch.setattr(HostKernel, "bind", bound)
-    monkeypatch.setattr(Order, "enter", entering)
+    monkeypatch.setattr(ConcurrentKernels, "record", recording)
     monkeypatch.setattr(peer_engine, "BESIDE_BLOCKS", 2)
 
     def body(gpu: Any) -> None:
@@ -296,7 +322,7 @@ def test_a_message_beside_others_takes_few_blocks_and_no_turn(
             comm.all_reduce(Array.zeros(9, np.float32, 0))
 
     ranks.run(body)
-    assert launched.count(2) == 4 and set(entered) == {"collective"}
+    assert launched.count(2) == 2 and set(entered) == {"collective"}
 
 
 def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -> None:
@@ -312,11 +338,39 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
                 assert backend.route_of("all_reduce", nbytes, True) == f"peer {way}"
-                assert f"'{way}'" in comm.all_reduce_init(x)._call.route.kernel
-                scaled = comm.all_reduce_init(x, PremulSum(2.0))._call.route.kernel
+                assert f"'{way}'" in comm.all_reduce_init(x)._work.prepared.kernel
+                scaled = comm.all_reduce_init(x, PremulSum(2.0))._work.prepared.kernel
                 assert "'two_shot'" in scaled and scaled.endswith("at []")
         finally:
             backend._engine.staging = staging
             backend.use(launches)
 
     ranks.run(body)
+
+
+def test_a_thread_that_loads_a_kernel_delays_only_loads_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its load ends when running kernels do, and those may wait for what another thread launches."""
+    begun, free = threading.Event(), threading.Event()
+
+    def load(cubin: bytes, name: str, device: int) -> tuple[str, int]:
+        if (name, device) == ("slow", 0):
+            begun.set()
+            assert free.wait(20)
+        return name, device
+
+    monkeypatch.setattr(cuda_kernels, "Kernel", load)
+    monkeypatch.setattr(cuda_kernels, "_kernels", {})
+    monkeypatch.setattr(cuda_kernels, "compile_kernels", lambda *_: b"")
+    monkeypatch.setattr(cuda_kernels, "device_info", lambda device: SimpleNamespace(arch="sm_90a"))
+    monkeypatch.setattr(driver, "require", lambda: None)
+    assert cuda_kernels.load_kernel("x.cu", "saxpy", 0) == ("saxpy", 0)
+    with ThreadPoolExecutor(2) as pool:
+        slow = pool.submit(cuda_kernels.load_kernel, "x.cu", "slow", 0)
+        try:
+            assert begun.wait(20)
+            others = [("saxpy", 0), ("slow", 1)]
+            done = [pool.submit(cuda_kernels.load_kernel, "x.cu", name, device) for name, device in others]
+            assert [each.result(5) for each in done] == others
+        finally:
+            free.set()
+        assert slow.result(20) == ("slow", 0)

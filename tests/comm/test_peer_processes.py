@@ -15,11 +15,11 @@ import pytest
 
 import kos
 from kos import cuda
+from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.threads import SingleRendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch
 from kos.comm.reduction import ReduceOp
-from kos.comm.rendezvous.env import EnvRendezvous
-from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.cuda import streams
 from kos.dtypes import dtype_of
 from kos.errors import CollectiveTimeout, RankLost

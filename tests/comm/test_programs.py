@@ -123,11 +123,11 @@ def test_on_threads(program: Program) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("native", [True, False])
-def test_on_mpi(ranks_of_mpi: Any, seed: int, monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+def test_on_mpi(ranks_of_mpi: Any, seed: int, request: pytest.FixtureRequest, native: bool) -> None:
     """Programs drawn from the seed, the same on all ranks; also without MPI's calls and shared memory."""
     if not native:
-        monkeypatch.setattr(MPIBackend, "native", lambda *_: None)
-        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+        request.getfixturevalue("monkeypatch").setattr(MPIBackend, "native", lambda *_: None)
+        request.getfixturevalue("apart")
     rng = np.random.default_rng(seed)
 
     def one_of(choices: Any) -> Any:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import RankLost
 from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import run_ranks, run_threads
@@ -157,7 +157,7 @@ def test_mpi(mpi_world: kos.Communicator, memory: str) -> None:
 
 PROGRAM = """
 import threading, numpy as np, kos
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 group = ThreadGroup(2)
 def rank(number):
     comms[number] = kos.init("mock", rendezvous=ThreadRendezvous(group, number), progress_thread=True)

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.operation import Call, Operation
 from kos.comm.recorder import SLOTS, Group, Recorder, completed, failed, recorders
 from kos.comm.recorder.analysis import load
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.testing import spawn
+from tests.comm.works import recorded, work_of
 
 # FlightRecorder.hpp and FlightRecorderDetail.hpp of PyTorch 2.13.
 TORCH_KEYS = {"version", "pg_config", "pg_status", "entries"}
@@ -113,10 +113,9 @@ def test_messages_and_groups() -> None:
 def test_what_ends_late_leaves_the_slot_to_its_next_operation() -> None:
     recorder = Recorder(0, 1)
     group = Group(recorder, "world", [0], 0, "mock")
-    late = Call(Operation("all_reduce", 0))
-    group.note(late, 1)
+    late = recorded(work_of("all_reduce", group=group))
     for _ in range(SLOTS):
-        group.note(Call(Operation("barrier", 0)), 1)
+        recorded(work_of("barrier", group=group))
     completed(late, 5)
     assert {entry["state"] for entry in recorder.entries()} == {"scheduled"}
     assert not recorder._failed
@@ -130,11 +129,11 @@ def test_a_dump_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(0, 1)
     group = Group(recorder, "world", [0], 0, "mock")
     for sequence in range(SLOTS):
-        group.note(Call(Operation("barrier", 0), sequence=sequence), 1)
+        recorded(work_of("barrier", sequence=sequence, group=group))
 
     def describe(*arguments: Any) -> Any:
         for _ in range(2):
-            group.note(Call(Operation("broadcast", 0)), 1)
+            recorded(work_of("broadcast", group=group))
         return usual(*arguments)
 
     usual = kos.comm.recorder._describe

@@ -13,9 +13,9 @@ import pytest
 import kos
 from kos.comm import registry
 from kos.comm.backend import Backend, Probe
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.host.mock import MockBackend
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import BackendUnavailable, InvalidArgument
 from tests.comm.tcp_ranks import run_threads
 
@@ -69,7 +69,7 @@ def test_a_registered_backend_is_one_of_kos() -> None:
     ("a b", Another, "expected an identifier"),
     (3, Another, "expected an identifier .* got 3"),
     ("another", int, "expected a subclass of kos.comm.backend.Backend, got <class 'int'>"),
-    ("another", Partial, "backend another: expected a class that defines idle, prepare, start, got <class .*Partial'>"),
+    ("another", Partial, "backend another: expected a class that defines idle, prepare, got <class .*Partial'>"),
     ("another", "kos", "expected a subclass of kos.comm.backend.Backend, got 'kos'"),
 ])  # fmt: skip
 def test_what_cannot_be_registered(name: Any, kind: Any, message: str) -> None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.host.shared import direct
+from kos.comm.host.shared import Node
 from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from kos.testing.conformance import results
@@ -26,26 +26,21 @@ from kos.testing.conformance.model import REDUCING, call, contributions
 from tests.comm import model
 from tests.comm.model import Step
 from tests.comm.ranks import assert_bits, inputs, on_each_rank, poison
-from tests.comm.shared_ranks import run
+from tests.comm.shared_ranks import needs_core, run
 from tests.comm.tcp_ranks import TCPRanks
 from tests.comm.test_programs import Program, execute, programs
 
-SIZES = [0, 1, 7, 997, 4099]  # elements; several stages with small slots
+pytestmark = needs_core
+
+SIZES = [0, 1, 7, 997, 70_001]  # elements: in a cache line, in one stage, in several stages or in one copy
 F32 = np.dtype(np.float32)
 
 
 @pytest.fixture(params=["slots", "direct"])
-def small_slots(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Slots of one page, so that small arrays take several stages; short data is marked; no one-shot calls of 3 ranks.
-
-    Then the same, with one copy wherever it is possible.
-    """
+def large(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Large arrays take several stages in slots; then they take one copy, where that is possible."""
     if request.param == "slots":
-        monkeypatch.setattr(direct, "OPERATIONS", frozenset())
-    monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
-    monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr("kos.comm.host.shared.plans.ONE_SHOT_BYTES", 512)
-    monkeypatch.setattr("kos.comm.host.shared.plans.MARKED_BYTES", 64)
+        monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
 
 
 REDUCTIONS = [
@@ -71,7 +66,7 @@ SIZED = [(size, *each) for i, each in enumerate(REDUCTIONS) for size in (3, (2, 
 
 
 @pytest.mark.parametrize(("size", "dtype", "op"), SIZED, ids=lambda x: getattr(x, "__name__", str(x)))
-@pytest.mark.usefixtures("small_slots")
+@pytest.mark.usefixtures("large")
 def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any, op: Any) -> None:
     def body(comm: kos.Communicator) -> list[np.ndarray]:
         found = []
@@ -94,7 +89,7 @@ def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e5m2, np.complex128])
-@pytest.mark.usefixtures("small_slots")
+@pytest.mark.usefixtures("large")
 def test_movements(seed: int, size: int, dtype: Any) -> None:
     def body(comm: kos.Communicator) -> None:
         for count in SIZES:
@@ -115,7 +110,7 @@ def test_movements(seed: int, size: int, dtype: Any) -> None:
     [(np.float32, ReduceOp.SUM), (ml_dtypes.bfloat16, ReduceOp.PREMUL_SUM), (np.int64, ReduceOp.MAX)],
     ids=["float32", "bfloat16", "int64"],
 )
-@pytest.mark.usefixtures("small_slots")
+@pytest.mark.usefixtures("large")
 def test_scans(seed: int, size: int, dtype: Any, op: Any) -> None:
     for name in ("scan", "exscan"):
         run(lambda comm, name=name: results.correct(comm, seed, name, np.dtype(dtype), op, sizes=SIZES), size)
@@ -134,7 +129,7 @@ def test_overflow_is_a_result_whatever_numpy_is_told_of_errors(comm: kos.Communi
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 @given(program=programs())
-@pytest.mark.usefixtures("small_slots")
+@pytest.mark.usefixtures("large")
 def test_random_programs(program: Program) -> None:
     """Operations and messages share slots and mailboxes; ranks are out of step, and waits are in any order."""
     TCPRanks(program.size).run(lambda comm: execute(comm, program))
@@ -222,9 +217,14 @@ def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
     assert not held() - before
 
 
-def test_machines_that_reorder_stores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    assert run(lambda comm: comm.backend.shared_memory, 2) == ["aarch64 reorders stores"] * 2
+def test_without_the_core_ranks_of_a_host_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "unavailable", "no compiler")
+
+    def body(comm: kos.Communicator) -> str:
+        assert (comm.all_reduce(np.ones(9)) == 2).all()
+        return comm.explain()
+
+    assert all("no compiler" in text for text in TCPRanks(2).run(body))
 
 
 def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:

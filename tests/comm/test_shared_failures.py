@@ -16,20 +16,23 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.failures import from_record, to_record
+from kos.comm.failures import Ledger, from_record, to_record
 from kos.comm.host import backend as host
-from kos.comm.host.shared import Segment, direct
+from kos.comm.host.shared import Node, Segment
 from kos.comm.host.shared import board as shared_board
 from kos.comm.host.shared.board import SharedBoard
-from kos.comm.host.shared.segment import BLOCK_BYTES, STARTED, process
-from kos.comm.operation import Call, Operation
+from kos.comm.host.shared.segment import CALL_BYTES, STARTED, process
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
 from kos.testing.conformance.failures import MISMATCHES
 from tests.comm.ranks import on_each_rank
-from tests.comm.shared_ranks import TIMEOUT, run
+from tests.comm.shared_ranks import TIMEOUT, needs_core, run
 from tests.comm.test_failures import F4
 from tests.comm.test_jobs import mpirun, program
+from tests.comm.test_recorder import line_of
+from tests.comm.works import work_of
+
+pytestmark = needs_core
 
 # Calls that would wait for each other for ever if nobody compared them: the usual one, the other, how they differ.
 CASES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str]] = {
@@ -126,10 +129,10 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
         calls[comm.rank] = comm.backend._calls
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            mine, theirs = (Call(Operation("barrier", rank), sequence=0) for rank in range(2))
+            mine, theirs = (work_of("barrier", sequence=0) for _ in range(2))
             calls[0].announce(mine)
             assert calls[0].check(mine) == 1
-            calls[0]._words = Words(calls[0].segment.layout.ring(1), lambda: calls[1].announce(theirs))
+            calls[0].words = Words(calls[0].segment.layout.ring(1), lambda: calls[1].announce(theirs))
             assert calls[0].check(mine) is None
         comm.rendezvous.barrier()
 
@@ -193,7 +196,7 @@ def test_a_long_reason_is_cut_not_lost(comm: kos.Communicator, /, letter: str) -
 @on_each_rank(run, 2, close=False)
 def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.Communicator, /) -> None:
     calls, segment = comm.backend._calls, comm.backend._segment
-    calls._known["a call whose description is being written"] = 0  # it has the first place
+    calls.texts[0], calls._places[0] = b"", 0  # a call whose description is being written has the first place
     at = segment.layout.text(segment.rank, 0)
     segment.bytes[at : at + 5] = b"[12, "
     with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
@@ -254,6 +257,54 @@ def test_the_board_may_be_freed_while_another_thread_reads_it(
     comm.barrier()
 
 
+@pytest.mark.parametrize("start", [partial(run, close=False), partial(spawn, check_deadlock=False)])
+def test_a_timeout_shows_the_last_call_of_a_late_rank(start: Callable[..., Any]) -> None:
+    over = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        comm.all_reduce(F4())
+        comm.all_reduce(F4())  # the last call of rank 1
+        if comm.rank == 1:
+            over.wait(TIMEOUT)
+            return
+        board, deadline = comm.rendezvous.ledger.board, time.monotonic() + TIMEOUT
+        while "all_reduce #1" not in board.last_call(1):  # the watchdog copies it in intervals
+            assert time.monotonic() < deadline, "rank 1 did not publish its call"
+            time.sleep(0.01)
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.barrier(timeout=0.1)
+        over.set()
+        call = f"world: all_reduce #1 at {__file__}:{line_of('the last call of rank 1', __file__)}"
+        assert str(caught.value).endswith(f"ranks [1] did not arrive; the last known call of rank 1: {call}")
+        with contextlib.suppress(CollectiveError):
+            comm.abort()
+
+    start(body, 2)
+
+
+def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last() -> None:
+    ledger = Ledger([0, 1], 0)
+    call = "world: barrier #1 at train.py:6"
+    ledger.board.last_call = lambda rank: call  # type: ignore[method-assign]
+    texts = [str(ledger.overdue([1], f"world: barrier #{number}", None)) for number in (1, 12)]
+    assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
+
+
+def test_a_long_path_of_a_last_call_is_cut_not_lost() -> None:
+    def body(comm: kos.Communicator) -> None:
+        board: Any = comm.rendezvous.ledger.board
+        board._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
+        board.watch()
+        comm.barrier()
+        text = board.last_call(1 - comm.rank)
+        assert text.endswith("é/train.py:6") and len(text.encode()) <= CALL_BYTES + 2
+        board.free()
+        board.watch()
+        assert board.last_call(1 - comm.rank) == ""
+
+    run(body, 2, close=False)
+
+
 @on_each_rank(run, 3, close=False)
 def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 may wait for rank 2 alone, which has given up on rank 1 and ended."""
@@ -261,7 +312,7 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, mon
     comm.barrier()
     if comm.rank == 1:
         calls = backend._calls
-        calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+        calls.words[calls._line + STARTED] += 1  # as if another process had its number by now
     comm.rendezvous.barrier()
     if comm.rank == 2:
         monkeypatch.setattr(host, "_open", {backend})
@@ -301,7 +352,7 @@ def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-COUNT = 6 * BLOCK_BYTES  # bytes: more stages than there are slots
+COUNT = 6 * (128 << 10)  # bytes: more stages than there are slots
 CALLS: dict[str, tuple[int, Callable[[kos.Communicator, Any], Any]]] = {  # and a rank that waits for rank 1 itself
     "broadcast": (0, lambda c, o: c.broadcast(x(), 0, **o)),
     "gather": (2, lambda c, o: c.gather(x(), 2, **o)),
@@ -318,8 +369,7 @@ def x(parts: int = 1) -> np.ndarray:
 @pytest.mark.parametrize(("name", "one_copy"), [*((name, False) for name in CALLS), ("all_gather", True)])
 def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not one_copy:
-        monkeypatch.setattr(direct, "OPERATIONS", frozenset())
-    monkeypatch.setattr(direct, "DIRECT_BYTES", 0)
+        monkeypatch.setattr(Node, "_read_each_other", lambda self, rendezvous: False)
     begun, over = threading.Event(), threading.Event()
     impatient, call = CALLS[name]
 
@@ -333,7 +383,7 @@ def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, mon
             return ""
         assert begun.wait(20)
         work, until = call(comm, {"async_op": True}), time.monotonic() + 20
-        while comm.rank == impatient and comm.backend._shared.behind() != [1]:
+        while comm.rank == impatient and comm.backend.behind(work) != [1]:
             assert time.monotonic() < until and not work.done()
         with pytest.raises(CollectiveTimeout) as caught:
             work.wait(0.3 if comm.rank == impatient else TIMEOUT)

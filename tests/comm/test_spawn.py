@@ -236,3 +236,43 @@ def test_a_wrong_size_of_the_buffer() -> None:
     for wrong in (-1, "1", None, float("nan")):
         with pytest.raises(InvalidArgument, match="buffer_bytes: expected a number of bytes from 0 on, got"):
             spawn(ring, 2, buffer_bytes=wrong)
+
+
+@pytest.mark.parametrize("how", ["alone", "batch", "persistent", "message", "group"])
+def test_a_work_that_is_never_waited_for(how: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(2)
+        if how == "batch":
+            with comm.batch(async_op=True):
+                comm.all_reduce(x)
+        elif how == "persistent":
+            comm.all_reduce_init(x).start()
+        elif how == "message":
+            comm.send(x, 1, async_op=True) if comm.rank == 0 else comm.recv(x, 0)
+        else:
+            (comm if how == "alone" else comm.split(0)).all_reduce(x, async_op=True)
+        comm.rendezvous.barrier()  # else the Work of the later rank may fail, for the other one has ended
+
+    expected = r"^spawn: rank 0 never waited for .*(all_reduce|send) #0 .*, at .*test_spawn\.py:\d+"
+    with pytest.raises(CollectiveError, match=expected):
+        spawn(body, 2)
+    spawn(body, 2, strict=False)
+
+
+@on_each_rank(spawn, 2)
+def test_works_that_are_waited_for(comm: kos.Communicator, /) -> None:
+    """By each call that raises the errors of an operation."""
+    x = np.ones(2)
+    comm.all_reduce(x, async_op=True).wait()
+    work = comm.all_reduce(x, async_op=True)
+    while not work.done():
+        pass
+    comm.all_reduce(x, async_op=True)
+    comm.synchronize()
+    with comm.batch(async_op=True) as batch:
+        comm.all_reduce(x)
+    batch.wait()
+    part = comm.split(0)
+    assert part is not None
+    part.all_reduce(x, async_op=True)
+    part.close()

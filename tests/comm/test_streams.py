@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer import engine
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
+from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.cuda import driver, streams
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
@@ -161,15 +164,21 @@ def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 class Noted:
     """A kernel that tells of its launches."""
 
+    fit = 1
+    """Blocks that a multiprocessor holds."""
+
     def __init__(self, device: Device, kernel: Any) -> None:
         self._device, self._kernel = device, kernel
 
-    def bind(self, *arguments: Any, **options: Any) -> Callable[[Any], None]:
+    def max_active_blocks(self, threads: int) -> int:
+        return self.fit
+
+    def bind(self, *arguments: Any, **options: Any) -> Callable[..., None]:
         run = self._kernel.bind(*arguments, **options)
 
-        def launch(stream: Any) -> None:
+        def launch(stream: Any, *arrays: int) -> None:
             self._device.launched(streams.handle(stream), None)
-            run(stream)
+            run(stream, *arrays)
 
         return launch
 
@@ -312,7 +321,7 @@ def test_batches_and_overlapping_calls_keep_their_order(comm: kos.Communicator, 
 
 @KINDS
 @on_each_rank("run")
-def test_communicators_of_one_gpu_follow_each_other(
+def test_communicators_that_do_not_fit_on_one_gpu_run_in_order(
     comm: kos.Communicator, device: Device, call: Call, /, given: str
 ) -> None:
     """Two kernels of ``peer`` at once could each hold a part of the GPU, and different parts on different ranks."""
@@ -320,14 +329,130 @@ def test_communicators_of_one_gpu_follow_each_other(
         return
     other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
     first, second = (Stream(device, 1000 + k) for k in range(2))
+    device.busy.update((1000, 1001))
     for _ in range(3):
         call(named(first, given))
-        reduce(other, named(second, given), 40, 20_000)
+        reduce(other, named(second, given), 20_000, 40)
     with device.capturing(first.handle):
         call(named(first, given))
         reduce(other, named(first, given), 40)
     reduce(other, named(first, given), 40)
     call(named(second, given))
+    device.busy.clear()
+    other.close()
+
+
+def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of 32 blocks each fit on 132 multiprocessors; the fifth follows all four, and the first then follows it."""
+    device, launched = Device(), []
+    launching_alone(monkeypatch)
+    monkeypatch.setattr(device, "launched", lambda stream, party: launched.append(stream))
+    if COMPILER is None:
+        pytest.skip("needs a C++ compiler")
+    with fake_peer.no_gpus(monkeypatch, 1, multiprocessors=132):
+        device.install(driver.cu)
+        monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, fake_peer.HostKernel(*a, **b)))
+        comms = [fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)) for _ in range(5)]
+        many = [Stream(device, 1000 + k) for k in range(5)]
+        device.busy.update(each.handle for each in many)
+        follows: list[tuple[int, int]] = []
+        monkeypatch.setattr(
+            "kos.comm.gpu.order.Streams.follow", lambda self, stream, before, capture: follows.append((stream, before))
+        )
+        table = Launches(((None, Launch("one_shot", 32)),), ((None, Launch("one_shot", 32)),))
+        for comm in comms:
+            comm.backend.use(table)  # type: ignore[attr-defined]
+        for turn in range(3):
+            for comm, stream in zip(comms[:4], many, strict=False):
+                reduce(comm, stream, 200_000)
+                assert not [pair for pair in follows if len(set(pair)) > 1], turn
+        reduce(comms[4], many[4], 200_000)
+        assert {pair for pair in follows if len(set(pair)) > 1} == {(1004, 1000 + k) for k in range(4)}
+        follows.clear()
+        reduce(comms[0], many[0], 200_000)
+        assert not [pair for pair in follows if pair == (1000, 1004)], "these two fit"
+        assert {(1000, 1001), (1000, 1002), (1000, 1003)} <= set(follows)
+        assert len(launched) == 14
+        device.busy.clear()
+        for comm in comms:
+            comm.close()
+
+
+@pytest.fixture
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    with no_gpu(monkeypatch):
+        device = Device()
+        device.install(driver.cu)
+        monkeypatch.setattr("kos.comm.gpu.order.Event", lambda index: None)
+        yield device
+
+
+@pytest.fixture
+def follows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The streams that were made to follow another, each with that other."""
+    pairs: list[tuple[int, int]] = []
+    monkeypatch.setattr(Streams, "follow", lambda self, stream, before, capture: pairs.append((stream, before)))
+    return pairs
+
+
+def test_an_idle_communicator_occupies_no_blocks(fake_device: Device, follows: list[tuple[int, int]]) -> None:
+    """The second and third do not follow the first, whose kernels have ended."""
+    kernels, device = ConcurrentKernels(), fake_device
+    members = [SimpleMember(Stream(device, 1000 + k)) for k in range(3)]
+    for each in members:
+        kernels.add(each)
+    assert [each.exclusive for each in members] == [False] * 3
+    for each in members:
+        device.busy = {1001, 1002}
+        assert kernels.order(each, each.stream.handle, Occupancy(128, 2), 132) == (Occupancy(128, 2), True)
+        kernels.launched(each)
+    assert not follows
+    assert members[0].invalidated == 1
+    assert kernels.is_idle(members[0]) and not kernels.is_idle(members[1]) and not kernels.is_idle()
+    kernels.order(members[0], 1000, Occupancy(40, 8), 132)
+    assert follows == [(1000, 1001), (1000, 1002)]
+    assert not kernels.is_idle(members[1]), "in the phase before"
+    with device.capturing(1001):
+        assert kernels.is_idle(members[1]) and not kernels.is_idle(), "a load within a capture waits for a moment only"
+    kernels.remove(members[1]), kernels.remove(members[2])
+    assert members[0].exclusive
+
+
+def test_a_communicator_about_to_launch_keeps_its_blocks(fake_device: Device, follows: list[tuple[int, int]]) -> None:
+    """Its stream is idle still, in another thread."""
+    kernels = ConcurrentKernels()
+    first, second = (SimpleMember(Stream(fake_device, 1000 + k)) for k in range(2))
+    kernels.order(first, 1000, Occupancy(128, 1), 132)
+    kernels.order(second, 1001, Occupancy(128, 1), 132)
+    assert follows == [(1001, 1000)]
+
+
+def test_a_stream_that_may_be_gone_is_not_asked_whether_it_is_captured(fake_device: Device) -> None:
+    """The program gave its handle alone."""
+    kernels, member = ConcurrentKernels(), SimpleMember(Stream(fake_device, 1000))
+    member.streams.hold(1000, 1000)
+    kernels.order(member, 1000, Occupancy(1, 1), 132)
+    kernels.launched(member)
+    fake_device.alive.remove(1000)
+    assert kernels.is_idle(member)
+
+
+class SimpleMember:
+    """What ConcurrentKernels knows of a communicator."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.streams, self.stream, self.invalidated, self.exclusive = Streams(0), stream, 0, True
+        self.streams.hold(stream.handle, stream)
+
+    def invalidate_order(self) -> None:
+        self.invalidated += 1
+
+    def set_exclusive(self, exclusive: bool) -> bool:
+        changed, self.exclusive = self.exclusive != exclusive, exclusive
+        return changed
+
+    def load_copy_kernels(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])

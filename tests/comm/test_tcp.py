@@ -9,19 +9,21 @@ import stat
 import struct
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kos.comm.rendezvous import wire as tcp
-from kos.comm.rendezvous.env import EnvRendezvous
-from kos.comm.rendezvous.secret import load_secret
-from kos.comm.rendezvous.wire import Connection, HandshakeError, Network, drive
+from kos.comm.control import wire as tcp
+from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.secret import load_secret
+from kos.comm.control.wire import Connection, HandshakeError, Network, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import environment, errors_of, free_port, run_ranks, run_threads
 
-HELLO = 8 + 4 + 4 + 32 + 32  # bytes: magic, rank, size, nonce, proof
+GREETING = 8 + 4 + 32  # bytes: magic, epoch, nonce
+HELLO = 8 + 4 + 4 + 4 + 32 + 32  # bytes: magic, epoch, rank, size, nonce, proof
 
 
 def soon() -> float:
@@ -34,8 +36,8 @@ def soon() -> float:
 @contextlib.contextmanager
 def strangers(port: int) -> Iterator[None]:
     """Callers of all kinds that come before the ranks and stay."""
-    calls = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"kos", b"kos/tcp2", os.urandom(200), b"\0" * 500]
-    calls += [b"kos/tcp2" + os.urandom(72)] * 3 + [b""] * 20
+    calls = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"kos", b"kos/tcp3", os.urandom(200), b"\0" * 500]
+    calls += [b"kos/tcp3" + os.urandom(HELLO - 8)] * 3 + [b""] * 20
     with contextlib.ExitStack() as stack:
         for data in calls:
             while True:
@@ -75,7 +77,7 @@ def test_unauthenticated_callers_are_rejected(reason: str, monkeypatch: pytest.M
         socks = [socket.create_connection(address, timeout=30) for _ in range(calls)]
         try:
             for sock in socks:
-                assert sock.recv(40, socket.MSG_WAITALL).startswith(b"kos/tcp2")
+                assert sock.recv(GREETING, socket.MSG_WAITALL).startswith(b"kos/tcp3")
             for sock in socks[:dismissed]:
                 assert sock.recv(1) == b"", "a stranger was kept"
         finally:
@@ -168,7 +170,7 @@ def test_a_recorded_handshake_is_refused() -> None:
 def test_a_listener_without_the_secret_is_refused() -> None:
     """Even one that passes on what it gets: it cannot answer."""
     caller, answerer = tcp_pair()
-    answerer.send(b"kos/tcp2" + os.urandom(32) + os.urandom(32))
+    answerer.send(b"kos/tcp3" + bytes(4) + os.urandom(32) + os.urandom(32))
     with pytest.raises(HandshakeError, match="expected the same secret"):
         authenticate(caller)
 
@@ -190,11 +192,11 @@ def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
 
 def test_nobody_learns_a_proof_by_calling() -> None:
     caller, answerer = tcp_pair()
-    caller.send(b"kos/tcp2" + bytes(HELLO - 8))
+    caller.send(b"kos/tcp3" + bytes(HELLO - 8))
     with pytest.raises(HandshakeError):
         drive(tcp.answer(answerer, b"key"), answerer, soon())
     answerer.close()
-    assert caller.recv(1000)[40:] == bytes(32)
+    assert caller.recv(1000)[GREETING:] == bytes(32)
 
 
 def test_a_call_that_is_reset_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,9 +262,39 @@ def test_messages_that_were_tampered_with(what: str) -> None:
         drive(theirs.receive(), answerer, soon())
 
 
+def test_a_message_of_another_epoch_is_dropped() -> None:
+    """One that was sent before the membership changed, or after it."""
+    ours, (_, _, theirs) = shake_hands(*tcp_pair())
+    for epoch in (1, 0, 2, 1):
+        ours.epoch = epoch
+        ours.post(f"of epoch {epoch}".encode())
+    drive(ours.flush(), ours.sock, soon())
+    assert drive(theirs.receive(), theirs.sock, soon()) == b"of epoch 0"
+    theirs.epoch = 1
+    assert drive(theirs.receive(), theirs.sock, soon()) == b"of epoch 1"
+
+
+@pytest.mark.parametrize(("mine", "its"), [(0, 1), (2, 1)])
+def test_a_caller_of_another_epoch_is_refused(mine: int, its: int) -> None:
+    network = Network(b"s", "127.0.0.1", "", loopback=True, epoch=mine)
+    listener = network.listen()
+    port = listener.getsockname()[1]
+
+    def call() -> str:
+        with pytest.raises(HandshakeError) as caught:
+            network.call("127.0.0.1", port, b"purpose", 1, 2, soon())
+        replace(network, epoch=its).call("127.0.0.1", port, b"purpose", 1, 2, soon()).close()
+        return str(caught.value)
+
+    def door() -> list[int]:
+        return list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon(), epoch=its)[0])
+
+    assert run_threads(door, call) == [[1], f"expected epoch {mine} of the membership, got {its}"]
+
+
 def test_a_header_of_too_many_bytes_is_refused_before_anything_is_allocated() -> None:
     ours, (_, _, theirs) = shake_hands(*tcp_pair())
-    ours.sock.send(struct.pack("!I", tcp.MAX_MESSAGE + 1) + bytes(32))
+    ours.sock.send(struct.pack("!II", tcp.MAX_MESSAGE + 1, 0) + bytes(32))
     message = f"message: expected at most {tcp.MAX_MESSAGE} bytes, got a header of {tcp.MAX_MESSAGE + 1}"
     with pytest.raises(RendezvousError, match=message):
         drive(theirs.receive(), theirs.sock, soon())
@@ -274,7 +306,7 @@ def test_a_rank_that_breaks_the_protocol_is_named() -> None:
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.barrier()
         if rendezvous.rank == 1:
-            rendezvous._connection.sock.send(struct.pack("!I", 0xFFFFFFFF) + bytes(32))
+            rendezvous._connection.sock.send(struct.pack("!II", 0xFFFFFFFF, 0) + bytes(32))
             return
         with pytest.raises(RankLost, match="rank 1 is gone: message: expected at most"):
             rendezvous.barrier()

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.threads import SingleRendezvous
 from kos.comm.host import tcp_messages as backend
-from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout
 from kos.testing.conformance.values import ALL_DTYPES

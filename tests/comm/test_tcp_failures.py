@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import communicator
+from kos.comm import groups
+from kos.comm.control.env import EnvRendezvous
 from kos.comm.host import backend as host
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import TCPBackend
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.rendezvous.env import EnvRendezvous
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, time_out_beside_others
+from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, on_hosts, time_out_beside_others
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, TCPRanks, free_port, run_processes, run_ranks, run_threads
 from tests.comm.test_message_failures import CALLS, fail_to_make_a_part, give_up_a_send, interrupt_a_launch
 from tests.comm.test_tcp_backend import LONG, _apart  # noqa: F401 -- a fixture of these tests too
@@ -296,9 +296,6 @@ def test_closing_a_group_after_a_failure_in_another_names_its_cause(memory: str,
 END = """
 import os, signal
 import numpy as np, kos
-import kos.comm.host.backend as host
-if "{memory}" == "none":
-    host.open_segment = lambda _: (None, "switched off by the test")
 comm = kos.init("tcp", timeout=60)
 survivors = comm.split(int(comm.rank == 1))
 comm.barrier()
@@ -330,7 +327,7 @@ if comm.rank == 0:
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_a_killed_or_stopped_rank_is_named(memory: str, signal: str) -> None:
     killed = signal == "SIGKILL"
-    results = run_processes(END.format(signal=signal, timeout=30.0 if killed else 1.0, memory=memory), 3)
+    results = run_processes(END.format(signal=signal, timeout=30.0 if killed else 1.0), 3)
     stopped = "ranks [1] did not arrive" if memory == "shared" else "waiting for ranks ["
     for _, output in (results[0], results[2]):
         assert f"{'RankLost' if killed else 'CollectiveTimeout'} world: all_reduce #2 of float64[2, 3] by SUM" in output
@@ -345,6 +342,7 @@ comm = kos.init(timeout=30)
 row, column = comm.grid((2, 2))
 comm.barrier()
 if comm.rank == 3:
+    time.sleep(0.5)  # the others get out of the barrier
     os.kill(os.getpid(), signal.SIGKILL)
 if comm.rank == 1:  # waits for rank 3, and ends without a word
     try:
@@ -360,7 +358,14 @@ os._exit(0)
 """
 
 
-def test_a_rank_that_ended_because_of_another_is_not_blamed_later(memory: str) -> None:
+HOSTS = pytest.mark.parametrize("hosts", [(4,), (2, 2), (1, 1, 1, 1)], ids=str)
+
+
+@HOSTS
+def test_a_rank_that_ended_because_of_another_is_not_blamed_later(
+    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_hosts(monkeypatch, hosts)
     results = run_processes(ENDS_FOR_IT, 4)
     assert all(results[rank][1].startswith("(3,) ") for rank in (0, 2)), results
 
@@ -368,7 +373,7 @@ def test_a_rank_that_ended_because_of_another_is_not_blamed_later(memory: str) -
 DIES_WITHIN_A_SPLIT = """
 import os, signal
 import kos
-from kos.comm.rendezvous.env import TCPRendezvous
+from kos.comm.control.group import TCPRendezvous
 comm = kos.init("tcp", timeout=30)
 if comm.rank == 2:
     TCPRendezvous._join_at = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
@@ -380,8 +385,12 @@ os._exit(0)
 """
 
 
-def test_a_rank_that_dies_within_a_split_is_not_awaited() -> None:
+@HOSTS
+def test_a_rank_that_dies_within_a_split_is_not_awaited(
+    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has no connection yet that could be lost."""
+    on_hosts(monkeypatch, hosts)
     results = run_processes(DIES_WITHIN_A_SPLIT, 3)
     for _, output in results[:2]:
         assert output.startswith("RankLost (2,) ") and "rank 2 is gone: its process ended" in output, results
@@ -414,14 +423,14 @@ def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(
     memory: str, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     """At once, not when the garbage collector comes to it."""
-    usual_group = communicator.Group
+    usual_group = groups.Group
 
     def group_of(recorder: Any, name: str, *given: Any) -> Any:
         if failing == "Group" and name != "world":
             raise MemoryError("all is used")
         return usual_group(recorder, name, *given)
 
-    monkeypatch.setattr(communicator, "Group", group_of)
+    monkeypatch.setattr(groups, "Group", group_of)
 
     def body(comm: kos.Communicator) -> None:
         group, backend, made = comm.rendezvous, comm.backend, []
@@ -439,7 +448,7 @@ def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(
     TCPRanks(2).run(body)
 
 
-@pytest.mark.parametrize("failing", ["Calls", "SharedCollectives", "SharedArrays"])
+@pytest.mark.parametrize("failing", ["CallRing", "Node", "SharedArrays"])
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)
 def test_shared_memory_is_freed_if_a_backend_cannot_be_made(
     memory: str, monkeypatch: pytest.MonkeyPatch, failing: str
@@ -472,7 +481,7 @@ from kos.comm.host import backend
 comm = kos.init(timeout=30)
 comm.barrier()
 if comm.rank == 1:
-    backend.SharedCollectives = Mock(side_effect=MemoryError("all is used"))
+    backend.Node = Mock(side_effect=MemoryError("all is used"))
 def mapped(): return open("/proc/self/maps").read().count("memfd:kos")
 gc.collect(); gc.disable()
 before = mapped()
@@ -485,7 +494,7 @@ print(f"{mapped() - before} left")
 
 
 def test_a_rank_frees_at_once_what_it_made_of_a_group_that_another_cannot_make() -> None:
-    (_, other), (_, failing) = run_processes(FREED, 2)
+    (_, other), (_, failing) = run_processes(FREED, 2, KOS_HOST="")
     assert other.split("\n")[:2] == ["RendezvousError", "0 left"], other
     assert failing.split("\n")[:2] == ["MemoryError", "0 left"], failing
 

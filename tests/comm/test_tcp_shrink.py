@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kos.comm.rendezvous.env import EnvRendezvous
+from kos.comm.control.env import EnvRendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from tests.comm.tcp_ranks import TIMEOUT, run_processes, run_ranks
 
@@ -139,6 +139,24 @@ def test_a_rank_that_fails_in_a_split_is_not_awaited_in_the_new_group(exchange: 
     run_ranks(4, body)
 
 
+def test_each_shrink_begins_an_epoch() -> None:
+    """In which no rank of the earlier membership takes part; groups that are split have that of their parent."""
+
+    def body(rendezvous: EnvRendezvous) -> list[int]:
+        epochs = [rendezvous.epoch]
+        for _ in range(2):
+            rendezvous = rendezvous.shrink()  # type: ignore[assignment]
+            part = rendezvous.split(0)
+            assert part is not None
+            part.barrier()
+            epochs += [rendezvous.epoch, part.epoch]
+            part.close()
+        rendezvous.close()
+        return epochs
+
+    assert run_ranks(3, body) == [[0, 1, 1, 2, 2]] * 3
+
+
 def test_a_rank_that_joins_a_new_group_late() -> None:
     """After the split, the loss of a rank of another group does not affect the new group."""
     lost = threading.Event()
@@ -162,9 +180,8 @@ def test_a_rank_that_joins_a_new_group_late() -> None:
 SURVIVE = """
 import os
 import numpy as np, kos
-import kos.comm.host.backend as host
 if not {shared}:
-    host.open_segment = lambda _: (None, "switched off by the test")
+    os.environ["KOS_HOST"] = os.environ["RANK"]
 with kos.init(timeout=60) as comm:
     me, killed = comm.rank, {killed}
     comm.all_reduce(np.ones(3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.control.threads import ThreadRendezvous
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.host.mock import MockBackend
 from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm.fake_nccl import FakeNCCL, FakeRanks, captures, no_gpu
-from tests.comm.ranks import on_each_rank
+from tests.comm.fake_nccl import WAIT, Comm, FakeNCCL, FakeRanks, Group, captures, no_gpu
+from tests.comm.ranks import on_each_rank, on_threads
 
 SIDE = 99  # the communicator's own stream, in ``fake_nccl``
 
@@ -81,7 +85,8 @@ def test_nothing_is_traced_otherwise(monkeypatch: pytest.MonkeyPatch, value: str
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
     with kos.init() as comm:
         comm.all_reduce(np.ones(1))
-        assert not {"start", "start_all", "queue"} & vars(comm.backend).keys() and not comm.recorder.durations
+        assert comm._tracing is None
+        assert not comm.recorder.durations
 
 
 class Clock:
@@ -146,6 +151,22 @@ def test_durations_of_operations_on_a_gpu(gpu: Any, /, clock: Clock) -> None:
         ("all_reduce", 1.5), *[("reduce_scatter", 1.5)] * 3, ("all_reduce", 1.5),
         ("all_reduce", 3.0), ("reduce_scatter", 3.0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_operations_on_a_host_have_no_duration(clock: Clock, batch: bool) -> None:
+    """Beside those of a GPU, of one communicator."""
+
+    def body(rendezvous: ThreadRendezvous) -> None:
+        host = MockBackend(rendezvous)
+        gpus = [NCCLBackend(rendezvous, 0, Comm(Group(1), 0), host)]
+        with kos.Communicator(AutoBackend(rendezvous, host, gpus), rendezvous, {}, WAIT) as comm:
+            with comm.batch() if batch else nullcontext():
+                comm.broadcast(np.ones(2))
+                comm.all_reduce(Array.zeros(4, np.float32, 0), kos.PremulSum(2.0))
+            assert durations(comm) == [("all_reduce", 1.5), ("broadcast", None)][:: 1 if batch else -1]
+
+    on_threads(1, body)
 
 
 def test_an_overlapped_operation_is_timed_on_its_own_stream(clock: Clock) -> None:

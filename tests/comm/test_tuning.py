@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kos.comm import tuning
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.peer.launches import DEFAULT, Launch
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import Table, load, merged, parse, pick, read
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.tune import measure as tune

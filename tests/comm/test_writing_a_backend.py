@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import kos
+from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.rendezvous.env import EnvRendezvous
-from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.testing.conformance import failures, run
 from kos.testing.conformance.__main__ import main
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
@@ -109,7 +109,7 @@ def without_root(backend: Any) -> None:
 
     def carry(self: Any, call: Any, collective: str, carry: Any = backend._carry, **spaces: Any) -> Any:
         if collective == "broadcast":
-            call.operation = replace(call.operation, root=0)
+            call.prepared.operation = replace(call.operation, root=0)
         return carry(self, call, collective, **spaces)
 
     backend._carry = carry
@@ -186,6 +186,7 @@ def test_a_check_that_does_not_end_is_named() -> None:
 @pytest.mark.parametrize(("flags", "said"), [
     (["--ranks", "0"], "--ranks: expected a number from 1 on, got 0"),
     (["--seed", "-1"], "--seed: expected a number from 0 on, got -1"),
+    (["--timeout", "0"], "--timeout: expected a positive number of seconds, got 0.0"),
 ])  # fmt: skip
 def test_wrong_numbers_are_refused(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

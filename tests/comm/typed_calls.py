@@ -38,10 +38,12 @@ def calls(comm: kos.Communicator, x: Host, g: Array, operation: Operation) -> No
     assert_type(comm.send_recv(x, g, dst=1, src=1), Array)
     assert_type(comm.all_reduce_init(x), Persistent[Host])
     assert_type(comm.all_reduce_init(x).start().wait(), Host)
+    assert_type(comm.gather_init(x, root=1), Persistent[Host | None])
     assert_type(comm.all_gather_bytes(b"text"), list[bytes])
     operation.name = "broadcast"  # type: ignore[misc]  # it is frozen
     comm.all_reduce(x, deterministc=True)  # type: ignore[call-overload]
     comm.broadcast(x, deterministic=True)  # type: ignore[call-overload]
+    comm.all_reduce_init(x, async_op=True)  # type: ignore[call-arg]
 
 
 def overlaps(comm: kos.Communicator, x: Host, later: bool) -> None:

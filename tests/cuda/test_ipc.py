@@ -51,7 +51,7 @@ def test_other_bytes_are_no_handle(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "cause"),
     [
-        ("boot", "elsewhere", r"on another machine \(.*; this is .*\)"),
+        ("boot", "elsewhere", r"on another host \(.*; this is .*\)"),
         ("pid_namespace", "pid:[1]", "another pid namespace .*--pid=host"),
         ("ipc_namespace", "ipc:[1]", "another ipc namespace .*--ipc=host"),
     ],
@@ -60,8 +60,16 @@ def test_obstacles(field: str, value: str, cause: str) -> None:
     assert re.search(cause, dataclasses.replace(HERE, **{field: value}).obstacle() or "")
 
 
+def test_a_pretended_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KOS_HOST", "a")
+    there = IpcHandle(bytes(64), "", 0, 1, 0, Origin.here())
+    monkeypatch.setenv("KOS_HOST", "b")
+    with pytest.raises(PeerMemoryError, match=r"it is on another host \(a; this is b\)"):
+        Mapping(IpcHandle.from_bytes(there.to_bytes()), 0)
+
+
 def test_refused_before_the_driver_is_asked() -> None:
-    with pytest.raises(PeerMemoryError, match="on another machine"):
+    with pytest.raises(PeerMemoryError, match="on another host"):
         Mapping(IpcHandle(bytes(64), "", 0, 1, 0, dataclasses.replace(HERE, boot="x")), 0)
     with pytest.raises(PeerMemoryError, match="cannot open its own handle"):
         Mapping(IpcHandle(bytes(64), "", 0, 1, 0, HERE), 0)

@@ -217,7 +217,7 @@ def other_machine(exchange: Any) -> None:
     if exchange.rank == 1:
         elsewhere = dataclasses.replace(ipc.Origin.here(), boot="elsewhere")
         ipc.Origin.here = staticmethod(lambda: elsewhere)
-    with pytest.raises(PeerMemoryError, match="on another machine"):
+    with pytest.raises(PeerMemoryError, match="on another host"):
         SymmetricMemory(exchange, 4096, 0)
 
 

@@ -11,7 +11,7 @@ from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
 from kos.train.config.flags import parse
-from kos.train.engine import memory_plan
+from kos.train.device import memory_plan
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel import schedules
@@ -27,9 +27,12 @@ KERNELS = Path(ops.__file__).parent / "cuda" / "kernels"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 BF16 = {"DTYPE": "bfloat16", "WIDTH": 8}
 FP32 = {"DTYPE": "float32", "WIDTH": 4}
+MATRICES = {"DTYPE": "bfloat16"}
+MUON = [b"muon_momentum", b"arrange", b"frobenius", b"normalize", b"muon_update"]
 ODD = {"DTYPE": "bfloat16", "WIDTH": 1}
 SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
 NORM = [b"norm_forward", b"norm_backward"]
+HEAD_NORM = [b"head_norm", b"head_norm_backward"]
 EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
 OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
@@ -51,6 +54,9 @@ CASES = [
     ("norms.cu", {"CENTERED": 0, **ODD, "COLUMNS": 37, "THREADS": 32, "ROWS": 8}, NORM),
     ("norms.cu", {"CENTERED": 0, **FP32, "COLUMNS": 8192, "THREADS": 512, "ROWS": 1}, NORM),
     ("norms.cu", {"CENTERED": 1, **BF16, "COLUMNS": 768, "THREADS": 96, "ROWS": 8}, NORM),
+    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 128, "ROW": 4096, "RAW": 3072, "WARPS": 8}, HEAD_NORM),
+    ("head_norm.cu", {"DTYPE": "bfloat16", "COLUMNS": 80, "ROW": 960, "RAW": 720, "WARPS": 8}, HEAD_NORM),
+    ("head_norm.cu", {"DTYPE": "float32", "COLUMNS": 10, "ROW": 120, "RAW": 80, "WARPS": 8}, HEAD_NORM),
     ("sums.cu", {**BF16, **SUMS, "COLUMNS": 1024 * 768}, [b"sum_rows", b"sum_partials"]),
     ("sums.cu", {**ODD, "GRADIENT": "bfloat16", "ACCUMULATE": 0, "COLUMNS": 37}, [b"sum_rows", b"sum_partials"]),
     ("rope.cu", {**BF16, "HALF": 64, "HEADS": 40, "ROW": 6144, "SIGN": -1}, [b"rope"]),
@@ -66,6 +72,9 @@ CASES = [
     ("adamw.cu", {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
     ("adamw.cu", {"MASTER": "float32", "GRADIENT": "bfloat16", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
     ("adamw.cu", {"MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, ADAMW),
+    ("muon.cu", {**MATRICES, "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, MUON),
+    ("muon.cu", {**MATRICES, "MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, MUON),
+    ("muon.cu", {"DTYPE": "float32", "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "float32", "COPY": 0}, MUON),
 ]
 
 
@@ -91,7 +100,7 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name
 
-    monkeypatch.setattr(memory_plan.Sizing, "launch", launch)
+    monkeypatch.setattr(memory_plan.DryCudaOps, "launch", launch)
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
     monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
     asked = ["--preset", preset, "--grad-dtype", gradients, "--tp", str(layout.tp), "--cp", str(layout.cp)]
@@ -100,7 +109,7 @@ def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
     device = CudaOps.__new__(CudaOps)
     device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
     model = config.model_config_for(256)
-    memory_plan.plan_memory(config, model, device, Mesh.silent(layout), schedules.build("1f1b", 1, 2))
+    memory_plan.plan_memory(config, model, device, Mesh.dry(layout), schedules.build("1f1b", 1, 2))
     assert len(launches) > 9
     assert any("CAUSAL" in dict(defines) for _, defines in launches) == (layout.cp > 1)
     for (file, defines), names in launches.items():

@@ -27,7 +27,7 @@ IMPORTED = (
     "torch.distributed.tensor.parallel", "torch._inductor.config",
     "kos.comm.gpu.auto", "kos.comm.host.tcp", "kos.interop.torch",
 )  # fmt: skip
-LIMIT, GROUP_LIMIT = 120.0, 60.0  # seconds of a call, and of an operation
+LIMIT, GROUP_LIMIT = 250.0, 60.0  # seconds of a call, and of an operation
 
 
 def run(call: str, size: int = 2, backend: str = "kos", *args: Any, gpu: str = "auto") -> list[Any]:

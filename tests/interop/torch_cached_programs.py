@@ -34,7 +34,6 @@ def on_stand_ins() -> list[Any]:
             apart.zero_()
             dist.all_gather([apart[0], apart[2]], x)  # through a temporary tensor
             found.append([x.tolist(), apart[:, 0].tolist()])
-        assert any(group._cache.values()), "nothing was cached"
         return found
 
 

@@ -22,7 +22,8 @@ def _batches(rank: int, steps: int, device: str) -> Iterator[tuple[torch.Tensor,
         yield x.to(device), y.to(device)
 
 
-def _train(model: torch.nn.Module, device: str, rank: int | None = None, steps: int = 4) -> list[float]:
+def train(model: torch.nn.Module, device: str, rank: int | None = None, steps: int = 4) -> list[float]:
+    """The losses of a few steps on the batches of ``rank``, None: this one."""
     # Without foreach, torch's default on GPUs, which does not accept tensors together with DTensors.
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
     for x, y in _batches(dist.get_rank() if rank is None else rank, steps, device):
@@ -46,7 +47,7 @@ def ddp(kind: str = "cpu", **options: Any) -> list[float]:
     device = device_of_rank(kind)
     ids = None if kind == "cpu" else [torch.cuda.current_device()]
     wrapped = torch.nn.parallel.DistributedDataParallel(_model(device), ids, bucket_cap_mb=0.003, **options)
-    return _train(wrapped, device)
+    return train(wrapped, device)
 
 
 def ddp_join(kind: str = "cpu") -> list[list[float]]:
@@ -74,7 +75,7 @@ def fsdp1(kind: str = "cpu") -> list[float]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     device = device_of_rank(kind)
-    return _train(FullyShardedDataParallel(_model(device), device_id=torch.device(device)), device)
+    return train(FullyShardedDataParallel(_model(device), device_id=torch.device(device)), device)
 
 
 def ddp_hooks() -> list[list[float]]:
@@ -85,11 +86,11 @@ def ddp_hooks() -> list[list[float]]:
     for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
         wrapped = torch.nn.parallel.DistributedDataParallel(_model("cpu"), bucket_cap_mb=0.003)
         wrapped.register_comm_hook(None, hook)
-        found.append(_train(wrapped, "cpu"))
+        found.append(train(wrapped, "cpu"))
     wrapped = torch.nn.parallel.DistributedDataParallel(_model("cpu"))
     state = powerSGD_hook.PowerSGDState(dist.group.WORLD, matrix_approximation_rank=2, start_powerSGD_iter=2)
     wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return [*found, _train(wrapped, "cpu")]
+    return [*found, train(wrapped, "cpu")]
 
 
 def fsdp(kind: str = "cpu") -> list[float]:
@@ -101,7 +102,7 @@ def fsdp(kind: str = "cpu") -> list[float]:
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)
-    return _train(fully_shard(model, mesh=mesh), device)
+    return train(fully_shard(model, mesh=mesh), device)
 
 
 def tensor_parallel(kind: str = "cpu") -> list[float]:
@@ -111,7 +112,7 @@ def tensor_parallel(kind: str = "cpu") -> list[float]:
     device, size = device_of_rank(kind), dist.get_world_size()
     mesh = dist.device_mesh.init_device_mesh(kind, (size,))
     model = parallelize_module(_model(device), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return _train(model, device, rank=0)
+    return train(model, device, rank=0)
 
 
 def checkpoint(folder: str) -> list[list[float]]:
@@ -122,30 +123,12 @@ def checkpoint(folder: str) -> list[list[float]]:
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     first, second = fully_shard(_model("cpu"), mesh=mesh), fully_shard(_model("cpu"), mesh=mesh)
-    _train(first, "cpu")
+    train(first, "cpu")
     dcp.save(get_model_state_dict(first), checkpoint_id=folder)
     state = get_model_state_dict(second)
     dcp.load(state, checkpoint_id=folder)
     set_model_state_dict(second, state)
-    return [_train(first, "cpu"), _train(second, "cpu")]
-
-
-def compiled() -> list[float]:
-    """Functional collectives within torch.compile, without graph breaks."""
-    import torch.distributed._functional_collectives as funcol
-
-    group = dist.group.WORLD
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        y = funcol.all_reduce(x * 2, "sum", group)
-        z = funcol.all_gather_tensor(y + dist.get_rank(), 0, group)
-        w = funcol.reduce_scatter_tensor(z * 3, "sum", 0, group)
-        return funcol.all_to_all_single(w, None, None, group) + y
-
-    x = torch.arange(4.0) + dist.get_rank()
-    eager, fast = step(x), torch.compile(step, backend="aot_eager", fullgraph=True)(x)
-    assert torch.equal(eager, fast), (eager, fast)
-    return fast.tolist()
+    return [train(first, "cpu"), train(second, "cpu")]
 
 
 def pipeline() -> list[float]:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import kos
-from kos.comm.rendezvous.foreign import StoreRendezvous
+from kos.comm.control.store import StoreRendezvous
 from tests.comm.fake_nccl import WAIT, Group, communicator
 
 DEVICE = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ import pytest
 import kos
 from kos.train.config.flags import parse
 from kos.train.data.batches import load_data
-from kos.train.engine.choose import make_engine
+from kos.train.device.choose import make_device
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
 from kos.train.parallel.mesh import Mesh
@@ -28,16 +28,16 @@ def losses_beside_torch(device, dtype, steps):
     data = load_data(config)
     shape = config.model_config_for(data.tokenizer.vocab_size)
     with kos.init() as comm:
-        engine = make_engine(config, shape, data, Mesh(comm))
+        training = make_device(config, shape, data, Mesh(comm))
         drawn = Parameters(shape.parameter_shapes())
         init_weights(shape, drawn, config.seed)
         weights = {name: torch.tensor(value, device=device).requires_grad_() for name, value in drawn.items()}
-        engine.draw_weights()
+        training.draw_weights()
         ours = []
         for step in range(steps):
-            engine.start_step(step, False)
-            ours.append(engine.finish_step(step).loss)
-        engine.close()
+            training.start_step(step, False)
+            ours.append(training.finish_step(step).loss)
+        training.close()
     groups = [
         {"params": [w for w in weights.values() if (w.ndim > 1) == decayed], "weight_decay": decay}
         for decayed, decay in ((True, config.weight_decay), (False, 0.0))
@@ -46,7 +46,7 @@ def losses_beside_torch(device, dtype, steps):
     schedule, theirs = config.learning_rate(), []
     with torch.device(device):
         for step in range(steps):
-            tokens, targets = (torch.tensor(x, dtype=torch.int64) for x in data.batch(step))
+            tokens, targets = (torch.tensor(x, dtype=torch.int64) for x in data.batch(step)[:2])
             rounded = {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
             logits = torch_llama(torch, shape, rounded, tokens)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from kos.train.engine import machine
+from kos.train.device import machine
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 

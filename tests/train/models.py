@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from kos.train.checkpoint.huggingface import as_saved
-from kos.train.model.llama import Gradients, Llama, Slot
-from kos.train.model.llama_config import LlamaConfig, RopeScaling
+from kos.train.data.batch import Batch
+from kos.train.layers.context import Gradients
+from kos.train.model.llama import LlamaConfig, RopeScaling
+from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 
@@ -41,7 +43,7 @@ def small(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**shape | changes)
 
 
-def make(variant: str, dtype: Any, seed: int = 0, **changes: Any) -> tuple[LlamaConfig, Llama, Parameters, Parameters]:
+def make(variant: str, dtype: Any, seed: int = 0, **changes: Any) -> tuple[LlamaConfig, Model, Parameters, Parameters]:
     """The model, random weights (norms too), and gradients that start as NaN."""
     config = small(**VARIANTS[variant] | changes)
     weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups())
@@ -52,7 +54,7 @@ def make(variant: str, dtype: Any, seed: int = 0, **changes: Any) -> tuple[Llama
             weights[name][:] += 1
     gradients = weights.like()
     gradients.flat[:] = np.nan
-    return config, Llama(config, numpy_ops), weights, gradients
+    return config, Model(config, numpy_ops), weights, gradients
 
 
 def make_batch(
@@ -65,17 +67,18 @@ def make_batch(
 
 
 def queue_loss_and_gradients(
-    model: Llama, weights: Any, tokens: Any, targets: Any, gradients: Any, loss: Any, *, accumulate: bool,
+    model: Model, weights: Any, tokens: Any, targets: Any, gradients: Any, loss: Any, *, accumulate: bool,
     on_gradient: Callable[[str], object] = lambda name: None, count: Any = None,
 ) -> None:  # fmt: skip
     """Forward and backward of a whole model, as a step queues them."""
-    out_nD = model.queue_forward(weights, slot := Slot(model.arena), tokens)
+    batch = tokens if isinstance(tokens, Batch) else Batch(tokens, targets)
+    out_nD = model.forward(weights, slot := InFlight(model.arena), batch)
     dx_nD = model.arena.take(out_nD.shape, out_nD.dtype)
     into = Gradients(gradients, accumulate, on_gradient)
-    model.queue_backward(weights, slot, into, dx_nD, targets=targets, loss=loss, count=count)
+    model.backward(weights, slot, into, dx_nD, loss=loss, count=count)
 
 
-def loss_and_gradients(model: Llama, weights: Any, tokens: Any, targets: Any, gradients: Any, **options: Any) -> float:
+def loss_and_gradients(model: Model, weights: Any, tokens: Any, targets: Any, gradients: Any, **options: Any) -> float:
     """The mean loss; its gradients are written to ``gradients``, or added. Options as above."""
     with model.ops.step(model.arena):
         loss = model.arena.take((1,), np.dtype(np.float64))
@@ -89,6 +92,6 @@ def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def queue(optimizer: Any, gradients: Any, average: float = 1.0, add_up: Any = None) -> None:
-    """One update of a ``CudaAdamW``."""
-    optimizer.queue_norm(gradients, add_up)
-    optimizer.queue_update(gradients, average)
+    """One update of a ``CudaOptimizer``."""
+    optimizer.norm(gradients, add_up)
+    optimizer.update(gradients, 1 / average)

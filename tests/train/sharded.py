@@ -12,14 +12,14 @@ from kos.comm.communicator import Communicator
 from kos.memory.arena import Arena
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.checkpoint.shards import MOMENTS
 from kos.train.checkpoint.state import ShardedState
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.model.llama_config import LlamaConfig
-from kos.train.model.parameters import Parameters, Shard
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Stages
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.optimizer import AdamW
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import Optimizer
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Layout, Mesh
 
@@ -32,7 +32,7 @@ def whole_state(model: LlamaConfig, seed: int = 0) -> Whole:
     shapes = model.parameter_shapes()
     return {
         prefix + name: rng.standard_normal(shape, np.float32)
-        for prefix in ("", *(f"{moment}." for moment in MOMENTS))
+        for prefix in ("", *(f"{moment}." for moment in AdamW.state))
         for name, shape in shapes.items()
     }
 
@@ -48,17 +48,17 @@ def make_state(
     comm: Communicator, model: LlamaConfig, layout: Layout | None = None, *, chunks: int = 1, v_shape: bool = False,
     zero: bool = False, master_shards: bool = False, bucket_bytes: int = 4 << 20,
 ) -> ShardedState:  # fmt: skip
-    """That of zeros. With ``zero`` and ``master_shards`` a rank's weights are a Shard, as on GPUs."""
+    """That of zeros. With ``zero`` and ``master_shards`` a rank's weights are a OwnedSlices, as on GPUs."""
     mesh = Mesh(comm, layout)
-    group, stages = mesh.gradients, stages_of(mesh.layout.pp, chunks, v_shape)
+    group, stages = mesh.replicas, stages_of(mesh.layout.pp, chunks, v_shape)
     parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
     sharded = zero and group.size > 1
     multiple = 8 * group.size if sharded else 1
     weights = Parameters(model.parameter_shapes(*parts), groups=model.fused_groups(*parts), multiple=multiple)
-    parallel = DataParallel(group, weights.like(), sharded=sharded, bucket_bytes=bucket_bytes)
-    optimizer: Any = AdamW(weights, parts=parallel.parts() if sharded else None)
+    parallel = DataParallel(mesh.dense, weights.like(), sharded=sharded, bucket_bytes=bucket_bytes)
+    optimizer: Any = Optimizer(AdamW(), weights, parts=parallel.parts() if sharded else None)
     if sharded and master_shards:
-        optimizer.weights = optimizer.exp_avg.like()
+        optimizer.weights = optimizer.state["exp_avg"].like()
     return ShardedState(mesh, model, stages, optimizer, parallel, numpy_ops, Arena())
 
 
@@ -78,7 +78,7 @@ def fill(state: ShardedState, whole: Whole) -> None:
             flat[span] = expected_of(state, whole, prefix + name).ravel()
         held.flat[:] = np.nan
         parts = held.parts()
-        if not isinstance(held, Shard) and state.parallel.sharded:
+        if not isinstance(held, OwnedSlices) and state.parallel.sharded:
             parts = [(part, part) for part in state.parallel.parts()]
         for part, local in parts:
             held.flat[local] = flat[part]
@@ -96,7 +96,7 @@ def assert_holds(state: ShardedState, whole: Whole) -> None:
 
 def _held(state: ShardedState) -> list[tuple[str, Any]]:
     optimizer = state.optimizer
-    return [("", optimizer.weights), *((f"{moment}.", getattr(optimizer, moment)) for moment in MOMENTS)]
+    return [("", optimizer.weights), *((f"{name}.", held) for name, held in optimizer.state.items())]
 
 
 def save(folder: Path, state: ShardedState, step: int, **options: Any) -> None:
@@ -108,7 +108,8 @@ def save(folder: Path, state: ShardedState, step: int, **options: Any) -> None:
 def read(path: Path, state: ShardedState) -> None:
     shapes = state.model.parameter_shapes()
     step = checkpoint.verify(path).step
-    state.read(huggingface.weight_files(path, shapes), checkpoint.moment_files(path, shapes), step)
+    files = checkpoint.state_files(path, shapes, dict.fromkeys(AdamW.state, shapes))
+    state.read(huggingface.weight_files(path, shapes), files, step)
 
 
 def save_in(

@@ -6,6 +6,7 @@ arithmetic, indexing and the order of barriers are checked, not what only a race
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
@@ -16,7 +17,6 @@ from tests.train.host_kernels import emulator
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
-rng = on_device.rng
 FAMILIES = ["mma", "hopper"]
 
 
@@ -34,6 +34,15 @@ def test_heads_that_no_kernel_takes_are_refused(rng):
     case = on_device.make_case(rng, None, (1, 8, 1, 1, 258), "bfloat16")
     with pytest.raises(InvalidArgument, match="expected heads of at most 256 elements, got 258"):
         attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, emulator.HostOps())
+
+
+def test_masks_that_do_not_fit_are_refused(rng):
+    case, ops = on_device.make_case(rng, None, (2, 8, 1, 1, 64), "bfloat16"), emulator.HostOps()
+    mask, _ = on_device.make_mask(None, None, None, 2, np.arange(9), np.arange(9))
+    with pytest.raises(InvalidArgument, match="expected a mask of 2 x 8 tokens, as qkv has, got one of 2 x 9"):
+        attention.attention(case.qkv, 1, 1, case.out, case.log_sum_exp, ops, mask=mask)
+    with pytest.raises(InvalidArgument, match="expected a window of at least 1 token, got 0"):
+        ops.attention_mask(None, 0, mask)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +96,58 @@ def test_simple(rng, dtype):
 @pytest.mark.parametrize("family", [*FAMILIES, "simple"])
 def test_others_that_matter_alone_or_not_at_all(rng, family):
     on_device.test_others_that_matter_alone_or_not_at_all(rng, None, family)
+
+
+QUICK_MASKS = {"random documents", "both"}
+MASKS = [pytest.param(kind, id=kind, marks=() if kind in QUICK_MASKS else pytest.mark.slow) for kind in on_device.MASKS]
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks(rng, family, kind):
+    shape = (2, 140, 2, 1, 64) if family == "mma" else (1, 270, 1, 1, 64)
+    on_device.test_masks(rng, None, family, "bfloat16", shape, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", on_device.MASKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_large_heads(rng, family, kind):
+    on_device.test_masks(rng, None, family, "bfloat16", (2, 140, 2, 1, 128), kind)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_simple_masks(rng, dtype, kind):
+    on_device.test_masks(rng, None, "simple", dtype, (2, 20, 4, 2, 40), kind)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
+def test_masks_of_zigzag_parts(rng, family, kind):
+    chunk = 5 if family == "simple" else 70
+    on_device.test_masks_of_zigzag_parts(rng, None, family, (2, 1, chunk, 1, 1, 64), kind)
+
+
+@pytest.mark.parametrize("kind", ["window of 1", pytest.param("window of 64", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_of_which_whole_blocks_see_nothing(rng, family, kind):
+    on_device.test_masks_of_zigzag_parts(rng, None, family, (2, 1, 128, 1, 1, 64), kind)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_documents_do_not_matter(rng, family):
+    on_device.test_other_documents_do_not_matter(rng, None, family, 64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_of_everything_changes_no_bit(rng, family):
+    on_device.test_a_mask_of_everything_changes_no_bit(rng, None, family)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
+@pytest.mark.parametrize("parts", [((70, 150), (3, 140)), ((0, 1), (130, 131))], ids=str)
+def test_masks_to_others(rng, family, parts):
+    shape = (2, 20, 4, 2, 40, (5, 18), (3, 20)) if family == "simple" else (1, 150, 2, 1, 64, *parts)
+    for window in (1, 40, 300):
+        on_device.test_masks_to_others(rng, None, family, window, shape)

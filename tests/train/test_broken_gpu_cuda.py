@@ -30,16 +30,16 @@ from kos.train.__main__ import main
 
 def faulty():
     from kos.cuda import load_kernel
-    from kos.train.engine.cuda import CudaEngine
+    from kos.train.device.cuda import CudaDevice
 
-    start_step = CudaEngine.start_step
+    start_step = CudaDevice.start_step
 
     def start(self, step, stop):
         if (step, self.comm.rank) == (int(sys.argv[2]), int(sys.argv[3])):
             load_kernel(sys.argv[1], "astray", self.ops.device)(self.ops.stream, 1, 1, 8)
         start_step(self, step, stop)
 
-    CudaEngine.start_step = start
+    CudaDevice.start_step = start
 
 faulty()
 sys.exit(main(sys.argv[4:]))

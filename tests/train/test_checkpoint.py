@@ -18,6 +18,7 @@ import pytest
 from kos.errors import CheckpointError
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.data.tokenizers import read_tokenizer
+from kos.train.optim.adamw import AdamW
 from kos.train.parallel.mesh import Layout
 from tests.train.models import small
 from tests.train.refusal import refused
@@ -171,7 +172,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model.norm.weight: expected shape \(17,\), got \(24,\)"):
         huggingface.weight_files(found.path, shapes)
     with pytest.raises(CheckpointError, match=r"exp_avg.model.norm.weight: expected shape \(17,\), got \(24,\)"):
-        checkpoint.moment_files(found.path, shapes)
+        checkpoint.state_files(found.path, shapes, dict.fromkeys(AdamW.state, shapes))
     with pytest.raises(CheckpointError, match="got none named 'extra'"):
         huggingface.weight_files(found.path, {**MODEL.parameter_shapes(), "extra": (1,)})
     with pytest.raises(CheckpointError, match="expected the tensors of this model, got an unknown 'model"):

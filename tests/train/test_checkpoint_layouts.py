@@ -20,12 +20,13 @@ from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, huggingface, saving
-from kos.train.checkpoint.shards import MOMENTS, Shards
+from kos.train.checkpoint.write_plan import WritePlan
 from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model import initial
 from kos.train.model.initial import InitialWeights, init_weights
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.optim.adamw import AdamW
 from kos.train.parallel.mesh import Layout
 from tests.train.models import small
 from tests.train.sharded import (
@@ -124,7 +125,8 @@ def test_one_after_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", [Layout(dp=2, tp=2, pp=2), Layout(dp=8), Layout(cp=2, tp=4)], ids=str)
 def test_ranks_write_about_equally_much(layout: Layout) -> None:
     model = grouped(num_hidden_layers=24, tie_word_embeddings=True)
-    shards = Shards(model, layout, stages_of(layout.pp))
+    state = dict.fromkeys(AdamW.state, model.parameter_shapes())
+    shards = WritePlan(model, layout, stages_of(layout.pp), state)
     given = [sum(math.prod(shards.shapes[name]) for name in shards.names(rank)) for rank in range(8)]
     assert sum(given) == model.num_parameters() and min(given) > 0
     stage = 8 // layout.pp
@@ -161,7 +163,7 @@ def test_host_memory_is_that_of_the_plan(
 
     def run(comm: Communicator) -> None:
         state = make_state(comm, model, layout, zero=zero, bucket_bytes=bucket)
-        planned[comm.rank] = state.shards.host_bytes(comm.rank, not at_once)
+        planned[comm.rank] = state.plan.host_bytes(comm.rank, not at_once)
         comm.barrier()
         if comm.rank == 0:
             tracemalloc.start()
@@ -206,7 +208,7 @@ def _draw(model: LlamaConfig, whole: Parameters, layout: Layout, comm: Communica
     state = make_state(comm, model, layout, master_shards=True, bucket_bytes=2000, **how)
     with contextlib.closing(InitialWeights(model, 5, state.placements, threads=2)) as drawn:
         state.read(drawn)
-    zeros = {f"{moment}.{name}": np.zeros_like(whole[name]) for moment in MOMENTS for name in whole}
+    zeros = {f"{moment}.{name}": np.zeros_like(whole[name]) for moment in AdamW.state for name in whole}
     assert_holds(state, {**whole, **zeros})
 
 

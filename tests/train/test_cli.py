@@ -243,13 +243,13 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
 BROKEN = """
 import sys
 from kos.train import __main__ as main
-from kos.train.engine.cpu import CpuEngine
-start_step = CpuEngine.start_step
+from kos.train.device.cpu import CpuDevice
+start_step = CpuDevice.start_step
 def broken(self, step, stop):
     if step == 3 and self.comm.rank == 1:
         raise ZeroDivisionError("one rank only")
     start_step(self, step, stop)
-CpuEngine.start_step = broken
+CpuDevice.start_step = broken
 sys.exit(main.main())
 """
 

@@ -19,7 +19,7 @@ import pytest
 import rich.console
 
 from benchmarks.train import ROW_KEYS
-from kos.train.model.llama_config import FlopsPerToken
+from kos.train.model.llama import FlopsPerToken
 from kos.train.tools import console
 from kos.train.tools.console import Bar, Console, describe, wrapped
 from tests.forked import python
@@ -29,7 +29,7 @@ from tests.train.test_cli import ENVIRONMENT
 ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 
 SPEAKER = """
-from kos.comm.rendezvous.choose import launched_rank
+from kos.comm.control.bootstrap import launched_rank
 from kos.train.tools.console import Console
 rank = launched_rank()
 console = Console(rank, 9)
@@ -280,6 +280,27 @@ def test_what_takes_long_is_a_line_now_and_then(monkeypatch: Any, capsys: Any) -
     for part in range(12):
         lines.progress("tokenizing the data", part / 12)
     assert capsys.readouterr().out == "tokenizing the data: 25%\ntokenizing the data: 58%\ntokenizing the data: 92%\n"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_of_a_task_never_decreases(monkeypatch: Any, capsys: Any, terminal: bool) -> None:
+    """The passes of a pipeline come in any order.  A task that starts again after a step or another task is shown."""
+    clock, shown = iter(range(0, 10_000, 11)), []
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock), perf_counter=lambda: 0.0))
+    monkeypatch.setattr(console, "_terminal", io.StringIO if terminal else lambda: None)
+    monkeypatch.setattr(console, "columns", lambda terminal: 80)
+    lines = Console(0, 9)
+    if lines._bar is not None:
+        monkeypatch.setattr(lines._bar, "update", lambda headline="", *given, **fields: shown.append(headline))
+    for share in (0.25, 0.5, 0.125, 0.75):
+        lines.progress("step 1", share)
+    lines.progress("validation", 0.5)
+    lines.close()
+    lines.progress("validation", 0.5)
+    lines.close()
+    shown += capsys.readouterr().out.splitlines()
+    one = "step 1: {}%" if terminal else "step 1/9: {}% of this step"
+    assert shown == [*(one.format(share) for share in (25, 50, 75)), "validation: 50%", "validation: 50%"]
 
 
 def test_the_other_ranks_say_nothing(capfd: Any) -> None:

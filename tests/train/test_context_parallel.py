@@ -11,7 +11,8 @@ from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.testing import spawn
-from kos.train.model.llama import Llama
+from kos.train.data.batch import Batch
+from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops import numpy_attention
@@ -172,17 +173,17 @@ def compare(layout, kind="untied", samples=3, recompute="none"):
             own[name][...] = part_of(name, weights[name], config, layout.tp, mesh.tp.rank)
         gradients = own.like()
         gradients.flat[:] = np.nan
-        model = Llama(
+        model = Model(
             config, numpy_ops, recompute=recompute, local=local,
             tensor=(tensor := TensorParallel(numpy_ops, mesh.tp, local.vocabulary.start)),
             context=(context := ContextParallel(numpy_ops, mesh.cp)),
         )  # fmt: skip
         for accumulate in (False, True):
             got = loss_and_gradients(
-                model, own, context.take(tokens), context.take(targets), gradients, accumulate=accumulate, count=count
+                model, own, *context.take(Batch(tokens, targets))[:2], gradients, accumulate=accumulate, count=count
             )
-            assert mesh.gradients.comm.all_reduce(np.array([got])) == pytest.approx(loss, rel=1e-12)
-        mesh.gradients.comm.all_reduce(gradients.flat)
+            assert mesh.replicas.comm.all_reduce(np.array([got])) == pytest.approx(loss, rel=1e-12)
+        mesh.replicas.comm.all_reduce(gradients.flat)
         for name, value in gradients.items():
             if value.ndim == 1:
                 tensor.sum_replicated(value)
@@ -212,8 +213,8 @@ def test_gradients_beside_tensor_parallelism(cp):
 def test_positions_and_columns():
     axes = [ContextParallel(numpy_ops, Axis(rank, 3, None)) for rank in range(3)]
     assert [list(axis.positions(4)) for axis in axes] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    tokens = np.arange(24).reshape(2, 12)
-    assert axes[1].take(tokens).tolist() == [[2, 3, 8, 9], [14, 15, 20, 21]]
+    batch = Batch(np.arange(24).reshape(2, 12))
+    assert axes[1].take(batch).tokens.tolist() == [[2, 3, 8, 9], [14, 15, 20, 21]]
     alone = ContextParallel(numpy_ops)
     assert list(alone.positions(3)) == [0, 1, 2]
-    assert alone.take(tokens) is tokens
+    assert alone.take(batch) is batch

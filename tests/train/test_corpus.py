@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.server
+import json
 import logging
 import os
+import re
+import shlex
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -92,6 +97,24 @@ def test_hidden_files_are_skipped_and_binary_ones_with_a_note(tmp_path: Path, ca
     assert all(name in noted for name in ("image.png", "latin1.txt", "empty")) and ".hidden" not in noted
 
 
+def test_runs_and_checkpoints_in_the_folder_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the folder is that of the run; a ``config.json`` or ``manifest.json`` of others is data."""
+    files = [
+        "run/config.json", "run/metrics.jsonl", "run/checkpoints/step-1/manifest.json", "begun/config.json",
+        "begun/metrics.jsonl", "saved/manifest.json", "saved/kos_tokenizer.json", "saved/config.json", "config.json",
+        "metrics.jsonl", "checkpoints/step-2/manifest.json", "checkpoints/step-2/kos_tokenizer.json",
+    ]  # fmt: skip
+    for name in (*files, "a.txt", "b.txt", "site/manifest.json", "site/config.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with caplog.at_level(logging.WARNING):
+        got = read_corpus(str(tmp_path))
+        assert [*got.train, *got.val] == ["a.txt", "b.txt", "site/config.json", "site/manifest.json"]
+    (said,) = (record.getMessage() for record in caplog.records)
+    skipped = ("begun", "checkpoints", "config.json", "metrics.jsonl", "run", "saved")
+    assert said == "skipped, as parts of runs or checkpoints: " + ", ".join(str(tmp_path / name) for name in skipped)
+
+
 def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
     refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file")
     refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'")
@@ -106,9 +129,6 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         refusal(path, str(path), *parts)
     refusal("/dev/zero", "/dev/zero", "regular file")
-    (tmp_path / "file_train.bin").write_bytes(token_bytes([1]))
-    (tmp_path / "file_val.txt").write_text("text")
-    refusal(tmp_path / "file_*", "file_*", "pattern of token files", "file_val.txt is none")
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +142,213 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for data in (path, tmp_path):
         refusal(data, f"--data {data}: expected readable files, got {path}: Input/output error")
     refusal("/proc/self/mem", "got /proc/self/mem: ")
+
+
+# JSON Lines
+
+
+def jsonl(*texts: str, field: str = "text") -> bytes:
+    return b"".join(json.dumps({"id": 1, field: text}).encode() + b"\n" for text in texts)
+
+
+@pytest.mark.parametrize("name", ["docs.jsonl", "docs.jsonl.gz", "DOCS.JSONL"])
+def test_a_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
+    texts = [f"document {i}\u2028of\ntwo lines é" for i in range(25)]
+    content = b"\xef\xbb\xbf" + jsonl(*texts[:9]) + b"\n  \n" + jsonl("", *texts[9:]).rstrip(b"\n")
+    content = content.replace(b"\\u2028", "\u2028".encode())
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    got = read_corpus(str(path))
+    assert (got.train, got.val) == (texts[:22], texts[22:]) and got.vocab_size is None
+    assert got.splits.held_out == f"the last tenth of {name}"
+    (tmp_path / "one.jsonl").write_bytes(jsonl("0123456789", field="content"))
+    assert read_corpus(str(tmp_path / "one.jsonl"), text_field="content").splits[:2] == (["012345678"], ["9"])
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (b'{"content": "x", "url": ""}', ["'text'", "--text-field", "the fields content, url"]),
+        (b'{"id": 1, "messages": [{}]}', ["'text'", "got chat data (messages), which is not supported: put each chat"]),
+        (b'{"conversations": []}', ["'text'", "got chat data (conversations), which is not supported"]),
+        (b'{"text": null}', ["'text'", "got text: None"]),
+        (b'["x"]', ["got ['x']"]),
+        (b'{"text": "x"', ["expected JSON", "column"]),
+        (b"plain text", ["expected JSON", "plain text"]),
+        (b'{"text": "caf\xe9"}', ["expected JSON", "0xe9"]),
+        (b"[" * 100_000, ["expected JSON"]),
+        (b'{"text": "x\\ud800"}', ["'\\ud800' at character 1"]),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: bytes, parts: list[str]) -> None:
+    path = tmp_path / "docs.jsonl"
+    path.write_bytes(jsonl("a", "b") + b"\n" + line + b"\n" + jsonl("c"))
+    (tmp_path / "a.txt").write_text("text")
+    for data in (path, tmp_path):
+        refusal(data, f"--data {path}, line 4: expected", *parts)
+
+
+def test_wrong_files_of_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "docs.jsonl.gz"
+    for content in (b"text", gzip.compress(jsonl("a" * 999))[:-9], b""):
+        path.write_bytes(content)
+        refusal(path, f"--data {path}: expected")
+    (tmp_path / "docs.jsonl").write_bytes(b"\n" + jsonl(""))
+    refusal(tmp_path / "docs.jsonl", "docs.jsonl: expected lines with text, got none")
+
+
+def test_a_folder_of_every_kind(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.jsonl").write_bytes(jsonl("b1", "b2"))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(jsonl("c1", "c2")))
+    (tmp_path / "package.json").write_text('{\n  "name": "kos"\n}\n')
+    (tmp_path / "d.md").write_text("d")
+    got = read_corpus(str(tmp_path))
+    assert got.train == ["a", "b1", "b2", "c1", "c2", "d"] and got.val == ['{\n  "name": "kos"\n}\n']
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("x.parquet", "pandas.read_parquet('{folder}/x.parquet').to_json('{folder}/x' + '.jsonl'"),
+        ("x.arrow", "Dataset.from_file('{folder}/x.arrow')"),
+        ("x.jsonl.zst", "zstd -d {folder}/x.jsonl.zst"),
+        ("x.json.gz", "gunzip {folder}/x.json.gz"),
+        ("x.ndjson", "mv {folder}/x.ndjson {folder}/x.jsonl"),
+    ],
+)
+def test_files_of_data_that_are_not_read(tmp_path: Path, name: str, command: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(jsonl("text"))
+    (tmp_path / "README.md").write_text("more text")
+    for data in (path, tmp_path):
+        refusal(data, f"--data {path}: expected text, .jsonl, ", f"got .{name.split('.')[-1]}; run: ")
+        refusal(data, command.format(folder=tmp_path))
+
+
+@pytest.mark.parametrize("content", [json.dumps([{"text": "a"}, {"text": "é"}], indent=1).encode(), jsonl("a", "é")])
+def test_the_command_for_a_json_file_makes_json_lines(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "a list.json"
+    path.write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        read_corpus(str(tmp_path))
+    command = str(refused.value).partition("; run: ")[2].replace("python ", f"{shlex.quote(sys.executable)} ", 1)
+    subprocess.run(command, shell=True, check=True, timeout=60)
+    assert read_corpus(str(tmp_path)).splits[:2] == (["a"], ["é"]), "the list beside it is left out"
+
+
+def test_the_command_for_a_file_without_a_header_adds_one(tmp_path: Path) -> None:
+    """nanoGPT's data/*/prepare.py writes uint16 tokens and nothing else."""
+    for name, tokens in {"train": [*range(50)], "val": [7, 8, 9]}.items():
+        path = tmp_path / f"{name}.bin"
+        np.array(tokens, np.uint16).tofile(path)
+        refusal(path, f"--data {path}: expected llm.c's header, got none, as in nanoGPT's files; to add one, run: ")
+        with pytest.raises(DataError) as refused:
+            read_corpus(str(path))
+        if name == "train":
+            refusal(tmp_path, "train.bin: expected llm.c's header")
+        command = str(refused.value).partition("run: ")[2].replace("python ", f"{shlex.quote(sys.executable)} ", 1)
+        subprocess.run(command, shell=True, check=True, timeout=60)
+    got = read_corpus(str(tmp_path))
+    assert [[shard.tolist() for shard in part] for part in got.splits[:2]] == [[[*range(50)]], [[7, 8, 9]]]
+
+
+# What is held out
+
+
+def write_documents(path: Path, kind: str, number: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    content = {"txt": str(number).encode(), "jsonl": jsonl(str(number)), "bin": token_bytes([number])}
+    path.with_name(f"{path.name}.{kind}").write_bytes(content[kind])
+
+
+def numbers(part: Any) -> list[int]:
+    return [int(each) if isinstance(each, str) else int(each[0]) for each in part]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
+@pytest.mark.parametrize(
+    ("names", "train", "val", "left"),
+    [
+        (["a", "b", "c", "d", "e", "f", "g", "h", "i", "train"], [0, 1, 2, 3, 4, 5, 6, 7, 9], [8], []),
+        (["en/train", "en/validation", "extra"], [0, 2], [1], []),
+        (["wiki.train", "wiki.valid"], [0], [1], []),
+        (["a_train_000", "a_train_001", "a_val_000", "test-00000-of-00001"], [0, 1], [2], [3]),
+        (["TEST", "Train"], [1], [0], []),
+        (["train/0", "valid/1", "test/2"], [1 - 1], [1], [2]),
+        (["contest", "interval", "valley"], [0, 1], [2], []),
+    ],
+)
+def test_names_mean_the_same_for_every_kind_of_file(
+    tmp_path: Path, kind: str, names: list[str], train: list[int], val: list[int], left: list[int]
+) -> None:
+    for number, name in enumerate(names):
+        write_documents(tmp_path / name, kind, number)
+    got = read_corpus(str(tmp_path))
+    assert (sorted(numbers(got.train)), numbers(got.val)) == (train, val)
+    said = got.splits.held_out
+    assert all(f"{names[i]}.{kind}" in said.partition("; left out: ")[0] for i in val)
+    assert all(f"{names[i]}.{kind}" in said.partition("; left out: ")[2] for i in left)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
+def test_the_files_trained_on_are_listed(tmp_path: Path, kind: str) -> None:
+    """With a note on those that may be meant to be held out: their words hold nothing out."""
+    for number, name in enumerate(["a", "b", "device", "dev", "my_eval", "held_out", "val", "test"]):
+        write_documents(tmp_path / name, kind, number)
+    got = read_corpus(str(tmp_path)).splits.trained_on
+    noted = f"dev.{kind}, held_out.{kind}, my_eval.{kind}"
+    held = "only val, valid, validation or test in a name holds a file out"
+    assert got == f"6 files: a.{kind}, b.{kind}, dev.{kind} and 3 more (also on {noted}: {held})"
+    assert read_corpus(str(tmp_path / f"dev.{kind}")).splits.trained_on.startswith(f"1 file: dev.{kind}")
+    assert read_corpus("stdlib").splits.trained_on.startswith("155 files: ")
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
+def test_the_last_tenth_of_files_named_train_is_held_out(tmp_path: Path, kind: str) -> None:
+    texts = [str(number % 10) for number in range(100)]
+    for name in ("train_0", "train_1"):
+        content = {"txt": "".join(texts).encode(), "jsonl": jsonl(*texts), "bin": token_bytes([*map(int, texts)])}
+        (tmp_path / f"{name}.{kind}").write_bytes(content[kind])
+    got = read_corpus(str(tmp_path))
+    sizes = [sum(map(len, part)) for part in got.splits[:2]]
+    assert sizes == [180, 20] and got.splits.held_out == f"the last tenth of train_0.{kind}, train_1.{kind}"
+    (tmp_path / f"train_0.{kind}").rename(tmp_path / f"val_0.{kind}")
+    (tmp_path / f"train_1.{kind}").rename(tmp_path / f"val_1.{kind}")
+    refusal(tmp_path, "expected files to train on", f"val_0.{kind}, val_1.{kind}")
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "bin"])
+def test_val_data_names_the_validation_data(tmp_path: Path, kind: str) -> None:
+    data, other = tmp_path / "data", tmp_path / "other"
+    for number, name in enumerate(["a", "b", "train", "val"]):
+        write_documents(data / name, kind, number)
+    for number, name in enumerate(["train", "validation"]):
+        write_documents(other / name, kind, 10 + number)
+    for val_data, train, val in ((other, [0, 1, 2], [11]), (data / f"b.{kind}", [0, 2], [1])):
+        got = read_corpus(str(data), val_data=str(val_data))
+        assert (numbers(got.train), numbers(got.val)) == (train, val)
+        assert got.splits.held_out == f"{val_data} (--val-data); left out: val.{kind}"
+    one = data / f"a.{kind}"
+    got = read_corpus(str(one), val_data=str(other / f"train.{kind}"))
+    assert (numbers(got.train), numbers(got.val)) == ([0], [10])
+    with refused(DataError, f"--data {one}: expected files to train on"):
+        read_corpus(str(one), val_data=str(one)).splits  # noqa: B018
+    with refused(DataError, "--val-data: expected stdlib", "'nothing'"):
+        read_corpus(str(one), val_data="nothing")
+    (tmp_path / "image.txt").write_bytes(b"\0")
+    with refused(DataError, "--val-data", "expected"):
+        read_corpus(str(one), val_data=str(tmp_path / "image.txt")).splits  # noqa: B018
+
+
+def test_tokens_are_not_validated_on_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_documents(tmp_path / "tokens", "bin", 1)
+    write_documents(tmp_path / "text", "txt", 1)
+    with refused(DataError, "--val-data", "text.txt: expected tokens below 50257", "got text"):
+        read_corpus(str(tmp_path / "tokens.bin"), val_data=str(tmp_path / "text.txt"))
+    with caplog.at_level(logging.WARNING):
+        assert read_corpus(str(tmp_path)).vocab_size == 50_257
+    assert re.search(r"skipped, since there are token files: .*text\.txt", caplog.text)
 
 
 # Token files
@@ -143,10 +370,12 @@ def test_token_files_are_mapped(tmp_path: Path, magic: int, version: int, vocab_
     assert np.concatenate([*got.train, *got.val]).tolist() == tokens
 
 
-@pytest.mark.parametrize("pattern", ["", "*.bin", "shakes_*"])
+@pytest.mark.parametrize("pattern", ["", "*.bin", "shakes_*", "**/*.bin"])
 def test_a_folder_or_pattern_of_token_files(tmp_path: Path, pattern: str) -> None:
     for name, tokens in {"shakes_train_001": [1, 2], "shakes_train_000": [0], "shakes_val_000": [9, 8]}.items():
-        (tmp_path / f"{name}.bin").write_bytes(token_bytes(tokens))
+        folder = tmp_path / "deep/er" if pattern.startswith("**") and "000" in name else tmp_path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.bin").write_bytes(token_bytes(tokens))
     got = read_corpus(str(tmp_path / pattern) if pattern else str(tmp_path))
     assert got.vocab_size == 50_257
     assert [shard.tolist() for shard in got.train] == [[0], [1, 2]]
@@ -165,12 +394,11 @@ def test_wrong_token_files(tmp_path: Path) -> None:
         token_bytes([1], magic=20240801): ("version 7", "20240801", "got 1"),
         token_bytes([]): ("count of 0",),
         token_bytes([1], count=-1): ("count of -1",),
-        token_bytes([1], magic=20240522): ("NUL",),
+        token_bytes([1], magic=20240522): ("llm.c's header",),
     }.items():
         path.write_bytes(content)
         refusal(path, str(path), *parts)
-    path.write_bytes(good)
-    refusal(tmp_path, "*train* and *val*", "tokens.bin")
+    path.unlink()
     (tmp_path / "a_train.bin").write_bytes(good)
     (tmp_path / "a_val.bin").write_bytes(token_bytes([1], 20240801, 7))
     refusal(tmp_path, "a_val.bin", "format of a_train.bin")
@@ -189,7 +417,8 @@ def test_the_standard_librarys_own_sources() -> None:
     assert 1.5e5 < sum(map(len, val)) < 5e5
     root = Path(os.__file__).parent
     assert (root / f"{TRAIN[0]}.py").read_text("utf-8") == train[0]
-    assert read_corpus("stdlib").splits == (train, val)
+    got = read_corpus("stdlib").splits
+    assert (got.train, got.val) == (train, val) and got.held_out.endswith(" and 14 more")
 
 
 def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:

@@ -164,6 +164,34 @@ def test_what_is_chosen_depends_on_no_address(library):
         limits((1 << 20) + 32, multiple=32)
 
 
+def test_several_products_at_once_with_factors(library):
+    """cuBLASLt is told how many matrices there are and how far apart, and what both terms are multiplied by."""
+    told, factors = [], []
+
+    def tell(layout, attribute, address, size):
+        kind = ctypes.c_int32 if size == 4 else ctypes.c_int64
+        told.append((attribute, kind.from_address(address).value))
+
+    def multiply(*arguments):
+        factors.append([ctypes.c_float.from_address(arguments[place]).value for place in (2, 7)])
+
+    library.matrix_layout_set_attribute.side_effect, library.matmul.side_effect = tell, multiply
+    matmul, of = Matmul(0, 0), library.MatrixLayoutAttribute
+    a, b, out = (
+        SimpleNamespace(shape=shape, size=math.prod(shape), dtype=DTYPES["bfloat16"], pointer=256)
+        for shape in ((5, 16, 8), (5, 24, 8), (5, 16, 24))
+    )
+    matmul(a, b, out, transpose_b=True, c=out, alpha=2.5, beta=-3.0)
+    matmul(a, b, out, transpose_b=True)
+    assert told == [
+        each for size in (24 * 8, 16 * 8, 16 * 24) for each in ((of.BATCH_COUNT, 5), (of.STRIDED_BATCH_OFFSET, size))
+    ] * 2  # with and without c
+    assert factors == [[2.5, -3.0], [1.0, 0.0]]
+    b.shape, library.cuBLASLtError = (4, 24, 8), NotSupported
+    with pytest.raises(InvalidArgument, match="matmul: expected"):
+        matmul(a, b, out, transpose_b=True)
+
+
 def test_a_table_is_filled_before_it_is_used(library, monkeypatch):
     """As the engine does, of the operations that it has."""
     cu = SimpleNamespace(CUdevice_attribute=MagicMock(), cuDeviceGetAttribute=None)

@@ -12,7 +12,7 @@ import pytest
 from kos.errors import ConfigError, DataError
 from kos.train.config.flags import parse
 from kos.train.data import batches as kos_data
-from kos.train.data.batches import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
+from kos.train.data.batches import EVAL_BATCH_TOKENS, Dataset, Separator, Tokens, load_data
 from kos.train.data.tokenizers import NumberTokenizer
 from tests.train.refusal import refused
 
@@ -51,7 +51,7 @@ def write(tmp_path: Path, content: str | bytes, name: str = "text.txt") -> str:
 def test_windows_are_drawn_by_philox_of_seed_and_step() -> None:
     count = 1000
     for seed, step in ((5, 0), (5, 1), (0, 0), (2**63 - 1, 10**6)):
-        tokens, targets = make(np.arange(count), seed=seed).batch(step)
+        tokens, targets, *_ = make(np.arange(count), seed=seed).batch(step)
         starts = [word % (count - 4) for word in philox4x64((seed, step), 6)]
         assert tokens.dtype == targets.dtype == np.int32
         assert tokens.tolist() == [list(range(s, s + 4)) for s in starts]
@@ -64,7 +64,7 @@ def test_any_number_of_ranks_sees_the_same_batch(size: int) -> None:
     whole = data.batch(11)
     for rank in range(size):
         rows = range(rank, 6, size)
-        tokens, targets = make(data.train.shards[0]).rows(11, rows)
+        tokens, targets, *_ = make(data.train.shards[0]).rows(11, rows)
         assert np.array_equal(tokens, whole[0][rows]) and np.array_equal(targets, whole[1][rows])
         assert tokens.flags.c_contiguous and targets.flags.c_contiguous
 
@@ -110,7 +110,7 @@ def test_validation_batches_are_bounded_in_tokens() -> None:
 def test_the_default_data() -> None:
     data = load_data(parse([]))
     assert data.name == "stdlib" and data.tokenizer.name == "bytes" and len(data.val_starts()) == 8
-    tokens, _ = data.batch(0)
+    tokens = data.batch(0).tokens
     assert tokens.shape == (16, 128)
     assert "stdlib (bytes)" in data.describe() and f"{len(data.train):,}" in data.describe()
 
@@ -126,19 +126,118 @@ def test_text_becomes_tokens(tmp_path: Path) -> None:
     assert chars.tokenizer.decode(chars.train.window(0, 5)) == "éabcd"
 
 
-def test_documents_end_with_eos(tmp_path: Path) -> None:
+@pytest.fixture
+def words(tmp_path: Path) -> str:
+    """A tokenizer.json of four words that adds ``<begin>``, with an end-of-text token."""
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
-    words = library.Tokenizer(library.models.WordLevel({"<end>": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]"))
+    vocab = {"<end>": 0, "a": 1, "b": 2, "[UNK]": 3, "<begin>": 4}
+    words = library.Tokenizer(library.models.WordLevel(vocab, unk_token="[UNK]"))
+    words.add_special_tokens(["<begin>", "<end>"])
     words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    words.post_processor = library.processors.TemplateProcessing("<begin> $A", special_tokens=[("<begin>", 4)])
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    return str(tmp_path / "tokenizer.json")
+
+
+def read(data: str, *flags: str) -> tuple[list[int], list[int], str]:
+    """The tokens that ``--data`` gives, and what the log says about them."""
+    got = load_data(parse(["--data", data, "--seq-len", "1", *flags]))
+    train, val = (tokens.window(0, len(tokens)).tolist() for tokens in (got.train, got.val))
+    return train, val, got.held_out
+
+
+def test_special_tokens_around_documents(tmp_path: Path, words: str) -> None:
+    """For text files and JSON Lines alike: the tokens that the tokenizer adds, and the end-of-text token."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for name, text in {"1": "a b a", "2": "b", "3": "a a"}.items():
         write(folder, text, name)
-    data = load_data(parse(["--data", str(folder), "--tokenizer", str(tmp_path / "tokenizer.json"), "--seq-len", "1"]))
-    assert data.train.window(0, len(data.train)).tolist() == [1, 2, 1, 0, 2, 0]
-    assert data.val.window(0, len(data.val)).tolist() == [1, 1, 0]
+    lines = write(tmp_path, "".join(f'{{"text": "{text}"}}\n' for text in ("a b a", "b", "a a")), "lines.jsonl")
+    within = "; attention stays within a document (--documents)"
+    about = f"; documents begin with <begin> and end with <end>{within}"
+    expected = [4, 1, 2, 1, 0, 4, 2, 0], [4, 1, 1, 0]
+    said = f"held out for validation: 3 (of 3 files){about}"
+    assert read(str(folder), "--tokenizer", words) == (*expected, said)
+    said = f"held out for validation: the last tenth of lines.jsonl{about}"
+    assert read(lines, "--tokenizer", words) == (*expected, said)
+    tenth = "held out for validation: the last tenth of lines.jsonl; nothing between documents"
+    assert read(lines)[2] == f"{tenth}{within}"
+    assert read(lines, "--documents", "cross")[2] == f"{tenth}; attention crosses documents (--documents)"
+
+
+def test_documents_begin_where_their_first_tokens_are(tmp_path: Path, words: str) -> None:
+    """With and without tokens between them; windows begin anywhere."""
+    texts = ["a b a", "b", "", "a a", "b b b"]
+    lines = write(tmp_path, "".join(f'{{"text": "{text}"}}\n' for text in texts * 8), "lines.jsonl")
+    for flags, between in (((), 0), (("--tokenizer", words), 2)):
+        data = load_data(parse(["--data", lines, "--seq-len", "9", "--batch-size", "64", *flags]))
+        sizes = [(len(text) if not between else len(text.split())) + between for text in texts * 8 if text]
+        begins = np.cumsum([0, *sizes])
+        batch = data.batch(3)
+        every = data.train.window(0, len(data.train))
+        for tokens, starts in zip(batch.tokens, batch.document_starts, strict=True):
+            places = [at for at in range(len(every) - 8) if np.array_equal(every[at : at + 9], tokens)]
+            wanted = [[max(0, begins[begins <= at + i].max() - at) for i in range(9)] for at in places]
+            assert starts.tolist() in wanted
+        crossing = load_data(parse(["--data", lines, "--documents", "cross", "--seq-len", "9"]))
+        assert crossing.batch(0).document_starts is None
+
+
+def test_documents_of_token_files(tmp_path: Path) -> None:
+    """They begin with llm.c's token; where there is none, or numbers have another vocabulary, none is known."""
+    tokens = np.random.default_rng(0).integers(0, 99, 3000)
+    tokens[::7] = 50_256
+    within = "; documents begin with token 50256; attention stays within a document (--documents)"
+    for name, content, flags, said in (
+        ("marked.bin", tokens, [], within),
+        ("plain.bin", tokens % 50_256, [], "; no documents are marked"),
+        ("other.bin", tokens, ["--vocab-size", "60000"], "; no documents are marked"),
+        ("padded.bin", tokens, ["--vocab-size", "50304"], within),
+    ):
+        header = np.zeros(256, "<i4")
+        header[:3] = 20240520, 1, len(content)
+        path = write(tmp_path, header.tobytes() + content.astype("<u2").tobytes(), name)
+        data = load_data(parse(["--data", path, "--seq-len", "20", *flags]))
+        assert said in data.held_out, data.held_out
+        batch = data.batch(0)
+        assert (batch.document_starts is None) == ("no documents" in said) == (data.fields == ("tokens", "targets"))
+        if batch.document_starts is not None:
+            at = np.arange(20)
+            wanted = np.maximum.accumulate(np.where(batch.tokens == 50_256, at, 0), axis=1)
+            assert np.array_equal(batch.document_starts, wanted) and wanted.any()
+
+
+def test_a_token_that_ends_documents() -> None:
+    tokens = Tokens([np.arange(8)], Separator(3, ends=True))
+    assert tokens.document_starts(0, np.array([1, 3, 5, 3, 3, 6])).tolist() == [0, 0, 2, 2, 4, 5]
+
+
+def test_a_special_token_that_a_text_spells_out(tmp_path: Path, words: str) -> None:
+    lines = write(tmp_path, '{"content": "a <end> b"}\n' * 2, "lines.jsonl")
+    flags = ["--tokenizer", words, "--text-field", "content"]
+    assert read(lines, *flags)[0] == [4, 1, 3, 3, 3, 2, 0], "it is text, here unknown words"
+    assert read(lines, *flags, "--no-split-special-tokens")[0] == [4, 1, 0, 2, 0]
+
+
+def test_special_tokens_in_the_text_are_counted(tmp_path: Path, words: str) -> None:
+    flags = ["--seq-len", "16", "--tokenizer", words]
+    for repeats in (1, 1000, 1000):  # large data are tokenised once, and the result is kept
+        path = write(tmp_path, "a <end> b <begin><end> " * 100 * repeats)
+        count = f"{300 * repeats:,} (<end> {200 * repeats:,}, <begin> {100 * repeats:,})"
+        assert load_data(parse(["--data", path, *flags])).note == (
+            f"special tokens spelled out in the text and read as text: {count}; "
+            "--no-split-special-tokens reads them as special tokens"
+        )
+    assert load_data(parse(["--data", path, *flags, "--no-split-special-tokens"])).note == ""
+    assert load_data(parse(["--data", path, *flags[:2]])).note == ""
+    assert load_data(parse(["--data", write(tmp_path, "a b " * 500), *flags])).note == ""
+
+
+def test_val_data(tmp_path: Path) -> None:
+    data, other = write(tmp_path, "abc", "data.txt"), write(tmp_path, "de", "other.txt")
+    got = read(data, "--val-data", other)
+    assert got[:2] == ([*b"abc"], [*b"de"]) and f"for validation: {other} (--val-data); nothing" in got[2]
 
 
 def tokens_file(tmp_path: Path, tokens: list[int]) -> str:
@@ -160,17 +259,21 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
     path = tokens_file(tmp_path, [7] * 99 + [256])
     data = load_data(parse(["--data", path, "--seq-len", "9", "--tokenizer", "bytes", "--eval-batches", "1"]))
     data.batch(0)
-    with pytest.raises(DataError, match=r"expected tokens below the vocabulary's 256, got 256"):
+    with pytest.raises(DataError, match=rf"^--data {path}: expected tokens below the vocabulary's 256, got 256"):
         data.windows(data.val, data.val_starts()[0])
 
 
 def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "x" * 100)
     assert load_data(parse(["--data", path, "--seq-len", "9"])).val_starts().shape[1] == 1
-    with refused(DataError, "text.txt", "--seq-len + 1 = 11", "validate", "got 10"):
+    held_out = "got 10 (held out for validation: the last tenth of text.txt)"
+    with refused(DataError, f"--data {path}: ", "--seq-len + 1 = 11", "validate", held_out):
         load_data(parse(["--data", path, "--seq-len", "10"]))
-    with refused(DataError, "text.txt", "--seq-len + 1 = 91", "train on", "got 90"):
+    with refused(DataError, f"--data {path}: ", "--seq-len + 1 = 91", "train on", "got 90"):
         load_data(parse(["--data", path, "--seq-len", "90"]))
+    other = write(tmp_path, "x" * 50, "other.txt")
+    with refused(DataError, f"--val-data {other}: expected at least --seq-len + 1 = 61", "got 50"):
+        load_data(parse(["--data", path, "--val-data", other, "--seq-len", "60"]))
 
 
 def test_a_prompt_that_cannot_be_spelt_is_refused_before_training(tmp_path: Path) -> None:

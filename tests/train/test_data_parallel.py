@@ -30,8 +30,8 @@ def _sum_over_ranks(
     gradients = Parameters(SHAPES, multiple=comm.size)
     gradients.flat[:] = np.nan
     mine, mesh = shard_batch(micro_batches, 1, comm.rank, comm.size), Mesh(comm)
-    in_order = (mesh.dp, len(mine)) if deterministic else None
-    parallel = DataParallel(mesh.gradients, gradients, in_order=in_order, bucket_bytes=bucket_bytes)
+    in_order = len(mine) if deterministic else None
+    parallel = DataParallel(mesh.dense, gradients, in_order=in_order, bucket_bytes=bucket_bytes)
     for index, rows in enumerate(mine):
         for name, span in gradients.spans.items():
             if index and not deterministic:

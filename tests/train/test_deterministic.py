@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.engine import memory_plan
-from kos.train.engine.cpu import CpuEngine
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.device import memory_plan
+from kos.train.device.cpu import CpuDevice
+from kos.train.layers.fixed import LEAST_CHUNK, Split
+from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
-from kos.train.ops import optimizer
-from kos.train.ops.optimizer import AdamW
-from kos.train.parallel.fixed import LEAST_CHUNK, Split
+from kos.train.optim import base
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import Optimizer
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
 from kos.train.tools.metrics import read_metrics
@@ -32,7 +33,7 @@ RUN: dict[str, Any] = {"seq_len": 32, "batch_size": 8, "micro_batch_size": 1, "s
 
 @functools.cache
 def serial(layers: int, tied: bool, **changes: Any) -> dict[str, Any]:
-    (alone,) = train(Layout(), CpuEngine, layers, tied, **changes)
+    (alone,) = train(Layout(), CpuDevice, layers, tied, **changes)
     return alone
 
 
@@ -41,7 +42,7 @@ def differs(layout: Layout, layers: int, tied: bool, **changes: Any) -> list[str
     changes = RUN | changes
     alone = {key: value for key, value in changes.items() if key not in ("pp_schedule", "zero", "recompute")}
     expected = serial(layers, tied, **alone)
-    ranks, found, held = train(layout, CpuEngine, layers, tied, **changes), [], set()
+    ranks, found, held = train(layout, CpuDevice, layers, tied, **changes), [], set()
     model: LlamaConfig = expected["model"]
     for rank, got in enumerate(ranks):
         if got["rows"].tobytes() != expected["rows"].tobytes():
@@ -63,6 +64,12 @@ def length(cp: int) -> int:
 
 EVERY = [layout for ranks in (2, 4, 6, 8) for layout in layouts(ranks)]
 QUICK = [Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2, cp=2)], ids=named)
+def test_documents(layout: Layout) -> None:
+    """Where attention stays within them."""
+    assert differs(layout, 3, False, seq_len=length(2), documents="pack") == []
 
 
 @pytest.mark.parametrize(
@@ -117,11 +124,11 @@ def test_options(layout: Layout, changes: dict[str, Any]) -> None:
 
 def test_shards_cut_a_tied_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     """With ZeRO-1 the two ends of a pipeline hold different parts of it."""
-    for module in (optimizer, memory_plan):
+    for module in (base, memory_plan):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setitem(SHAPE, "vocab_size", 400)
-    (alone,) = train(Layout(), CpuEngine, 3, True, **RUN)
-    for got in train(Layout(dp=2, pp=2), CpuEngine, 3, True, **RUN, zero=1):
+    (alone,) = train(Layout(), CpuDevice, 3, True, **RUN)
+    for got in train(Layout(dp=2, pp=2), CpuDevice, 3, True, **RUN, zero=1):
         assert got["rows"].tobytes() == alone["rows"].tobytes()
 
 
@@ -156,12 +163,12 @@ def test_what_cannot_be_cut_is_refused(layout: Layout, changes: dict[str, int], 
             assert not _differs_alone(layout)
             return
         with pytest.raises(ConfigError, match=error):
-            train(layout, CpuEngine, 2, False, **RUN | {"seq_len": 48})
+            train(layout, CpuDevice, 2, False, **RUN | {"seq_len": 48})
 
 
 def _differs_alone(layout: Layout) -> bool:
     """As ``differs``, of losses and norms, of a model that no other test has."""
-    (alone,), ranks = (train(each, CpuEngine, 2, False, **RUN) for each in (Layout(), layout))
+    (alone,), ranks = (train(each, CpuDevice, 2, False, **RUN) for each in (Layout(), layout))
     return any(got["rows"].tobytes() != alone["rows"].tobytes() for got in ranks)
 
 
@@ -174,7 +181,7 @@ def test_sums_of_squares_are_exact(rng: np.random.Generator) -> None:
         for part in np.split(order, [7, 20_000, 20_001]):
             gradients = Parameters({"x": part.shape})
             gradients.flat[:] = part
-            total += AdamW(gradients).exact_squares(gradients, {"x"}, largest, values.size)
+            total += Optimizer(AdamW(), gradients).exact_squares(gradients, {"x"}, largest, values.size)
         found.add(tuple(total))
     assert len(found) == 1
     exact = math.fsum(float(value) ** 2 for value in values)

@@ -15,14 +15,15 @@ from kos.cuda import unavailable
 from kos.errors import BackendUnavailable, ConfigError, install
 from kos.memory import array as array_module
 from kos.testing import spawn
-from kos.train.checkpoint.shards import Shards
+from kos.train.checkpoint.write_plan import WritePlan
 from kos.train.config.options import TrainConfig
-from kos.train.engine import choose, memory_plan
-from kos.train.engine import cuda as engine_module
-from kos.train.engine.choose import choose_device
-from kos.train.engine.cuda import CudaEngine
+from kos.train.device import choose, memory_plan
+from kos.train.device import cuda as engine_module
+from kos.train.device.choose import choose_device
+from kos.train.device.cuda import CudaDevice
 from kos.train.ops.cuda import cublaslt
-from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout
 from tests.train.emulated_runs import SMALL, emulated, text, train
 from tests.train.host_kernels.engine import DeviceComm
@@ -85,7 +86,7 @@ def test_allocated_memory_is_within_the_plan(emulated, text, tmp_path, ranks, op
         return {}
 
     monkeypatch.setattr(array_module, "pool_of", lambda device: SimpleNamespace(allocate=allocate))
-    monkeypatch.setattr(CudaEngine, "measures", measures)
+    monkeypatch.setattr(CudaDevice, "measures", measures)
     train(
         text,
         tmp_path,
@@ -107,12 +108,12 @@ def test_a_missing_gpu_is_refused(text, tmp_path):
         with pytest.raises(ConfigError, match="--device cuda: expected a GPU for every rank, got none for rank 0: "):
             spawn(lambda comm: choose_device("cuda", comm), ranks)
     for changes, name in (
-        ({"dtype": "bfloat16"}, "--dtype: expected float32 on"),
-        ({"master_weights": "none"}, "--master-weights: expected float32 on"),
-        ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 on"),
-        ({"graph": False}, "--no-graph: expected a GPU, got"),
+        ({"dtype": "bfloat16"}, "--dtype: expected float32 on the CPU"),
+        ({"master_weights": "none"}, "--master-weights: expected float32 with --dtype float32, got none"),
+        ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 with --dtype float32, got bfloat16"),
+        ({"graph": False}, "--no-graph: expected a GPU, got the CPU"),
     ):
-        with pytest.raises(ConfigError, match=f"{name} the CPU"):
+        with pytest.raises(ConfigError, match=name):
             train(text, tmp_path, device="cpu", **changes)
 
 
@@ -152,7 +153,7 @@ def test_gpus_that_are_too_old_or_shared(monkeypatch, caplog):
 def test_the_hosts_memory_for_checkpoints_is_planned(emulated, text, tmp_path, monkeypatch):
     """With ``--save-async`` each rank holds its part of weights and moments, and one tensor."""
     model = TrainConfig.from_preset("tiny", **SMALL).model_config_for(256)
-    shards = Shards(model, Layout(dp=2), ((0,),))
+    shards = WritePlan(model, Layout(dp=2), ((0,),), dict.fromkeys(AdamW.state, model.parameter_shapes()))
     at_once, needed = (2 * max(shards.host_bytes(rank, whole) for rank in range(2)) for whole in (False, True))
     assert at_once < 12 * model.num_parameters() < needed
     monkeypatch.setattr(engine_module, "free_memory", lambda: needed - 1)

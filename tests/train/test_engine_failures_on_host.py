@@ -11,10 +11,10 @@ import pytest
 from kos.errors import CudaError, KosError, RankLost, TrainingError
 from kos.train import run as loop
 from kos.train.checkpoint import checkpoint
-from kos.train.engine import memory_plan
-from kos.train.engine.cuda import CudaEngine
-from kos.train.engine.feed import Feed
-from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.device import memory_plan
+from kos.train.device.cuda import CudaDevice
+from kos.train.device.feed import Feed
+from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
@@ -27,12 +27,12 @@ __all__ = ["emulated", "text"]
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_signal_stops_all_ranks_after_the_same_step(emulated, text, tmp_path, ranks, monkeypatch):
     """One rank gets a signal between two steps.  All ranks save after the same step, and the run can be resumed."""
-    start_step = CudaEngine.start_step
+    start_step = CudaDevice.start_step
 
     def asked(self, step, stop):
         start_step(self, step, stop or (step == 1 and self.comm.rank == ranks - 1))
 
-    monkeypatch.setattr(CudaEngine, "start_step", asked)
+    monkeypatch.setattr(CudaDevice, "start_step", asked)
     settings = {"eval_every": 0, "save_every": 0, "steps": 9}
     rows = train(text, tmp_path / "run", ranks=ranks, **settings)
     assert column(rows, "step") == [1, 2, 3]  # the third step had started when the second completed
@@ -56,7 +56,7 @@ def test_gradients_that_are_not_finite_stop_the_run_or_are_skipped(emulated, tex
         take(self, step)
 
     def poisoned(self, name):
-        if name == "model.layers.1.mlp.up_proj.weight" and self.axis.rank == ranks - 1:
+        if name == "model.layers.1.mlp.up_proj.weight" and self.replicas.rank == ranks - 1:
             on_device(lambda: on_host(self.gradients[name]).fill(np.nan) if now.step == 2 else None)
         ready(self, name)
 
@@ -97,7 +97,7 @@ def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph,
     settings = {"steps": 8, "save_every": 3, "ranks": ranks, "graph": graph}
     whole = train(text, tmp_path / "whole", **settings)
     error, rank, said = "cuX failed: CUDA_ERROR_ECC (why)", threading.local(), {}
-    start_step, run = CudaEngine.start_step, Trainer.run
+    start_step, run = CudaDevice.start_step, Trainer.run
 
     def start(self, step, stop):
         rank.broken = getattr(rank, "broken", False) or (step + 1 == fault and self.comm.rank == ranks - 1)
@@ -118,7 +118,7 @@ def test_a_gpu_that_is_lost_during_a_run(emulated, text, tmp_path, ranks, graph,
     where, name = (Event, "done") if graph else (QueuedOps, "launch")
     works = getattr(where, name)
     with monkeypatch.context() as patch:
-        for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", seen)):
+        for owner, method, fake in ((where, name, broken), (CudaDevice, "start_step", start), (Trainer, "run", seen)):
             patch.setattr(owner, method, fake)
         go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
         start = "start the 2 ranks as before, with: " * (ranks > 1)

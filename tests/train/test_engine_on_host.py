@@ -13,12 +13,12 @@ from safetensors.numpy import load_file
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.options import TrainConfig
-from kos.train.engine import memory_plan
-from kos.train.engine.cuda import CudaEngine
+from kos.train.device import memory_plan
+from kos.train.device.cuda import CudaDevice
 from kos.train.model import initial
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
-from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.optim.cuda import CHUNK
 from kos.train.run import Trainer
 from tests.train.emulated_runs import SMALL, column, emulated, text, train
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event
@@ -43,9 +43,9 @@ def test_steps_are_those_of_the_cpu(emulated, text, tmp_path, capsys):
 
 def test_a_step_lasts_from_the_one_before(emulated, text, tmp_path, monkeypatch):
     """By the device's clock, which is one on at each mark; not from before what comes between steps."""
-    clock, evaluate = itertools.count(), CudaEngine.evaluate
+    clock, evaluate = itertools.count(), CudaDevice.evaluate
     monkeypatch.setattr(Event, "clock", lambda event: next(clock))
-    monkeypatch.setattr(CudaEngine, "evaluate", lambda self: [evaluate(self), *itertools.islice(clock, 99)][0])
+    monkeypatch.setattr(CudaDevice, "evaluate", lambda self: [evaluate(self), *itertools.islice(clock, 99)][0])
     rows = train(text, tmp_path, steps=8, eval_every=4, save_every=0)
     assert column(rows, "step_seconds") == [1] * 8
 
@@ -141,8 +141,8 @@ def test_initial_weights_are_those_of_one_rank(emulated, text, tmp_path, ranks, 
         trainer = Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm))
         expected = Parameters(trainer.model_config.parameter_shapes())
         init_weights(trainer.model_config, expected, seed)
-        state = trainer.engine.state
-        names, tensors = state.shards.names(comm.rank), [*state.gather()]
+        state = trainer.device.state
+        names, tensors = state.plan.names(comm.rank), [*state.gather()]
         assert len(tensors) == 3 * len(names)
         for name, tensor in zip(names, tensors, strict=False):
             np.testing.assert_array_equal(expected[name].ravel(), tensor.ravel(), err_msg=name)
@@ -166,7 +166,7 @@ def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
     """From its checkpoints: a pipeline's, a part in fp32 each, on tensor-parallel ranks and on one."""
     settings = {"model": {**SMALL["model"], "intermediate_size": 30}, "sample_tokens": 2}
     one = train(text, tmp_path / "one", **settings)
-    rows = train(text, tmp_path / "pp", ranks=2, pp=2, pp_schedule="zero-bubble", **settings)
+    rows = train(text, tmp_path / "pp", ranks=2, pp=2, **settings)
     step2 = str(tmp_path / "pp" / "checkpoints" / "step-2")
     runs = {
         "pp": rows,

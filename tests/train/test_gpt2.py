@@ -13,8 +13,10 @@ import pytest
 from kos.errors import CheckpointError, ConfigError
 from kos.train.checkpoint import huggingface
 from kos.train.config.options import TrainConfig
-from kos.train.model.gpt2 import POSITIONS, GPT2Config, make_model
+from kos.train.data.batch import Batch
+from kos.train.model.gpt2 import POSITIONS, GPT2Config
 from kos.train.model.initial import init_weights
+from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from tests.train.models import loss_and_gradients, tensors_of
@@ -71,13 +73,13 @@ def test_logits_loss_and_gradients(rng: np.random.Generator, length: int, recomp
     )
     expected.backward()
 
-    model, gradients = make_model(CONFIG, numpy_ops, head_rows=8, recompute=recompute), weights.like()
+    model, gradients = Model(CONFIG, numpy_ops, head_rows=8, recompute=recompute), weights.like()
     gradients.flat[:] = np.nan
     np.testing.assert_allclose(model.logits(weights, tokens), logits.detach().numpy(), rtol=1e-9, atol=1e-9)
     finished: list[str] = []
     loss = loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append)
     assert loss == pytest.approx(expected.item(), rel=1e-10)
-    assert loss == pytest.approx(model.loss(weights, tokens, targets), rel=1e-12)
+    assert loss == pytest.approx(model.loss(weights, Batch(tokens, targets)), rel=1e-12)
     assert finished == list(CONFIG.parameter_shapes())
     for name, tensor in tensors.items():
         np.testing.assert_allclose(gradients[name], tensor.grad.numpy(), rtol=1e-8, atol=1e-10, err_msg=name)

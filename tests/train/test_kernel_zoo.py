@@ -65,9 +65,9 @@ def zoo(monkeypatch):
     return zoo
 
 
-@pytest.mark.parametrize("name", ["attention_to", "attention_to_backward"])
+@pytest.mark.parametrize("name", kernels.ON_REQUEST)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
+def test_attention_on_request(zoo, monkeypatch, dtype, name):
     torch = pytest.importorskip("torch")
     runner = importlib.import_module("benchmarks.kernels.runner")
     monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)

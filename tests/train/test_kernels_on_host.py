@@ -14,11 +14,12 @@ import pytest
 
 from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
-from kos.train.model.parameters import Parameters, Shard
+from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.ops.cuda import attention
-from kos.train.ops.cuda.adamw import CHUNK, CudaAdamW
 from kos.train.ops.learning_rate import LearningRate
-from kos.train.ops.optimizer import AdamW, clip_coefficient
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import Group, Optimizer, clip_coefficient
+from kos.train.optim.cuda import CHUNK, CudaOptimizer
 from tests.host_compiler import COMPILER
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
@@ -27,8 +28,6 @@ from tests.train.host_kernels.engine import exact_sums
 from tests.train.models import queue
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
-
-rng = on_ops.rng
 
 
 @pytest.fixture
@@ -92,6 +91,11 @@ def test_rms_norm(ops, side, rng, arena, n, d):
 @shapes(["n", "d"], [(13, 11), (26, 768)], [(2, 4104)])
 def test_layer_norm(ops, side, rng, arena, n, d):
     on_ops.test_layer_norm(ops, side, rng, arena, n, d)
+
+
+@shapes(["n", "heads", "others", "head_dim"], [(29, 3, 1, 64), (17, 2, 1, 80), (11, 5, 2, 128), (9, 4, 0, 10)])
+def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
+    on_ops.test_head_norm(ops, side, rng, arena, n, heads, others, head_dim)
 
 
 @shapes(["n", "d"], [(13, 11), (300, 520)])
@@ -171,14 +175,16 @@ def test_bfloat16_gradients_are_rounded_once(ops):
 
 @pytest.mark.parametrize("gradient_dtype", on_ops.DTYPES)
 def test_adamw(ops, rng, gradient_dtype):
-    """Warm-up, clipping, decay of matrices alone; a gradient of NaN changes nothing."""
+    """Warm-up, clipping, each group's decay and learning rate; a gradient of NaN changes nothing."""
     shapes = {"a": (7, 5), "norm": (5,), "b": (130, 128)}
     weights, weights64 = Parameters(shapes, "float32", None, ops.zeros), Parameters(shapes, np.float64)
     copy, gradients, gradients64 = weights.like("bfloat16"), weights.like(gradient_dtype), weights64.like()
     weights64.flat[:] = rng.normal(size=weights64.flat.size).astype(np.float32)
     weights.flat.copy_from(weights64.flat.astype(np.float32))
     schedule = LearningRate("cosine", 1e-2, 1e-3, 6, 2)
-    ours, theirs = CudaAdamW(ops, weights, copy, schedule, grad_clip=1.0), AdamW(weights64)
+    groups = [Group(["a"], 0.1), Group(["norm"]), Group(["b"], 0.3, lr_scale=0.25)]
+    ours = CudaOptimizer(AdamW(), ops, weights, copy, schedule, groups=groups, grad_clip=1.0)
+    theirs = Optimizer(AdamW(), weights64, groups=groups)
     for step, spread in enumerate((1e-3, 0.5, 1e-3, 0.5)):
         gradients64.flat[:] = rng.normal(0, spread, gradients64.flat.size).astype(gradients.flat.dtype.numpy)
         gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy))
@@ -207,17 +213,17 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
     gradients.flat.copy_from(rng.normal(size=whole.flat.size).astype(whole.flat.dtype.numpy))
     schedule = LearningRate("constant", 1e-2, 0, 9, 0)
     whole.flat.copy_from(start)
-    one = CudaAdamW(ops, whole, whole.like("bfloat16"), schedule, grad_clip=1.0)
+    one = CudaOptimizer(AdamW(), ops, whole, whole.like("bfloat16"), schedule, grad_clip=1.0)
     halves, buckets = [], range(0, whole.flat.size, 2 * CHUNK)
     for rank in range(2):
         layout = whole.like("bfloat16")
-        shard = Shard(layout, [slice(at + rank * CHUNK, at + (rank + 1) * CHUNK) for at in buckets], dtype)
+        shard = OwnedSlices(layout, [slice(at + rank * CHUNK, at + (rank + 1) * CHUNK) for at in buckets], dtype)
         for part, local in shard.parts():
             shard.flat[local].copy_from(start[part])
-        halves.append(CudaAdamW(ops, shard, layout, schedule, grad_clip=1.0))
+        halves.append(CudaOptimizer(AdamW(), ops, shard, layout, schedule, grad_clip=1.0))
     queue(one, gradients)
     first = []
-    halves[0].queue_norm(gradients, lambda partial: first.append(partial.numpy()))
+    halves[0].norm(gradients, lambda partial: first.append(partial.numpy()))
 
     def add_first(partial):
         partial.copy_from(partial.numpy() + first[0])
@@ -229,7 +235,7 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
     for half in halves:
         assert half.read() == one.read()
         for part, local in half.weights.parts():
-            for ours, theirs in ((half.weights, one.weights), (half.exp_avg_sq, one.exp_avg_sq)):
+            for ours, theirs in ((half.weights, one.weights), (half.state["exp_avg_sq"], one.state["exp_avg_sq"])):
                 assert ours.flat[local].numpy().tobytes() == theirs.flat[part].numpy().tobytes()
             assert half.copy.flat[part].numpy().tobytes() == one.copy.flat[part].numpy().tobytes()
 
@@ -246,8 +252,9 @@ def test_the_exact_norm_does_not_depend_on_cuts(ops, rng, gradient_dtype):
         gradients = Parameters({name: sizes[name] for name in names}, gradient_dtype, None, ops.zeros)
         for name in names:
             gradients[name].copy_from(spread[name])
-        optimizer = CudaAdamW(ops, gradients.like("float32"), None, LearningRate("constant", 1, 0, 9, 0), exact=total)
-        optimizer.queue_norm(gradients, find_largest=largest)
+        schedule = LearningRate("constant", 1, 0, 9, 0)
+        optimizer = CudaOptimizer(AdamW(), ops, gradients.like("float32"), None, schedule, exact=total)
+        optimizer.norm(gradients, find_largest=largest)
         state = optimizer.read()
         return np.array([state["sum_of_squares"], state["rest"]]), optimizer
 
@@ -271,7 +278,8 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
     for skip in (0.0, 2.0):
         weights = Parameters(shapes, "float32", None, ops.zeros)
         gradients = weights.like()
-        optimizer = CudaAdamW(ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0), skip_outliers=skip)
+        schedule = LearningRate("constant", 1e-2, 0, 9, 0)
+        optimizer = CudaOptimizer(AdamW(), ops, weights, None, schedule, skip_outliers=skip)
         moved = []
         for value in (0.01, np.nan, 0.01, 5.0, 0.01):
             gradients["a"].copy_from(np.full((9, 11), value, np.float32))

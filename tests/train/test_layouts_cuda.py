@@ -78,7 +78,7 @@ def check(train, ranks: int, backend: str, *flags: str, dtype: str = "float32", 
 TWO = ["--tp 2", "--cp 2", "--tp 2 --no-graph --recompute norms", "--cp 2 --no-graph --zero 1 --recompute block"]
 PIPELINES = [f"--pp 2 --pp-schedule {name}{graph}" for name in SCHEDULES for graph in ("", " --no-graph")]
 FOUR = [
-    "--tp 4", "--cp 4", "--pp 4 --pp-schedule zero-bubble", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
+    "--tp 4", "--cp 4", "--pp 4", "--pp 2 --tp 2", "--dp 2 --tp 2 --zero 1",
     "--dp 2 --cp 2", "--pp 2 --cp 2 --pp-schedule zero-bubble-v", "--dp 2 --pp 2 --pp-schedule interleaved --zero 1",
 ]  # fmt: skip
 HALVES = ["--seq-len 2048 --batch-size 4 --micro-batch-size 2", "--seq-len 4096 --batch-size 4"]
@@ -119,19 +119,19 @@ def test_bfloat16(train, flags: str) -> None:
 DP = ["--dp 2", "--dp 2 --zero 1 --no-graph"]
 FIXED = [f"--pp 2 --pp-schedule {name}" for name in SCHEDULES]
 FIXED_MORE = [
-    "--pp 2 --pp-schedule zero-bubble --no-graph --recompute norms", "--pp 2 --pp-schedule 1f1b --recompute block",
+    "--pp 2 --pp-schedule zero-bubble-v --no-graph --recompute norms", "--pp 2 --pp-schedule 1f1b --recompute block",
     "--pp 2 --no-tie-word-embeddings", "--pp 2 --pp-schedule zero-bubble-v --master-weights none",
     "--pp 2 --hidden-size 528 --micro-batch-size 2", "--pp 2 --num-hidden-layers 3 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
 FIXED_FOUR = [
-    "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule interleaved", "--pp 4 --pp-schedule zero-bubble",
+    "--dp 2 --pp 2", "--dp 2 --pp 2 --zero 1 --pp-schedule interleaved", "--pp 4",
     "--dp 2 --pp 2 --zero 1 --pp-schedule zero-bubble-v",
 ]  # fmt: skip
 LONG = "--seq-len 16384 --batch-size 2 --num-hidden-layers 2"  # in pieces; float32 has no fast attention
 FIXED_ROWS = [
     "--cp 2 --seq-len 16384 --batch-size 4",
     "--cp 2 --seq-len 32768 --batch-size 2 --zero 1 --recompute block --no-graph",
-    "--pp 2 --seq-len 16384 --batch-size 4 --pp-schedule zero-bubble", "--dp 2 --batch-size 2",
+    "--pp 2 --seq-len 16384 --batch-size 4 --pp-schedule zero-bubble-v", "--dp 2 --batch-size 2",
 ]  # fmt: skip
 FIXED_FOUR += ["--dp 2 --cp 2 --seq-len 16384 --batch-size 4 --zero 1", "--cp 4 --seq-len 32768 --batch-size 2"]
 OF_LAYOUTS = {"--dp", "--tp", "--pp", "--cp", "--pp-schedule", "--zero", "--recompute"}
@@ -157,7 +157,7 @@ def test_deterministic_on_two_ranks(train, flags: str, backend: str) -> None:
     same_bits(train, 2, backend, *flags.split())
 
 
-@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble", f"--cp 2 {LONG}"])
+@pytest.mark.parametrize("flags", ["--dp 2", "--pp 2 --pp-schedule zero-bubble-v", f"--cp 2 {LONG}"])
 def test_deterministic_float32(train, flags: str) -> None:
     same_bits(train, 2, "peer", *flags.split(), dtype="float32")
 

@@ -1,4 +1,4 @@
-"""Layouts on the emulated GPU engine give the run of one rank, as ``test_layouts.py`` has it of the CPU engine."""
+"""Layouts on the emulated GPU give the run of one rank, as ``test_layouts.py`` has it of CPUs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from kos.memory import array as array_module
 from kos.memory.arena import ALIGNMENT
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
-from kos.train.engine import cuda as engine_module
-from kos.train.engine import memory_plan
-from kos.train.engine.cuda import CudaEngine
+from kos.train.device import cuda as engine_module
+from kos.train.device import memory_plan
+from kos.train.device.cuda import CudaDevice
+from kos.train.layers import fixed_rows
 from kos.train.model.initial import init_weights
 from kos.train.model.parameters import Parameters
-from kos.train.ops.cuda import adamw, cublaslt
-from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.parallel import fixed_rows
+from kos.train.optim import cuda as cuda_optimizer
+from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import SCHEDULES
 from tests.train.host_kernels import engine as host_kernels
@@ -36,7 +37,7 @@ from tests.train.test_tensor_parallel import part_of
 STEPS = 3
 RUN: dict[str, Any] = {
     "batch_size": 8, "micro_batch_size": 1, "seq_len": 8, "lr": 1e-2, "eps": 1e-3, "warmup_steps": 2, "steps": STEPS,
-    "dtype": "float32",
+    "dtype": "float32", "documents": "cross",
 }  # fmt: skip
 
 
@@ -55,31 +56,35 @@ def layers_of(layout: Layout) -> int:
 HEAD_ALONE = 3  # layers, with which the last of 4 stages has none
 
 
-def make_engine(comm: Any, layout: Layout, layers: int, *, tied: bool = False, **changes: Any) -> CudaEngine:
-    """The engine of a rank, with the same weights in every layout."""
+def make_device(
+    comm: Any, layout: Layout, layers: int, *, tied: bool = False, family: str = "llama", **changes: Any
+) -> CudaDevice:
+    """The device of a rank, with the same weights in every layout."""
     axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied, "model_type": family}
+    shape["attention_bias"] = family == "qwen3"
     asked = TrainConfig.from_preset("tiny", **{**RUN, **changes}, model=shape, **axes)
     mesh, config = Mesh(DeviceComm(comm), layout), asked.for_world(layout.dp, "cuda")
     model = config.model_config_for(40)
     whole = Parameters(model.parameter_shapes())
     init_weights(model, whole, 3)
-    engine = CudaEngine(config, model, make_data(config), mesh, lambda what, share: None)
-    held, parts = engine.optimizer.weights, Parameters(engine.gradients.shapes, multiple=engine.gradients.multiple)
+    device = CudaDevice(config, model, make_data(config), mesh, lambda what, share: None)
+    held, gradients = device.step.optimizer.weights, device.step.gradients
+    parts = Parameters(gradients.shapes, multiple=gradients.multiple)
     for name in parts:
         parts[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
     for part, local in held.parts():
         on_host(held.flat[local])[...] = parts.flat[part]
-    engine.optimizer.refresh_copy()
-    return engine
+    device.step.optimizer.refresh_copy()
+    return device
 
 
 def train(layout: Layout, layers: int, **changes: Any) -> list[dict[str, Any]]:
     """What each rank of a run knows at its end."""
 
     def run(comm: Any) -> dict[str, Any]:
-        engine = make_engine(comm, layout, layers, **changes)
-        return run_to_its_end(engine, STEPS, lambda array: on_host(array).copy(), context=5)
+        device = make_device(comm, layout, layers, **changes)
+        return run_to_its_end(device, STEPS, lambda array: on_host(array).copy(), context=5)
 
     return spawn(run, layout.ranks, timeout=100)
 
@@ -98,21 +103,28 @@ QUICK = [
     (Layout(cp=2), {"zero": 1}),
     (Layout(dp=2, tp=2), {"zero": 1}),
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "block", "graph": False}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "block", "graph": False}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "micro_batch_size": 8}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
     (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(tp=2), {"micro_batch_size": 2, "documents": "pack"}),
+    (Layout(cp=2), {"documents": "pack"}),
+    (Layout(tp=2), {"family": "qwen3", "micro_batch_size": 2}),
 ]
 SLOW = [
+    (Layout(cp=2, tp=2), {"family": "qwen3"}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "qwen3"}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "documents": "pack"}),
+    (Layout(cp=2, tp=2), {"micro_batch_size": 2, "documents": "pack"}),
     *((Layout(pp=2), {"pp_schedule": name, "tied": number % 2 == 0}) for number, name in enumerate(SCHEDULES)),
-    (Layout(pp=4), {"pp_schedule": "zero-bubble", "recompute": "norms"}),
-    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble", "tied": True}),
+    (Layout(pp=4), {"pp_schedule": "1f1b", "recompute": "norms"}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
     (Layout(tp=2), {}),
     (Layout(tp=2), {"recompute": "norms", "micro_batch_size": 2}),
     (Layout(tp=4), {"recompute": "block"}),
     (Layout(cp=2, tp=2), {"micro_batch_size": 2}),
-    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble", "micro_batch_size": 2}),
+    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "micro_batch_size": 2}),
     (Layout(cp=4), {"recompute": "block"}),
     (Layout(cp=2, tp=2), {"graph": False}),
     (Layout(dp=2, tp=2), {"tied": True}),
@@ -121,7 +133,7 @@ SLOW = [
     (Layout(cp=2), {"recompute": "norms"}),
     (Layout(cp=2, tp=2), {"tied": True, "graph": False}),
     (Layout(dp=2, cp=2), {"zero": 1}),
-    (Layout(pp=2, cp=2), {"pp_schedule": "zero-bubble"}),
+    (Layout(pp=2, cp=2), {"pp_schedule": "zero-bubble-v"}),
 ]
 
 
@@ -132,9 +144,14 @@ SLOW = [
 )
 def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
     """In a graph and not: no memory is allocated in a capture, no arena outgrows its plan, every work is joined."""
+    check_layout(layout, changes)
+
+
+def check_layout(layout: Layout, changes: dict[str, Any]) -> None:
     changes = {"layers": layers_of(layout), **changes}
     layers, tolerance, held = changes.pop("layers"), 2e-5, set()
-    expected, ranks = serial(layers, changes.get("tied", False)), train(layout, layers, **changes)
+    alone = {key: changes[key] for key in ("optimizer", "muon_lr", "documents", "family") if key in changes}
+    expected, ranks = serial(layers, changes.get("tied", False), **alone), train(layout, layers, **changes)
     for rank, got in enumerate(ranks):
         np.testing.assert_allclose(got["rows"], expected["rows"], rtol=tolerance, err_msg=f"rank {rank}")
         assert got["loss"] == pytest.approx(expected["loss"], rel=tolerance)
@@ -156,20 +173,20 @@ def test_validation_batches_that_micro_batches_do_not_divide(emulated) -> None:
 
 FIXED = [
     (Layout(pp=2), {"pp_schedule": "1f1b", "tied": True}),
-    (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms", "tied": False, "graph": False}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
     (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble-v", "master_weights": "none", "tied": False, "zero": 1}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
 ]
 FIXED += [
     (Layout(cp=2), {"tied": True, "seq_len": 16}),
-    (Layout(pp=2, cp=2), {"tied": True, "seq_len": 16, "zero": 1, "pp_schedule": "zero-bubble", "dtype": "bfloat16"}),
+    (Layout(pp=2, cp=2), {"tied": True, "seq_len": 16, "zero": 1, "pp_schedule": "zero-bubble-v", "dtype": "bfloat16"}),
 ]
 FIXED_SLOW = [
     (Layout(cp=4, dp=2), {"tied": False, "seq_len": 32, "recompute": "block", "graph": False}),
     (Layout(cp=8), {"tied": True, "seq_len": 32, "micro_batch_size": 2, "zero": 1}),
     *((Layout(pp=2), {"pp_schedule": name, "tied": True}) for name in SCHEDULES if name != "1f1b"),
-    (Layout(pp=4), {"pp_schedule": "zero-bubble", "recompute": "block", "tied": True}),
+    (Layout(pp=4), {"pp_schedule": "1f1b", "recompute": "block", "tied": True}),
     (Layout(pp=2, dp=4), {"pp_schedule": "1f1b", "tied": True}),
     *((Layout(pp=2), {"pp_schedule": name, "tied": False, "micro_batch_size": 2}) for name in SCHEDULES),
 ]
@@ -182,8 +199,12 @@ FIXED_SLOW = [
 )
 def test_deterministic(emulated, layout: Layout, changes: dict[str, Any], monkeypatch) -> None:
     """The bits of one rank, although a rank's chunks of the norm and positions in the layout differ."""
+    check_deterministic(layout, changes, monkeypatch)
+
+
+def check_deterministic(layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixed_rows, "LEAST_ROWS_CHUNK", 2)
-    monkeypatch.setattr(adamw, "CHUNK", 256)
+    monkeypatch.setattr(cuda_optimizer, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "CHUNK", 256)
     monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * 1024)
     changes = {"deterministic": True, "grad_clip": 1.0, "layers": layers_of(layout), **changes}
@@ -230,7 +251,7 @@ PLANNED = [
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     pytest.param(Layout(pp=2), {"tied": True, "deterministic": True}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {"deterministic": True}, marks=pytest.mark.slow),
-    pytest.param(Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms"}, marks=pytest.mark.slow),
+    pytest.param(Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms"}, marks=pytest.mark.slow),
     pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "interleaved", "recompute": "block"}, marks=pytest.mark.slow),
 ]
 
@@ -246,7 +267,7 @@ def test_allocated_memory_is_within_the_plan(emulated, layout, changes, monkeypa
     monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
     held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory
     one_at_a_time = threading.RLock()
-    changes = {**changes, "seq_len": 128, "dtype": "bfloat16"}
+    changes = {**changes, "seq_len": 128, "dtype": "bfloat16", "documents": "pack"}
 
     def allocate(nbytes, *arguments, **options):
         memory = real(nbytes, *arguments, **options)
@@ -260,15 +281,15 @@ def test_allocated_memory_is_within_the_plan(emulated, layout, changes, monkeypa
             mine["bytes"] -= nbytes
 
     def run(comm):
-        engine = make_engine(comm, layout, layers_of(layout), **changes)
-        engine.start_step(0, False)
-        engine.finish_step(0)
-        engine.evaluate()
+        device = make_device(comm, layout, layers_of(layout), **changes)
+        device.start_step(0, False)
+        device.finish_step(0)
+        device.evaluate()
         with one_at_a_time:
             gc.collect()  # the emulated operations hold their arrays in cycles
-        engine.close()
-        engine.mesh.close()
-        return held.bytes, engine.plan.total
+        device.close()
+        device.mesh.close()
+        return held.bytes, device.plan.total
 
     monkeypatch.setattr(array_module, "pool_of", lambda device: SimpleNamespace(allocate=allocate))
     plans = spawn(run, layout.ranks, timeout=100)

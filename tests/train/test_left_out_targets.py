@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kos.train import run
-from kos.train.data.batches import Batch, Dataset, load_data
-from kos.train.model.gpt2 import make_model
+from kos.train.data.batch import Batch
+from kos.train.data.batches import Dataset, load_data
 from kos.train.model.initial import init_weights
-from kos.train.model.llama import Llama
+from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from tests.train.emulated_runs import emulated
@@ -28,23 +28,31 @@ __all__ = ["emulated", "text"]
 class LeftOut(Dataset):
     """Every row leaves out another share of its targets, some all but one."""
 
+    masks_targets = True
+
     def rows(self, step: int, indices: Iterable[int]) -> Batch:
         indices = list(indices)
-        tokens, targets = super().rows(step, indices)
-        targets = targets.copy()  # a single row's lie in the tokens' memory
+        batch = super().rows(step, indices)
+        targets = batch.targets.copy()  # a single row's lie in the tokens' memory
         for row, index in enumerate(indices):
             keep = [1, self.seq_len, 3, self.seq_len // 2][(index + step) % 4]
             targets[row, keep:] = -1
-        return tokens, targets
+        return batch._replace(targets=targets)
+
+
+def _use(kind: type[Dataset], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs have data of this kind."""
+
+    def load(*arguments: Any) -> Dataset:
+        data = load_data(*arguments)
+        return kind(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
+
+    monkeypatch.setattr(run, "load_data", load)
 
 
 @pytest.fixture
 def left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*arguments: Any) -> Dataset:
-        data = load_data(*arguments)
-        return LeftOut(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
-
-    monkeypatch.setattr(run, "load_data", load)
+    _use(LeftOut, monkeypatch)
 
 
 CUTS = [(1, 8), (1, 2), (1, 1), (2, 2), (4, 1)]  # ranks, micro-batch size
@@ -66,9 +74,9 @@ def test_the_micro_batch_size_does_not_matter(
 def test_the_loss_is_the_mean_over_all_that_remain(left_out: None, text: Path, tmp_path: Path) -> None:
     config = _config(text, None)
     data = run.load_data(config)
-    tokens, targets = data.batch(0)
+    tokens, targets, *_ = data.batch(0)
     shape = config.model_config_for(256)
-    model, weights = make_model(shape, numpy_ops), Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
+    model, weights = Model(shape, numpy_ops), Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
     init_weights(shape, weights, config.seed)
     logits = model.logits(weights, tokens).astype(np.float64)
     odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -84,18 +92,35 @@ def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(
 ) -> None:
     settings: dict[str, Any] = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3}
     ours = train_on_host(text, tmp_path / "ours", device, **settings)
-    queue, counts = Llama.queue_backward, []
+    queue, counts = Model.backward, []
 
     def with_its_own_count(*given: Any, count: Any = None, **options: Any) -> None:
         counts.append(count)
         queue(*given, **options)
 
-    monkeypatch.setattr(Llama, "queue_backward", with_its_own_count)
+    monkeypatch.setattr(Model, "backward", with_its_own_count)
     own = train_on_host(text, tmp_path / "own", device, **settings)
     for key in ("loss", "grad_norm"):
         assert _losses(ours, key).tobytes() == _losses(own, key).tobytes()
     assert any(count is not None for count in counts)
     assert tensors_of_run(tmp_path / "ours") == tensors_of_run(tmp_path / "own")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_masked_targets_a_rank_reads_only_its_own_rows(
+    emulated: None, text: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = []
+
+    class Watched(Dataset):
+        def rows(self, step: int, indices: Iterable[int]) -> Batch:
+            read.append(list(indices))
+            return super().rows(step, read[-1])
+
+    _use(Watched, monkeypatch)
+    train_on_host(text, tmp_path, device, ranks=2, batch_size=12, micro_batch_size=3)
+    in_steps = {rows for rows in map(tuple, read) if rows != (0,)}  # the first row shows which fields there are
+    assert sorted(in_steps) == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
 
 
 def test_on_gpus_too(emulated: None, left_out: None, text: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import re
 import shutil
@@ -20,9 +21,9 @@ from kos.train import run as loop
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.engine import cpu
-from kos.train.engine.cpu import CpuEngine
-from kos.train.ops.optimizer import BLOCK
+from kos.train.device import cpu
+from kos.train.device.cpu import CpuDevice
+from kos.train.optim.base import BLOCK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools import folders
@@ -75,7 +76,7 @@ def test_zero_1_gives_the_bits_of_whole_moments(
 
     def look(comm: Communicator) -> None:
         trainer = Trainer(_config(text, tmp_path / "other", zero=1, steps=8, resume=str(half), **how), comm)
-        part[comm.rank] = trainer.engine.optimizer.exp_avg.flat.size
+        part[comm.rank] = trainer.device.step.optimizer.state["exp_avg"].flat.size
         trainer.run()
 
     half = checkpoint.find(tmp_path / "zero0").path
@@ -166,14 +167,14 @@ def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: int, monkeypatch: Any) -> None:
-    start_step = CpuEngine.start_step
+    start_step = CpuDevice.start_step
 
-    def poisoned(self: CpuEngine, step: int, stop: bool) -> None:
+    def poisoned(self: CpuDevice, step: int, stop: bool) -> None:
         if step == 7 and self.comm.rank == self.comm.size - 1:
-            self.weights.flat[0] = np.nan
+            self.step.weights.flat[0] = np.nan
         start_step(self, step, stop)
 
-    monkeypatch.setattr(CpuEngine, "start_step", poisoned)
+    monkeypatch.setattr(CpuDevice, "start_step", poisoned)
     finite = r"step 8: expected a finite loss, got nan \(first in the gradient of [\w.]+, but what the forward breaks "
     finite += r"is in all\); "
     with pytest.raises(TrainingError, match=finite + "the checkpoints before it are of finite weights, a lower --lr"):
@@ -193,16 +194,16 @@ def test_what_cannot_get_better_ends(text: Path, tmp_path: Path, monkeypatch: An
     expected = rf"^expected a finite validation loss before training, got nan with the weights of {begun}"
     with pytest.raises(TrainingError, match=expected):
         _train(text, tmp_path / "nan", 2, init_from=str(begun), skip_outliers=10.0)
-    start_step = CpuEngine.start_step
+    start_step = CpuDevice.start_step
 
-    def start(self: CpuEngine, step: int, stop: bool) -> None:
+    def start(self: CpuDevice, step: int, stop: bool) -> None:
         if step != 5:  # a sound one in between counts anew
-            self.weights.flat[0], kept = np.nan, self.weights.flat[0]
+            self.step.weights.flat[0], kept = np.nan, self.step.weights.flat[0]
         start_step(self, step, stop)
         if step != 5:
-            self.weights.flat[0] = kept
+            self.step.weights.flat[0] = kept
 
-    monkeypatch.setattr(CpuEngine, "start_step", start)
+    monkeypatch.setattr(CpuDevice, "start_step", start)
     monkeypatch.setattr(loop, "MOST_NOT_FINITE", 7)
     expected = "^step 13: expected a finite gradient norm in one of 7 steps, got nan; a lower --lr or "
     with pytest.raises(TrainingError, match=expected) as caught:
@@ -271,6 +272,18 @@ def test_a_folder_that_cannot_be_written_is_refused_before_there_are_data(
             _train(text, tmp_path, 2, steps=2)
 
 
+def test_a_checkpoint_that_does_not_fit_is_reported_before_the_first_step(
+    text: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    disk = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(loop.shutil, "disk_usage", lambda path: disk._replace(free=1000))
+    _train(text, tmp_path / "run", 2, steps=2)
+    said, size = capsys.readouterr().out, sum(path.stat().st_size for path in tmp_path.glob("run/*/*/*.safetensors"))
+    said, rest = said.split(" bytes free of ")
+    assert said.endswith(f"the first checkpoint does not fit: {tmp_path / 'run'} has 1,000") and "step 1" in rest
+    assert int(rest.split("\n")[0].replace(",", "")) == pytest.approx(size, rel=0.1)
+
+
 def test_a_folder_that_cannot_be_written_around_checkpoints_that_can(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "checkpoints").mkdir()
     _forbid(monkeypatch, tmp_path)
@@ -305,6 +318,7 @@ def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Pa
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
     said = capsys.readouterr().out
+    assert said.count("the warm-up of 5 steps is longer than the run") == 1, "of the first run alone"
     done = "(nothing to do: --steps is 2; for more steps, set it higher)"
     assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 {done}\n" in said
     assert said.count("more steps: ") == 1, "a command that does 4 steps in all would do one more"
@@ -401,6 +415,17 @@ def test_a_folder_is_one_runs_at_a_time(text: Path, tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path).step == 2
 
 
+def test_progress_in_a_log_never_decreases(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Trial steps have their own names, and the passes of a pipeline come in any order."""
+    monkeypatch.setattr("kos.train.tools.console.SILENCE", -1.0)
+    _train(text, tmp_path, 2, steps=2, pp=2, micro_batch_size=1)
+    said = re.findall(r"^((?:trial )?step \d)(?:/2)?: +(\d+)%", capsys.readouterr().out, re.M)
+    for (what, share), (following, more) in itertools.pairwise(said):
+        assert what != following or int(share) < int(more), said
+    tasks = [what for what, share in said if share == "0"]
+    assert tasks[0] == "trial step 1" and tasks[-2:] == ["step 1", "step 2"] and len(tasks) == len(set(tasks))
+
+
 def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
     trained = _train(text, tmp_path / "first", steps=30)
     source = checkpoint.find(tmp_path / "first").path
@@ -448,14 +473,14 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None
 )  # fmt: skip
 def test_what_interrupts_a_run(text: Path, tmp_path: Path, error: KosError, said: str, monkeypatch: Any) -> None:
     """Is reported with the step; a kernel with a mistake in it interrupts nothing."""
-    start_step = CpuEngine.start_step
+    start_step = CpuDevice.start_step
 
-    def start(self: CpuEngine, step: int, stop: bool) -> None:
+    def start(self: CpuDevice, step: int, stop: bool) -> None:
         if step == 2:
             raise error
         start_step(self, step, stop)
 
-    monkeypatch.setattr(CpuEngine, "start_step", start)
+    monkeypatch.setattr(CpuDevice, "start_step", start)
     with pytest.raises(type(error), match=said):
         _train(text, tmp_path, save_every=2)
 
@@ -463,14 +488,14 @@ def test_what_interrupts_a_run(text: Path, tmp_path: Path, error: KosError, said
 def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """Ranks that something else than mpirun has started: the advice names it, and comes once."""
 
-    def lost(self: CpuEngine, step: int, stop: bool) -> None:
+    def lost(self: CpuDevice, step: int, stop: bool) -> None:
         if step < 1:
             return start_step(self, step, stop)
         error = RankLost("rank 0 is gone")
         error.ranks = (0,)
         raise error
 
-    start_step = CpuEngine.start_step
+    start_step = CpuDevice.start_step
 
     def run(comm: Communicator) -> str:
         with pytest.raises(RankLost) as caught:
@@ -478,7 +503,7 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
         return str(caught.value)
 
     _train(text, tmp_path, steps=1, batch_size=6)
-    monkeypatch.setattr(CpuEngine, "start_step", lost)
+    monkeypatch.setattr(CpuDevice, "start_step", lost)
     good = "after step 1: rank 0 is gone; the last checkpoint, of step 1, is good"
     said = spawn(run, 3, timeout=100)
     assert said[0] == said[2] == good
@@ -486,14 +511,15 @@ def test_the_lowest_of_the_survivors_says_how_to_go_on(text: Path, tmp_path: Pat
     assert re.fullmatch(re.escape(good) + advice, said[1])
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+@pytest.mark.parametrize(("schedule", "messages"), [("1f1b", 16), ("zero-bubble-v", 32)])
 @pytest.mark.parametrize("call", ["send", "recv"])
 def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
-    text: Path, tmp_path: Path, schedule: str, call: str, monkeypatch: Any
+    text: Path, tmp_path: Path, schedule: str, messages: int, call: str, monkeypatch: Any
 ) -> None:
     """Also while messages go in the other direction: the first cause, the step, and once the command to resume."""
     monkeypatch.setattr(cpu, "_WARM_SECONDS", 0.0)  # two trial steps precede step 1
     shape: dict[str, Any] = {"pp": 3, "micro_batch_size": 1, "pp_schedule": schedule, "sample_tokens": 0}
+    shape["model"] = {**SMALL["model"], "num_hidden_layers": 5}
     said: dict[int, str] = {}
 
     def run(comm: Communicator) -> None:
@@ -503,7 +529,7 @@ def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
         except RankLost as error:
             said[comm.rank] = str(error)
 
-    for fault in range(51, 64, 8):  # in the fourth step of 16 messages
+    for fault in range(3 * messages + 3, 4 * messages, messages // 2):  # in the fourth step
         shutil.rmtree(tmp_path, ignore_errors=True)
         said.clear()
         spawn(run, 3, timeout=100, faults=[Fault("crash", 1, fault, call=call)])
@@ -513,6 +539,29 @@ def test_a_rank_lost_in_a_pipeline_is_reported_with_step_and_advice(
             good = "; the last checkpoint, of step 1, is good"
             advice = r"; resume with: start the 3 ranks as before, with: .*" if rank == 0 else ""
             assert re.fullmatch(lost + good + advice, line), line
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
+def test_a_run_with_a_removed_schedule_is_resumed(
+    text: Path, tmp_path: Path, schedule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From its checkpoint and its config.json, to the bits of a run that was not interrupted."""
+    settings: dict[str, Any] = {"steps": 4, "pp": 2, "micro_batch_size": 1, "sample_tokens": 0}
+    whole, out = _train(text, tmp_path / "whole", 2, **settings), tmp_path / "run"
+    _train(text, out, 2, **{**settings, "steps": 2})
+    file = out / "config.json"
+    file.write_text(file.read_text().replace('"1f1b"', f'"{schedule}"'))
+    flags = ["--config", str(file), "--resume", "auto", "--steps", "4"]
+    config = parse(flags)
+    assert config.pp_schedule == "1f1b"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: pp_schedule: {schedule} is no longer available, 1f1b is used instead: same results"
+    ]
+    spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+    rows = read_metrics(out / "metrics.jsonl")
+    for key in ("loss", "grad_norm"):
+        assert _losses(rows, key).tobytes() == _losses(whole, key).tobytes()
+    assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
 
 
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.train.engine import cuda as engine_module
-from kos.train.model.llama import Llama
+from kos.train.device import cuda as engine_module
+from kos.train.model.model import Model
 from kos.train.ops.cuda import cublaslt
 from tests.train.emulated_runs import SMALL, column, emulated, text, train
 from tests.train.host_kernels.engine import QueuedOps, on_host
@@ -75,15 +75,15 @@ def test_one_rank_searches_and_all_ranks_use_its_algorithms(emulated, text, tmp_
 )
 def test_the_search_runs_on_values_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
     """Its first pass has weights, also outside the initialized tensors, and tokens."""
-    seen, real = [], Llama.queue_forward
+    seen, real = [], Model.forward
 
-    def queue(self, weights, slot, tokens, *others):
+    def queue(self, weights, slot, batch, *others):
         if isinstance(self.ops, QueuedOps) and not seen:
-            seen.extend([np.array(tokens), {name: on_host(weights[name]).copy() for name in weights}])
-        return real(self, weights, slot, tokens, *others)
+            seen.extend([np.array(batch.tokens), {name: on_host(weights[name]).copy() for name in weights}])
+        return real(self, weights, slot, batch, *others)
 
     monkeypatch.setattr(engine_module, "DRAWN", 1000)
-    monkeypatch.setattr(Llama, "queue_forward", queue)
+    monkeypatch.setattr(Model, "forward", queue)
     train(text, tmp_path, steps=1, save_every=0, model={**SMALL["model"], "head_dim": 6, **model})
     tokens, weights = seen
     assert tokens.shape == (2, 8) and len(np.unique(tokens)) > 8 and tokens.min() >= 0 and tokens.max() < 256

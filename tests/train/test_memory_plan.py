@@ -8,18 +8,18 @@ import pytest
 
 from kos.errors import ConfigError
 from kos.train.config.flags import parse
-from kos.train.engine import cpu, memory_plan
-from kos.train.engine.memory_plan import GIB, plan_memory
+from kos.train.device import cpu, memory_plan
+from kos.train.device.memory_plan import GIB, plan_memory
 from kos.train.ops.cuda import attention
-from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.optim.cuda import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.schedules import build
 
 
 def plan(*flags, ranks=1, rank=0, **axes):
     """The plan of a preset on GPUs of 138.9 GiB; ``ranks`` are those of dp."""
-    mesh = Mesh.silent(layout := Layout(dp=ranks, **axes), rank)
+    mesh = Mesh.dry(layout := Layout(dp=ranks, **axes), rank)
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in axes.items())]).for_world(ranks, "cuda")
     ops = CudaOps.__new__(CudaOps)
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
@@ -90,4 +90,4 @@ def test_a_model_that_fits_nowhere_is_refused_at_once():
     config = parse(["--hidden-size", "4000000"]).for_world(2)
     model, schedule = config.model_config_for(256), build("1f1b", 1, 1)
     with pytest.raises(ConfigError, match="memory: expected at most"):
-        cpu.plan_memory(config, model, Mesh.silent(Layout(dp=2)), schedule, 2).check()
+        cpu.plan_memory(config, model, Mesh.dry(Layout(dp=2)), schedule, 2).check()

@@ -59,7 +59,7 @@ def test_sizes_that_do_not_multiply_are_refused(ranks: int, asked: dict[str, int
 def _members(comm: Communicator, layout: Layout) -> dict[str, list[int]]:
     """The world ranks of each of this rank's groups, in the group's order."""
     mesh, found = Mesh(comm, layout), {}
-    for name in (*AXES, "gradients"):
+    for name in (*AXES, "replicas"):
         axis = getattr(mesh, name)
         found[name] = [comm.rank]
         if axis.size > 1:
@@ -73,7 +73,7 @@ def _members(comm: Communicator, layout: Layout) -> dict[str, list[int]]:
 def test_groups_are_the_ranks_that_differ_on_one_axis(layout: Layout) -> None:
     for rank, found in enumerate(spawn(lambda comm: _members(comm, layout), layout.ranks)):
         here = layout.coordinates(rank)
-        for name, along in [*((axis, (axis,)) for axis in AXES), ("gradients", ("dp", "cp"))]:
+        for name, along in [*((axis, (axis,)) for axis in AXES), ("replicas", ("dp", "cp"))]:
             places = itertools.product(*(range(getattr(layout, axis)) for axis in along))
             assert found[name] == [layout.rank(here | dict(zip(along, place, strict=True))) for place in places]
 
@@ -83,7 +83,7 @@ def test_an_axis_of_one_rank_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
     def look(comm: Communicator) -> None:
         mesh = Mesh(comm)
-        assert mesh.dp.comm is mesh.gradients.comm is comm
+        assert mesh.dp.comm is mesh.replicas.comm is comm
         assert mesh.tp == mesh.pp == mesh.cp == (0, 1, None)
         with pytest.raises(InvalidArgument, match="expected an axis of several ranks, got one of 1"):
             _ = mesh.tp.comm
@@ -178,7 +178,7 @@ def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) ->
         (["--pp", "2", "--pp-schedule", "zero-bubble-v", "--num-hidden-layers", "2"],
          "--pp 2 x 2 stages a rank (--pp-schedule, --pp-chunks): expected at most 3 stages (layers + 1), got 4"),
         (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "3", "--micro-batch-size", "1"],
-         "to be a multiple of 2 (--pp), got 3 (--batch-size "),
+         "a multiple of 2 (--pp) micro-batches of each data-parallel rank, got 3 (--batch-size 3"),
         (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "1"],
          "got 1 (--batch-size 1, --micro-batch-size 1)"),
         (["--pp", "2", "--pp-chunks", "2"], "1f1b: expected no --pp-chunks, an option of interleaved alone, got 2"),

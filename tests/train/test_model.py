@@ -10,9 +10,11 @@ import pytest
 
 from kos.errors import InvalidArgument
 from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
+from kos.train.layers.context import Gradients
 from kos.train.model import initial
 from kos.train.model.initial import init_weights
-from kos.train.model.llama import Gradients, Llama, Slot
+from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops import numpy_attention
@@ -89,7 +91,7 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
     groups = config.fused_groups()
     assert [part for name in finished for part in groups.get(name, (name,))] == list(config.parameter_shapes())
     assert got == pytest.approx(loss, rel=tolerance)
-    assert model.loss(weights, tokens, targets) == pytest.approx(loss, rel=tolerance)
+    assert model.loss(weights, Batch(tokens, targets)) == pytest.approx(loss, rel=tolerance)
     np.testing.assert_allclose(model.logits(weights, tokens), logits, atol=tolerance * np.abs(logits).max())
     for name, gradient in expected.items():
         np.testing.assert_allclose(gradients[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name)
@@ -98,12 +100,12 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
 def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
     monkeypatch.setattr(numpy_attention, "QUERY_BLOCK", 16)
     monkeypatch.setattr(numpy_ops, "BLOCK", 64)
-    monkeypatch.setattr("kos.train.model.llama.HEAD_ROWS", 7)
+    monkeypatch.setattr("kos.train.layers.head.HEAD_ROWS", 7)
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
     assert loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False) == pytest.approx(loss)
-    assert model.loss(weights, tokens, targets) == pytest.approx(loss)
+    assert model.loss(weights, Batch(tokens, targets)) == pytest.approx(loss)
     np.testing.assert_allclose(model.logits(weights, tokens), logits, rtol=1e-9, atol=1e-9)
     for name, gradient in expected.items():
         np.testing.assert_allclose(gradients[name], gradient, rtol=1e-8, atol=1e-12, err_msg=name)
@@ -139,22 +141,22 @@ def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
 @pytest.mark.parametrize("recompute", ["none", "norms", "block"])
 def test_two_micro_batches_in_flight_give_the_bits_of_one_after_the_other(recompute):
     config, _, weights, expected = make("tied", np.float32)
-    model = Llama(config, numpy_ops, recompute=recompute)
+    model = Model(config, numpy_ops, recompute=recompute)
     batches = [make_batch(config, 2, 9, seed) for seed in (4, 5)]
     losses = [
         loss_and_gradients(model, weights, *batch, expected, accumulate=index > 0)
         for index, batch in enumerate(batches)
     ]
     scratch, gradients = model.arena.peak, weights.like()
-    slots, loss = [Slot(numpy_ops.make_arena()) for _ in batches], np.zeros(1)
-    for slot, (tokens, _) in zip(slots, batches, strict=True):
-        model.queue_forward(weights, slot, tokens)
+    slots, loss = [InFlight(numpy_ops.make_arena()) for _ in batches], np.zeros(1)
+    for slot, batch in zip(slots, batches, strict=True):
+        model.forward(weights, slot, Batch(*batch))
     assert slots[0].arena.in_use == slots[1].arena.in_use > 0 and model.arena.in_use == 0
-    for index, (slot, (_, targets)) in enumerate(zip(slots, batches, strict=True)):
+    for index, slot in enumerate(slots):
         into = Gradients(gradients, index > 0, lambda name: None)
         with model.arena.scope():
-            model.queue_backward(weights, slot, into, np.empty((18, 24), np.float32), targets=targets, loss=loss)
-        assert loss[0] == losses[index] and not (slot.inputs or slot.kept)
+            model.backward(weights, slot, into, np.empty((18, 24), np.float32), loss=loss)
+        assert loss[0] == losses[index] and not (slot.inputs or slot.saved)
     assert gradients.flat.tobytes() == expected.flat.tobytes()
     assert model.arena.peak <= scratch, "scratch is shared"
 
@@ -178,24 +180,22 @@ def test_stages_in_a_row_give_the_bits_of_the_whole(tied, deferred, recompute):
             own[name][...] = weights[name]
         gradients = own.like()
         gradients.flat[:] = np.nan
-        stages.append((Llama(config, numpy_ops, local=local, recompute=recompute), own, gradients, []))
-    slots = [[Slot(numpy_ops.make_arena()) for _ in batches] for _ in stages]
-    for index, (tokens, targets) in enumerate(batches):
+        stages.append((Model(config, numpy_ops, local=local, recompute=recompute), own, gradients, []))
+    slots = [[InFlight(numpy_ops.make_arena()) for _ in batches] for _ in stages]
+    for index, batch in enumerate(batches):
         x_nD = None
         for (model, own, _, _), row in zip(stages, slots, strict=True):
-            x_nD = model.queue_forward(own, row[index], tokens, x_nD)
+            x_nD = model.forward(own, row[index], Batch(*batch), x_nD)
         dx_nD, loss = np.full_like(x_nD, np.nan), np.zeros(1)
         for (model, own, gradients, finals), row in reversed([*zip(stages, slots, strict=True)]):
-            into = Gradients(gradients, index > 0, finals.append, deferred=row[index].deferred if deferred else None)
-            model.queue_backward(own, row[index], into, dx_nD, targets=targets, loss=loss)
+            into = Gradients(gradients, index > 0, finals.append)
+            model.backward(own, row[index], into, dx_nD, loss=loss, deferred=deferred)
         assert loss[0] == losses[index]
     for (model, own, gradients, finals), row in zip(stages, slots, strict=True):
         for index, slot in enumerate(row):
-            assert bool(slot.deferred) == deferred
-            if deferred:
-                into = Gradients(gradients, index > 0, finals.append, deferred=slot.deferred)
-                model.queue_weight_gradients(into)
-        assert not any(slot.deferred for slot in row)
+            assert bool(slot.pending) == deferred
+            model.weight_gradients(slot, Gradients(gradients, index > 0, finals.append))
+        assert not any(slot.pending for slot in row)
         assert sorted(part for name in finals for part in own.groups.get(name, (name,))) == sorted([*own] * 2)
     for name, value in expected.items():
         parts = [stage[2][name] for stage in reversed(stages) if name in stage[1]]
@@ -246,7 +246,7 @@ def test_wrong_inputs_are_named():
     with pytest.raises(InvalidArgument, match="expected tokens from 0 to 36, got"):
         loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False)
     tokens[1, 2] = 0
-    assert math.isfinite(model.loss(weights, tokens, targets))
+    assert math.isfinite(model.loss(weights, Batch(tokens, targets)))
 
 
 def test_counts_of_llama_3_8b():
@@ -324,7 +324,7 @@ def test_recompute_saves_memory_and_changes_no_bit() -> None:
     tokens, targets = np.random.default_rng(4).integers(0, config.vocab_size, (2, 2, 17), dtype=np.int32)
     results = []
     for recompute in ("none", "norms", "block"):
-        model, gradients = Llama(config, numpy_ops, recompute=recompute), weights.like()
+        model, gradients = Model(config, numpy_ops, recompute=recompute), weights.like()
         gradients.flat[:] = np.nan
         loss = loss_and_gradients(model, weights, tokens, targets, gradients, accumulate=False)
         results.append((model.arena.peak, loss, gradients.flat.tobytes()))

@@ -11,16 +11,18 @@ import pytest
 from kos import cuda
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.train.model.gpt2 import GPT2Config, make_model
+from kos.train.data.batch import Batch
+from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.initial import init_weights
-from kos.train.model.llama import Llama
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.cuda.adamw import CudaAdamW
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.ops.learning_rate import LearningRate
-from kos.train.ops.optimizer import AdamW, clip_coefficient
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import Optimizer, clip_coefficient
+from kos.train.optim.cuda import CudaOptimizer
 from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING, loss_and_gradients, queue, queue_loss_and_gradients
 from tests.train.test_model import torch_llama
@@ -68,7 +70,7 @@ class Pair:
         self.weights.flat.copy_from(rounded, ops.stream)
         self.weights64.flat[:] = rounded
         self.gradients64 = self.weights64.like()
-        self.model, self.model64 = make_model(config, ops, head_rows=40), make_model(config, numpy_ops)
+        self.model, self.model64 = Model(config, ops, head_rows=40), Model(config, numpy_ops)
         self.tokens, self.targets = rng.integers(0, config.vocab_size, (2, 3, 33), dtype=np.int32)
         self.targets[rng.random(self.targets.shape) < 0.2] = -1
 
@@ -92,7 +94,7 @@ class Pair:
         weights = self.weights64.like(np.float32)
         weights.flat[:] = self.weights64.flat
         gradients = weights.like()
-        model = make_model(self.config, numpy_ops, head_rows=40)
+        model = Model(self.config, numpy_ops, head_rows=40)
         loss_and_gradients(model, weights, self.tokens, self.targets, gradients, accumulate=False)
         return max(self.errors(gradients).values())
 
@@ -113,7 +115,7 @@ def test_loss_and_gradients(ops, shape, dtype):
     worst = max(errors, key=lambda name: errors[name])
     print(f"{shape} {dtype}: loss {loss} ({expected}), worst gradient {worst}: {errors[worst]:.2e}")
     assert not any(np.isnan(error) for error in errors.values()) and errors[worst] < tolerance, worst
-    assert pair.model.loss(pair.weights, pair.tokens, pair.targets) == pytest.approx(loss, rel=1e-6)
+    assert pair.model.loss(pair.weights, Batch(pair.tokens, pair.targets)) == pytest.approx(loss, rel=1e-6)
     logits, logits64 = (
         m.logits(w, pair.tokens) for m, w in ((pair.model, pair.weights), (pair.model64, pair.weights64))
     )
@@ -164,7 +166,7 @@ def test_bfloat16_gradients_are_rounded_once(ops, shape):
     short = Pair(ops, single.config, "bfloat16", "bfloat16")
     for pair in (single, short):
         pair.tokens[:, :9] = 7  # each token occurs once, so gradients of lookups are not sums: exact
-    assert len(short.model._chunks(short.tokens.size)) == 3 and short.run() == single.run()
+    assert -(-short.tokens.size // short.model.head.rows) == 3 and short.run() == single.run()
     for name, gradient in single.gradients.items():
         want, got = (array.numpy(ops.stream).astype(np.float64) for array in (gradient, short.gradients[name]))
         rms = np.linalg.norm(got - want) / np.linalg.norm(want) / 2.0**-8
@@ -210,9 +212,9 @@ def test_adamw(ops, kind, gradient_dtype):
     weights64.flat[:] = rng.normal(size=weights64.flat.size).astype(np.float32)
     weights.flat.copy_from(weights64.flat.astype(np.float32), ops.stream)
     schedule = LearningRate(kind, 1e-2, 1e-3, 9, 3, 2)
-    ours = CudaAdamW(ops, weights, copy, schedule, grad_clip=1.0)
-    theirs = AdamW(weights64)
-    ours.queue_norm(gradients)  # kernels are loaded outside the capture
+    ours = CudaOptimizer(AdamW(), ops, weights, copy, schedule, grad_clip=1.0)
+    theirs = Optimizer(AdamW(), weights64)
+    ours.norm(gradients)  # kernels are loaded outside the capture
     with cuda.capture(ops.stream) as graph:
         queue(ours, gradients, average=0.25)
     for step in range(9):
@@ -228,7 +230,7 @@ def test_adamw(ops, kind, gradient_dtype):
         assert state["norm"] == pytest.approx(norm, rel=1e-6)
         assert state["lr"] == pytest.approx(schedule(step), rel=1e-12)
         assert (ours.step_count, state["finite"]) == (step + 1, 1)
-    for got, want in ((weights, weights64), (ours.exp_avg, theirs.exp_avg), (ours.exp_avg_sq, theirs.exp_avg_sq)):
+    for got, want in ((weights, weights64), *((ours.state[name], theirs.state[name]) for name in ours.state)):
         got = got.flat.numpy(ops.stream)
         assert np.linalg.norm(got - want.flat) < 2e-6 * np.linalg.norm(want.flat)
     rounded = weights.flat.numpy(ops.stream).astype(copy.flat.dtype.numpy)
@@ -253,7 +255,7 @@ def test_adamw_without_master_weights(ops):
         ones = np.ones(40_001, np.float32)
         weights.flat.copy_from(ones.astype(weights.flat.dtype.numpy), ops.stream)
         gradients.flat.copy_from(ones, ops.stream)
-        optimizer = CudaAdamW(ops, weights, None, LearningRate("constant", 2e-4, 0, 100, 0))
+        optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 2e-4, 0, 100, 0))
         for _ in range(50):
             queue(optimizer, gradients)
         runs.append(weights.flat.numpy(ops.stream).astype(np.float64))
@@ -262,7 +264,7 @@ def test_adamw_without_master_weights(ops):
     assert runs[0].mean() == pytest.approx(1 - 50 * 2e-4, abs=5 * spacing * math.sqrt(50 / 4 / 40_001))
     assert 0.5 * spacing < runs[0].std() < 0.5 * spacing * math.sqrt(50)
     with pytest.raises(InvalidArgument, match="expected a copy in the layout of the weights, and no wider"):
-        CudaAdamW(ops, weights, weights.like("float32"), LearningRate("constant", 2e-4, 0, 100, 0))
+        CudaOptimizer(AdamW(), ops, weights, weights.like("float32"), LearningRate("constant", 2e-4, 0, 100, 0))
 
 
 def test_weights_are_rounded_at_random(ops):
@@ -279,7 +281,7 @@ def test_weights_are_rounded_at_random(ops):
     total = np.zeros(start.size)
     for seed in map(int, seeds):
         weights.flat.copy_from(start, ops.stream)
-        optimizer = CudaAdamW(ops, weights, None, schedule, seed=seed)
+        optimizer = CudaOptimizer(AdamW(), ops, weights, None, schedule, seed=seed)
         optimizer.step_count = 7
         queue(optimizer, gradients)
         got = weights.flat.numpy(ops.stream)
@@ -294,10 +296,10 @@ def test_weights_are_rounded_at_random(ops):
 def test_weights_that_are_lost_stay_so(ops):
     """A NaN is none of the numbers that its bits and random ones add up to: the GPU's own would be -0."""
     weights = Parameters({"vector": (300,)}, "bfloat16", None, ops.zeros)
-    optimizer = CudaAdamW(ops, weights, None, LearningRate("constant", 1.0, 0, 9, 0))
+    optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1.0, 0, 9, 0))
     lost = np.full(300, 0x7FFFFFFF, np.uint32).view(np.float32)
     lost[100:200], lost[200:] = np.inf, -np.inf
-    optimizer.exp_avg.flat.copy_from(lost, ops.stream)
+    optimizer.state["exp_avg"].flat.copy_from(lost, ops.stream)
     queue(optimizer, weights.like("float32"))
     got = weights.flat.numpy(ops.stream).astype(np.float32)
     assert np.isnan(got[:100]).all() and (got[100:200] == -np.inf).all() and (got[200:] == np.inf).all()
@@ -311,9 +313,9 @@ def test_training_lowers_the_loss(ops):
     init_weights(config, host, 1)
     master.flat.copy_from(host.flat, ops.stream)
     weights, gradients = master.like("bfloat16"), master.like()
-    optimizer = CudaAdamW(ops, master, weights, LearningRate("constant", 3e-3, 0, 60, 5), grad_clip=1.0)
+    optimizer = CudaOptimizer(AdamW(), ops, master, weights, LearningRate("constant", 3e-3, 0, 60, 5), grad_clip=1.0)
     optimizer.refresh_copy()
-    model = Llama(config, ops)
+    model = Model(config, ops)
     batches = np.random.default_rng(2).integers(0, config.vocab_size, (2, 4, 32), dtype=np.int32)
     losses = []
     for _ in range(60):
@@ -324,3 +326,17 @@ def test_training_lowers_the_loss(ops):
         queue(optimizer, gradients, average=0.5)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     assert losses[0] > 5 and losses[-1] < 1
+
+
+@pytest.mark.parametrize(
+    ("master", "copy", "gradient"),
+    [("float32", None, "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16", None, "float32")],
+)
+def test_muon(ops, master, copy, gradient):
+    """Beside the host's in float64: several matrices of a shape at once, wide, tall and stacked ones."""
+    from tests.train import test_muon
+
+    print(f"KOS_TEST_SEED={SEED}")
+    shapes = {"head": (500, 256), "norm": (256,), "wide": (256, 768), "q": (256, 256), "tall": (1024, 256)}
+    shapes["stacked.c_attn"] = (768, 256)
+    test_muon.check_optimizer(ops, np.random.default_rng(SEED), master, copy, gradient, shapes)

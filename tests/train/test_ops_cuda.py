@@ -7,7 +7,6 @@ of the result, as a multiple of the dtype's rounding unit.  Outputs and scratch 
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
 
 import numpy as np
@@ -25,15 +24,8 @@ pytestmark = [
     pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
 ]
 
-SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 DTYPES = ["float32", "bfloat16"]
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # half a unit in the last place, relative
-
-
-@pytest.fixture
-def rng():
-    print(f"KOS_TEST_SEED={SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +44,17 @@ def arena(ops):
 
     arena = ops.make_arena()
     return Arena(0, allocate, arena._view)
+
+
+def check_orthogonalize(ops, side, rng, arena, count, rows, columns):
+    """Matrices of any norm, several at once; what is left is in the dtype's rounding near float64's."""
+    x, x64 = side.put(rng.normal(size=(count, rows, columns)) * 10.0 ** rng.integers(-3, 4, (count, 1, 1)))
+    ops.orthogonalize(x, arena)
+    reference.orthogonalize(x64, Arena())
+    got = side.get(x)
+    for ours, expected in zip(got, x64, strict=True):
+        error = np.linalg.norm(ours - expected) / np.linalg.norm(expected)
+        assert error < (1e-5 if side.dtype == "float32" else 0.03), (rows, columns)
 
 
 class Side:
@@ -278,6 +281,36 @@ def test_layer_norm(ops, side, rng, arena, n, d):
 
     weight_gradients(side, rng, (2, d), np.stack([d_weight64, d_bias64]), backward, 16)
     side.close(dx, dx64, 6)
+
+
+@pytest.mark.parametrize(
+    ("n", "heads", "others", "head_dim"), [(1, 1, 0, 64), (37, 3, 2, 80), (515, 8, 3, 128), (9, 5, 1, 10)]
+)
+def test_head_norm(ops, side, rng, arena, n, heads, others, head_dim):
+    """Of heads after and before ``others``, which stay as they are; the heads that are kept are of fewer columns."""
+    eps, of, d = 0.1, slice(others, others + heads), head_dim
+    own = (slice(None), slice(others * d, (others + heads) * d))
+    x, x64 = side.put(rng.normal(size=(n, (heads + 2 * others) * d)))
+    weight, weight64 = side.put(1 + rng.normal(size=d))
+    d_out, d_out64 = side.put(rng.normal(size=x64.shape))
+    raw, dx = side.nan(n, (heads + others) * d), side.nan(*x64.shape)
+    out64, raw64, dx64 = columns(x64.copy()), columns(np.full(raw.shape, np.nan)), columns(d_out64.copy())
+    d_weight64 = np.full(d, np.nan)
+    ops.head_norm(x, weight, eps, of, raw)
+    reference.head_norm(out64, weight64, eps, of, raw64)
+    side.close(x, out64, 4)
+    np.testing.assert_array_equal(side.get(raw), raw64)
+    reference.head_norm_backward(raw64, weight64, eps, of, dx64, d_weight64, False, Arena())
+
+    def backward(d_weight, add):
+        ops.copy(d_out, dx)
+        ops.head_norm_backward(raw, weight, eps, of, dx, d_weight, add, arena)
+
+    weight_gradients(side, rng, (d,), d_weight64, backward, 12)
+    side.close(dx, dx64, 4)
+    for got, before in ((side.get(x), x64), (side.get(dx), d_out64)):
+        got[own] = before[own]
+        np.testing.assert_array_equal(got, before)
 
 
 @pytest.mark.parametrize(("n", "d"), [(1, 8), (13, 11), (100, 257), (4099, 768), (3, 70_000)])
@@ -574,3 +607,11 @@ def test_views_at_odd_addresses(ops, side, rng, arena):
     product = side.nan(3, 3)
     ops.linear(x, flat[25:49].reshape(3, 8), product)
     side.close(product, x64 @ flat64[25:49].reshape(3, 8).T, 4)
+
+
+@pytest.mark.parametrize("side", DTYPES, indirect=True)
+@pytest.mark.parametrize(
+    ("count", "rows", "columns"), [(1, 768, 768), (7, 768, 2048), (3, 2048, 768), (2, 37, 13), (1, 4096, 1024)]
+)
+def test_orthogonalize(ops, side, rng, arena, count, rows, columns):
+    check_orthogonalize(ops, side, rng, arena, count, rows, columns)

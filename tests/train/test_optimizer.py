@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 
+from kos.errors import InvalidArgument
 from kos.train.model.parameters import Parameters
 from kos.train.ops.learning_rate import LearningRate
-from kos.train.ops.optimizer import BLOCK, AdamW, clip_coefficient
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import BLOCK, Group, Optimizer, clip_coefficient, decay_matrices
 
 SHAPES = {"b.weight": (7, 2 * BLOCK // 7 + 5), "norm.weight": (33,), "a.weight": (3, 5), "other_norm.weight": (1,)}
 
@@ -20,31 +22,40 @@ def _filled(rng: np.random.Generator) -> Parameters:
     return parameters
 
 
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_adamw_is_torchs(weight_decay: float) -> None:
+@pytest.mark.parametrize(
+    "groups",
+    [
+        decay_matrices(SHAPES, 0.0), decay_matrices(SHAPES, 0.1),
+        [Group(["b.weight"], 0.1, 0.5), Group(["norm.weight", "a.weight"], lr_scale=3.0), Group(["other_norm.weight"])],
+    ],
+)  # fmt: skip
+def test_adamw_is_torchs(groups: list[Group]) -> None:
     torch = pytest.importorskip("torch", reason="needs torch to compare with")
     rng = np.random.default_rng(1)
     weights = _filled(rng)
-    optimizer = AdamW(weights, betas=(0.9, 0.99), eps=1e-6, weight_decay=weight_decay)
+    optimizer = Optimizer(AdamW((0.9, 0.99), 1e-6), weights, groups=groups)
     theirs = {name: torch.tensor(weights[name].copy(), dtype=torch.float64, requires_grad=True) for name in weights}
-    groups = [
-        {"params": [p for p in theirs.values() if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in theirs.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    reference = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-6)
+    of_torch = [{"params": [theirs[name] for name in group.names], "weight_decay": group.decay} for group in groups]
+    reference = torch.optim.AdamW(of_torch, betas=(0.9, 0.99), eps=1e-6)
     for step in range(10):
         gradients = _filled(rng)
         for name, tensor in theirs.items():
             tensor.grad = torch.tensor(gradients[name] * 0.5, dtype=torch.float64)
         norm = float(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0))
-        for group in reference.param_groups:
-            group["lr"] = 1e-2 / (step + 1)
+        for group, ours in zip(reference.param_groups, groups, strict=True):
+            group["lr"] = ours.lr_scale * 1e-2 / (step + 1)
         reference.step()
         assert math.sqrt(optimizer.squares(gradients, weights.spans).sum()) * 0.5 == pytest.approx(norm, rel=1e-6)
         scale = 0.5 * clip_coefficient(norm, 1.0)
         optimizer.step(gradients, 1e-2 / (step + 1), scale)
     for name, tensor in theirs.items():
         np.testing.assert_allclose(weights[name], tensor.detach().numpy(), rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("names", [["b.weight"], [*SHAPES, "b.weight"], [*SHAPES, "c.weight"]])
+def test_each_tensor_is_in_one_group(names: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match=r"parameter groups: expected each of .* in one group, got"):
+        Optimizer(AdamW(), Parameters(SHAPES), groups=[Group(names)])
 
 
 def test_clipping_leaves_small_gradients_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -112,9 +113,7 @@ def test_once_a_machine(folder: Path, tmp_path: Path, encoded: list[int]) -> Non
 
 
 @pytest.mark.parametrize("where", ["cache", "nowhere"])
-def test_data_in_a_folder_that_cannot_be_written(
-    folder: Path, tmp_path: Path, encoded: list[int], where: str
-) -> None:
+def test_data_in_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, encoded: list[int], where: str) -> None:
     (folder / ".kos").write_text("")  # as good as no permission, which root has anyhow
     if where == "nowhere":
         (tmp_path / "cache").write_text("")
@@ -123,6 +122,20 @@ def test_data_in_a_folder_that_cannot_be_written(
     assert _tokens(_load(folder)) == first and bool(encoded) == (where == "nowhere")
     other = shutil.copytree(folder, tmp_path / "other")
     assert _tokens(_load(other)) == first
+
+
+def test_other_settings_of_the_data_prepare_it_again(folder: Path, tmp_path: Path) -> None:
+    """With other validation data, another field, and another treatment of special tokens."""
+    other = tmp_path / "other.txt"
+    other.write_text("other" + TEXT)
+    (folder / "c.jsonl").write_text(json.dumps({"text": 50 * "one", "body": 50 * "another"}))
+    changes: list[dict[str, Any]] = [{}, {"val_data": str(other)}, {"text_field": "body"}, {"val_data": "stdlib"}]
+    first = [_tokens(_load(folder, **each)) for each in changes]
+    assert len({tokens[2] for tokens in first}) == 4
+    assert [_tokens(_load(folder, **each)) for each in changes] == first
+    assert not (tmp_path / ".kos").exists() and len(list((folder / ".kos").iterdir())) == 4
+    other.write_text(TEXT[:99])
+    assert _tokens(_load(folder, **changes[1]))[1] == TEXT[:99].encode()
 
 
 def test_token_files_are_fingerprinted_once(tmp_path: Path, monkeypatch: Any) -> None:
@@ -151,14 +164,18 @@ def test_progress_is_shown(folder: Path) -> None:
     assert list(dict(said)) == ["reading the data", "tokenizing the data"]
     for phase in dict(said):
         shares = [share for what, share in said if what == phase]
-        assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] < 1
+        assert len(set(shares)) > 1 and shares == sorted(shares) and shares[0] == 0 and shares[-1] <= 1
 
 
 def test_portions_are_whole_pieces(monkeypatch: Any) -> None:
     """So that a tokenizer cuts each as it would have cut the whole."""
     monkeypatch.setattr(tokenizers, "PIECE", 37)
-    monkeypatch.setattr(tokenizers, "PORTION", 3)
-    portions = list(tokenizers.portions(TEXT))
-    assert "".join(portions) == TEXT and len(portions) > 20
-    pieces = [piece for portion in portions for piece in tokenizers._pieces(portion) if piece]
-    assert pieces == [piece for piece in tokenizers._pieces(TEXT) if piece]
+    monkeypatch.setattr(tokenizers, "PORTION", 99)
+    documents = [TEXT, "", "short", TEXT[:80]]
+    portions = list(tokenizers._portions(documents))
+    assert len(portions) > 20 and all(sum(len(piece) for piece, *_ in each) < 99 + 37 for each in portions)
+    pieces = [piece for portion in portions for piece in portion]
+    assert "".join(piece for piece, *_ in pieces) == "".join(documents)
+    assert sum(first for _, first, _ in pieces) == sum(last for *_, last in pieces) == 4
+    whole = [piece for piece, *_ in pieces[: [last for *_, last in pieces].index(True) + 1]]
+    assert whole == [piece for piece in tokenizers._pieces(TEXT) if piece]

@@ -14,10 +14,11 @@ from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.options import TrainConfig
-from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.optim.cuda import CHUNK
 from kos.train.run import Trainer
 from kos.train.tools import profile
-from kos.train.tools.profile import Marks, Profiler, Span, cost
+from kos.train.tools.costs import TimedOps, cost
+from kos.train.tools.profile import Marks, Profiler, Span
 from tests.train.emulated_runs import SMALL
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
@@ -93,7 +94,7 @@ def test_on_the_cpu(tmp_path, capsys):
     flops = {span["name"]: span["args"] for span in spans}["linear 16 x 58 x 24"]
     assert flops == {"bytes": 4 * (16 * 24 + 58 * 24 + 16 * 58), "flops": 2.0 * 16 * 58 * 24}
     rows = {line.split()[0]: line.split() for line in table.splitlines()}
-    assert rows["attention_backward"][1] == "4" and rows["limits:"][-1] == "TFLOP/s"
+    assert rows["attention_backward"][1] == "4"
     step = float(next(line for line in table.splitlines() if line.startswith("a step")).split()[2].rstrip(","))
     alone = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["pid"] == s["tid"] == 0)
     assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(alone)), "operations of one thread overlap"
@@ -114,14 +115,13 @@ def test_a_run_that_is_gone_on_from_stays_as_it_was(tmp_path):
 
 
 def test_no_share_of_a_step_is_more_than_all():
-    """Collectives that overlap, and an operation faster than what was measured as the limit."""
+    """Collectives overlap one another."""
     spans = [Span("all_reduce", "communication", begin, begin + 6.0, 8) for begin in (0.0, 2.0, 3.0)]
     spans += [Span("linear", "compute", 0.0, 4.0, 10, 10.0), Span("linear", "compute", 6.0, 10.0, 10, 10.0)]
-    profiler = SimpleNamespace(bandwidth=1e6, arithmetic=1e6)
-    table = [line.split() for line in Profiler.table(profiler, [5.0, 5.0], spans).splitlines()]
-    shares = {row[0]: row[-4:] for row in table[1:3]}
-    assert shares["all_reduce,"] == ["90.0%", "0.0", "-", "-"], table
-    assert shares["linear"] == ["80.0%", "0.0", "0.000", "250%"], table
+    table = [line.split() for line in profile.table([5.0, 5.0], spans).splitlines()]
+    shares = {row[0]: row[-3:] for row in table[1:3]}
+    assert shares["all_reduce,"] == ["90.0%", "0.0", "-"], table
+    assert shares["linear"] == ["80.0%", "0.0", "0.000"], table
     assert table[3][:4] == ["a", "step", "0.005,", "20.0%"]
 
 
@@ -136,7 +136,7 @@ def test_products(monkeypatch):
     emulator.host_memory(monkeypatch)
     profiler = Profiler()
     profiler.began, profiler.marks = True, SimpleNamespace(mark=itertools.count().__next__)
-    ops = profile.TimedOps(HostOps(), profiler.timed)
+    ops = TimedOps(HostOps(), profiler.timed)
     x, weight, d_out = zeros(6, 4), zeros(5, 4), zeros(6, 5)
     ops.linear(x, weight, d_out)
     ops.linear_input_gradient(d_out, weight, x)
@@ -144,9 +144,10 @@ def test_products(monkeypatch):
     places = [(span.name, span.begin, span.end) for span in profiler.spans]
     assert places == [(f"{name} 6 x 5 x 4", 2 * at, 2 * at + 1) for at, name in enumerate(LINEAR)]
     assert [(span.nbytes, span.flops) for span in profiler.spans] == [(4 * (24 + 20 + 30), 240.0)] * 3
-    profiler.bandwidth, profiler.arithmetic = 1e9, 1e12
-    table = [line.split() for line in profiler.table([6.0], profiler.spans).splitlines()]
-    assert [(row[0], row[-5], row[-1]) for row in table[1:4]] == [(name, "0.001", "30%") for name in LINEAR]
+    table = [line.split() for line in profile.table([6.0], profiler.spans).splitlines()]
+    assert [(row[0], row[-4], row[-2], row[-1]) for row in table[1:4]] == [
+        (name, "0.001", "0.3", "0.000") for name in LINEAR
+    ]
     assert table[4][:4] == ["a", "step", "0.006,", "50.0%"]
 
 
@@ -165,10 +166,7 @@ def test_on_the_emulated_device(tmp_path, monkeypatch, graph, ranks):
     monkeypatch.setattr(Marks, "mark", mark)
     monkeypatch.setattr(Marks, "captured", lambda self: captured())
     monkeypatch.setattr(Marks, "microseconds", lambda self, begin, end: float(end.at - begin.at))
-    monkeypatch.setattr(profile, "device_info", lambda device: SimpleNamespace(name="host"))
     monkeypatch.setattr(profile.streams, "handle", lambda stream: 7)
-    monkeypatch.setattr(profile, "COPIED", 1 << 20)
-    monkeypatch.setattr(profile, "ROWS", 64)
     table, spans = profiled(tmp_path, ranks, DeviceComm, device="cuda", graph=graph)
     found = count(spans)
     assert {found[0, name] for name in LINEAR} == {2 * 4 * PRODUCTS // ranks}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.util
 import io
 import os
 import shlex
@@ -20,7 +21,7 @@ from kos.testing import spawn
 from kos.train.checkpoint import checkpoint
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
-from kos.train.engine.cpu import CpuEngine
+from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tools import commands
 from kos.train.tools.metrics import read_metrics
@@ -106,6 +107,26 @@ def test_a_schedule_that_starts_over_is_reported(text: Path, tmp_path: Path, cap
     assert said.endswith("--schedule constant --lr 0.0003 --warmup-steps 0 keeps it even")
 
 
+def test_a_learning_rate_that_falls_with_fewer_steps_is_reported(text: Path, tmp_path: Path, caplog: Any) -> None:
+    """With fewer steps a cosine schedule jumps to near its end."""
+    _train(text, tmp_path / "a", steps=40, save_every=8, keep=9, eval_every=0)
+    _train(text, tmp_path / "b", steps=40, resume=str(tmp_path / "a/checkpoints/step-32"), eval_every=0)
+    assert not caplog.records
+    _train(text, tmp_path / "c", steps=10, resume=str(tmp_path / "a/checkpoints/step-8"), eval_every=0)
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("the learning rate falls from 2.95e-03 to 1.") and " at step 9:" in said
+    assert said.endswith("--schedule constant --lr 0.00295135 --warmup-steps 0 keeps it even")
+
+
+@pytest.mark.parametrize(("steps", "said"), [(4, True), (5, False)])
+def test_a_warm_up_longer_than_the_run_is_reported(
+    text: Path, tmp_path: Path, steps: int, said: bool, capsys: Any
+) -> None:
+    _train(text, tmp_path, steps=steps, warmup_steps=5)
+    line = "the warm-up of 5 steps is longer than the run: the learning rate reaches 2.40e-03 of 3.00e-03"
+    assert (line in capsys.readouterr().out) == said
+
+
 def test_a_warm_up_that_is_not_over_goes_on() -> None:
     """The advice keeps no rate below the peak."""
     config = TrainConfig.from_preset("tiny", steps=10, warmup_steps=20)
@@ -130,6 +151,19 @@ def test_a_command_that_would_fail_is_not_printed(monkeypatch: Any) -> None:
     assert commands.plot(Path("run")) is None
 
 
+def test_printed_commands_are_those_of_the_guides(monkeypatch: Any, tmp_path: Path) -> None:
+    """``kos`` if its script is beside this Python, else the module."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    config = TrainConfig.from_preset("tiny")
+    assert commands.sample(Path("run"), config) == ".venv/bin/python -m kos sample run"
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/kos").touch()
+    assert commands.sample(Path("run"), config) == ".venv/bin/kos sample run"
+    if importlib.util.find_spec("matplotlib"):
+        assert commands.plot(Path("run")) == ".venv/bin/kos plot run"
+
+
 def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path / "a", steps=1)
     _train(text, tmp_path / "b", steps=1)
@@ -142,6 +176,10 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
         _train(missing, tmp_path / "c", 2, resume=source, model=SMALL["model"] | {"tie_word_embeddings": False})
     with pytest.raises(DataError):
         _train(missing, tmp_path / "c", 2, resume=source)
+    (weights := tmp_path / "weights").mkdir()
+    (weights / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=f"{weights}: expected model.safetensors, got pytorch_model.bin; .*run: "):
+        _train(missing, tmp_path / "c", 2, init_from=str(weights))
 
 
 def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
@@ -156,7 +194,7 @@ def test_a_gpt2_keeps_its_context(text: Path, tmp_path: Path) -> None:
 
 def test_another_vocabulary_is_refused_before_a_trial(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     _train(text, tmp_path / "a", steps=1)
-    monkeypatch.setattr(CpuEngine, "trial", None)
+    monkeypatch.setattr(CpuDevice, "trial", None)
     with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size 260, got 256"):
         _train(text, tmp_path / "b", 2, resume=str(tmp_path / "a"), model=SMALL["model"] | {"vocab_size": 260})
 
@@ -167,6 +205,8 @@ def test_what_it_says_at_the_start(text: Path, tmp_path: Path, capsys: Any) -> N
     said = capsys.readouterr().out
     assert said.startswith(f"no checkpoint in {tmp_path}/checkpoints: starting a new run\n")
     assert "(1 layer x 32)" in said and ", 4 ranks (tp 2, cp 2), 8 x 32 tokens a step\n" in said
+    held = "held out for validation: the last tenth of words.txt; nothing between documents"
+    assert said.splitlines()[2] == f"trained on: 1 file: words.txt; {held}"
     assert "in all: 1 step of " in said
     _train(text, tmp_path, 2, steps=2, zero=1, **how)
     said = capsys.readouterr().out
@@ -184,6 +224,25 @@ def test_a_run_resumes_in_a_moved_folder(text: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
     shutil.copy(tmp_path / "b/config.json", tmp_path / "again.json")
     assert parse(["--config", str(tmp_path / "again.json")]).out == tmp_path / "b"
+
+
+def test_relative_paths_are_those_of_the_folder_where_the_run_began(
+    text: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The run is resumed in a folder that has another file of that name.  A run may be moved with its data."""
+    for name in ("home", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "words.txt").write_text(text.read_text() if name == "home" else "other words " * 999)
+    monkeypatch.chdir(tmp_path / "home")
+    _train(Path("words.txt"), Path("run"), steps=2, **CONSTANT)
+    file = ["--config", str(tmp_path / "home/run/config.json")]
+    assert parse(file).data == "words.txt", "typed where it was"
+    monkeypatch.chdir(tmp_path / "other")
+    config = parse([*file, "--resume", "auto"])
+    assert config.data == str(tmp_path / "home/words.txt") and parse([*file, "--data", "words.txt"]).data == "words.txt"
+    (tmp_path / "home").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    assert parse(["--config", "run/config.json"]).data == "words.txt"
 
 
 def test_where_a_run_began_is_no_setting_of_others(text: Path, tmp_path: Path) -> None:
@@ -210,7 +269,7 @@ def test_a_run_resumes_after_its_initial_weights_were_deleted(text: Path, tmp_pa
     assert checkpoint.find(out).step == 3
     shutil.rmtree(out / "checkpoints")
     anew = parse([*command, "auto", "--out", str(tmp_path / "c")])
-    with pytest.raises(ConfigError, match=f"--tokenizer: expected the one of the weights in {start}"):
+    with pytest.raises(CheckpointError, match=f"{start}: expected model.safetensors, got no such folder"):
         spawn(lambda comm: Trainer(anew, comm).run(), 1, timeout=100)
     with pytest.raises(ConfigError, match=f"--init-from: {start}/config.json: .* no such folder"):
         parse(["--init-from", str(start), "--resume", "auto"])

@@ -89,11 +89,6 @@ def test_a_temperature_near_zero_takes_the_likeliest(temperature: float, top_k: 
     assert _draw(5, logits, temperature=temperature, top_k=top_k) == [int(np.argmax(logits))] * 5
 
 
-@pytest.mark.filterwarnings("error")
-def test_large_logits_do_not_overflow() -> None:
-    assert set(_draw(200, np.array([1e30, 1e30, -1e30], np.float32), temperature=1.0)) == {0, 1}
-
-
 def test_the_seed_decides() -> None:
     assert _draw(60, seed=4) == _draw(60, seed=4) != _draw(60, seed=5)
 

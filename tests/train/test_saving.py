@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from kos.errors import CheckpointError, TrainingError
 from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, saving
-from kos.train.engine.cpu import CpuEngine
+from kos.train.device.cpu import CpuDevice
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.forked import python
@@ -42,9 +42,9 @@ def test_the_checkpoints_are_the_same(text: Path, tmp_path: Path, ranks: int, ze
 
 def test_steps_go_on_while_files_are_written(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """No file of step 2 is written before step 4 begins; the save of step 4 waits for them."""
-    begun, start_step, write = threading.Event(), CpuEngine.start_step, saving.write_tensors
+    begun, start_step, write = threading.Event(), CpuDevice.start_step, saving.write_tensors
 
-    def start(self: CpuEngine, step: int, stop: bool) -> None:
+    def start(self: CpuDevice, step: int, stop: bool) -> None:
         if step == 3:
             begun.set()
         start_step(self, step, stop)
@@ -53,7 +53,7 @@ def test_steps_go_on_while_files_are_written(text: Path, tmp_path: Path, monkeyp
         assert begun.wait(60), "the steps waited for the files"
         return write(path, *arguments)
 
-    monkeypatch.setattr(CpuEngine, "start_step", start)
+    monkeypatch.setattr(CpuDevice, "start_step", start)
     monkeypatch.setattr(saving, "write_tensors", late)
     _train(text, tmp_path, 2, save_async=True, **SHORT)
     steps = [checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()]
@@ -127,11 +127,11 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all(
 
 def test_an_error_of_all_waits_for_the_checkpoint_before(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The weights break while those of the step before are on their way to the disk."""
-    broken, start_step, write = threading.Event(), CpuEngine.start_step, saving.write_tensors
+    broken, start_step, write = threading.Event(), CpuDevice.start_step, saving.write_tensors
 
-    def poisoned(self: CpuEngine, step: int, stop: bool) -> None:
+    def poisoned(self: CpuDevice, step: int, stop: bool) -> None:
         if step == 3:
-            self.weights.flat[0] = np.nan
+            self.step.weights.flat[0] = np.nan
             broken.set()
         start_step(self, step, stop)
 
@@ -139,7 +139,7 @@ def test_an_error_of_all_waits_for_the_checkpoint_before(text: Path, tmp_path: P
         assert broken.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(CpuEngine, "start_step", poisoned)
+    monkeypatch.setattr(CpuDevice, "start_step", poisoned)
     monkeypatch.setattr(saving, "write_tensors", late)
     with pytest.raises(TrainingError, match="step 4: expected a finite loss, .*; the checkpoints before it are of"):
         _train(text, tmp_path, 2, save_async=True, **{**SHORT, "save_every": 3})
@@ -164,7 +164,7 @@ def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[d
 
 CODE = """if True:
     import os, sys
-    from kos.comm.rendezvous.choose import launched_rank
+    from kos.comm.control.bootstrap import launched_rank
     from kos.train.__main__ import main
     print("pid", launched_rank(), os.getpid(), flush=True)
     if launched_rank() == 1:

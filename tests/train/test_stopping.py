@@ -17,17 +17,19 @@ import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
-from kos.errors import CollectiveTimeout, ConfigError
+from kos.errors import CollectiveTimeout, ConfigError, KosError, in_words
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.checkpoint import checkpoint
 from kos.train.config.options import TrainConfig
-from kos.train.engine import cpu
-from kos.train.engine.memory_plan import MemoryPlan
-from kos.train.model.gpt2 import make_model
-from kos.train.model.llama import Gradients, Llama, Slot
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.data.batch import Batch
+from kos.train.device import cpu
+from kos.train.device.memory_plan import MemoryPlan
+from kos.train.layers.context import Gradients
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import InFlight, Model
 from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel import failures, schedules
 from kos.train.parallel.failures import alone, together
 from kos.train.parallel.mesh import Layout, Mesh
@@ -35,6 +37,7 @@ from kos.train.parallel.stopping import KILLED, Stop, Stopped
 from kos.train.run import Trainer
 from kos.train.tools import console, trackers
 from kos.train.tools.metrics import read_metrics
+from kos.train.train import Step
 from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program, running_program
 from tests.train.sharded import tensors_of_run
@@ -58,7 +61,7 @@ def test_a_stop_of_one_rank_does_not_wait_for_the_first_validation(
             seen.append((what, share))
             stop._handle(signal.SIGINT, None)
 
-        trainer.engine.show = shown
+        trainer.device.show = shown
         with pytest.raises(Stopped):
             trainer.run()
 
@@ -70,12 +73,12 @@ STUCK = """if True:
     import sys, time
     from kos.errors import CollectiveTimeout
     from kos.train import __main__ as program, run
-    from kos.train.engine.base import Engine
+    from kos.train.device.base import Device
 
     def late(*_):
         raise CollectiveTimeout("rank 1 did not arrive")
 
-    program.CLOSE_SECONDS, run.train, Engine.close = 0.5, late, lambda *_: time.sleep(1000)
+    program.CLOSE_SECONDS, run.train, Device.close = 0.5, late, lambda *_: time.sleep(1000)
     program.main(sys.argv[1:])
 """
 
@@ -98,7 +101,7 @@ def test_a_stop_comes_after_the_step(text: Path, tmp_path: Path, ranks: int, mom
     def run(comm: Communicator) -> None:
         stop, seen = Stop(), []
         trainer = Trainer(config, comm, stop)
-        show = trainer.engine.show
+        show = trainer.device.show
 
         def shown(what: str, share: float) -> None:
             assert 0 <= share < 1
@@ -106,7 +109,7 @@ def test_a_stop_comes_after_the_step(text: Path, tmp_path: Path, ranks: int, mom
             stop.asked |= comm.rank == comm.size - 1 and what == moment and "step 2" in seen
             show(what, share)
 
-        trainer.engine.show = shown
+        trainer.device.show = shown
         trainer.run()
 
     spawn(run, ranks, timeout=100)
@@ -134,6 +137,21 @@ def test_where_one_rank_stops_at_once_all_stop(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # threads may not
     spawn(run, 2, timeout=100)
+
+
+def test_an_error_without_text_gets_one() -> None:
+    """Python's MemoryError has no text."""
+
+    def run(comm: Communicator) -> None:
+        def fail() -> None:
+            if comm.rank == 1:
+                raise MemoryError
+
+        with pytest.raises(KosError, match="^MemoryError: out of host memory$"):
+            together(comm, fail)
+
+    spawn(run, 2, timeout=100)
+    assert in_words(MemoryError()) == "MemoryError: out of host memory"
 
 
 def test_a_path_that_is_no_text_reaches_all_ranks() -> None:
@@ -191,12 +209,12 @@ MOMENTS = {
     "loading": "from kos.train import run as loop\nloop.load_data = lambda *a: go()\n",
     "weights": "from kos.train.model.initial import InitialWeights as W\nlast = W._draw\n"
     "W._draw = lambda *a: (go(), last(*a))[1]\n",
-    "validation": "from kos.train.engine import cpu\nlast = cpu.CpuEngine.evaluate\n"
-    "cpu.CpuEngine.evaluate = lambda self: (go(), last(self))[1]\n",
+    "validation": "from kos.train.device import cpu\nlast = cpu.CpuDevice.evaluate\n"
+    "cpu.CpuDevice.evaluate = lambda self: (go(), last(self))[1]\n",
     "checkpoint": "from kos.train.checkpoint import checkpoint\nsave = checkpoint.save\n"
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
-    "last step": "from kos.train.engine import cpu\nlast = cpu.CpuEngine.start_step\n"
-    "cpu.CpuEngine.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
+    "last step": "from kos.train.device import cpu\nlast = cpu.CpuDevice.start_step\n"
+    "cpu.CpuDevice.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
     "sample": "from kos.train import run as loop\nlast = loop.sample_text\n"
     "loop.sample_text = lambda *a, **k: (go(), last(*a, **k))[1]\n",
 }
@@ -211,7 +229,7 @@ LIKE_OTHERS = ("loading", "validation")  # moments
 )
 def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: str) -> None:
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
-    code += "from kos.comm.rendezvous.choose import launched_rank\ndef go():\n"
+    code += "from kos.comm.control.bootstrap import launched_rank\ndef go():\n"
     code += "    if launched_rank() == 0 and not done: os.kill(os.getpid(), signal.SIGTERM)\n"
     code += "    done.append(1)\ndone = []\n"
     flags = ["--data", text, "--out", tmp_path / "run", "--steps=6", "--save-every=3", "--eval-every=0"]
@@ -232,7 +250,7 @@ LONG_STEP = """
 import ctypes, os, select, sys, threading
 from pathlib import Path
 from kos.train import __main__ as main
-from kos.train.engine.cpu import CpuEngine
+from kos.train.device.cpu import CpuDevice
 
 def long(self, step, stop):
     if step == 3 and self.comm.rank == 0:
@@ -247,7 +265,7 @@ def long(self, step, stop):
         libc.pthread_mutex_lock(lock)  # no signal interrupts it, so Python calls no handler meanwhile
     start(self, step, stop)
 
-start, CpuEngine.start_step = CpuEngine.start_step, long
+start, CpuDevice.start_step = CpuDevice.start_step, long
 sys.exit(main.main(sys.argv[1:-1]))
 """
 
@@ -335,7 +353,7 @@ def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
 
 def _plan(config: TrainConfig, model: LlamaConfig, ranks: int) -> MemoryPlan:
     schedule = schedules.build("1f1b", 1, 1)
-    return cpu.plan_memory(config, model, Mesh.silent(Layout()), schedule, ranks)
+    return cpu.plan_memory(config, model, Mesh.dry(Layout()), schedule, ranks)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -356,16 +374,16 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
     ).for_world(1)
     model = config.model.resolve(256, seq_len)
     plan = _plan(config, model, 1)
-    llama = make_model(model, cpu.numpy_ops, recompute=recompute)
+    llama = Model(model, cpu.numpy_ops, recompute=recompute)
     weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())
     tokens = np.zeros((micro, seq_len), np.int32)
-    slot, gradients, loss = Slot(cpu.numpy_ops.make_arena()), weights.like(), np.zeros(1)
+    slot, gradients, loss = InFlight(cpu.numpy_ops.make_arena()), weights.like(), np.zeros(1)
     dx = np.zeros((tokens.size, model.hidden_size), np.float32)
     with cpu.numpy_ops.step(llama.arena):
-        llama.queue_forward(weights, slot, tokens)
+        llama.forward(weights, slot, Batch(tokens, tokens))
         into = Gradients(gradients, False, lambda name: None)
-        llama.queue_backward(weights, slot, into, dx, targets=tokens, loss=loss)
-    llama.loss(weights, tokens, tokens)
+        llama.backward(weights, slot, into, dx, loss=loss)
+    llama.loss(weights, Batch(tokens, tokens))
     taken = llama.arena.peak + slot.arena.peak
     assert plan.uses["activations"] == pytest.approx(taken, rel=0.06, abs=3 << 20)
     assert plan.uses["weights, gradients, both Adam moments"] == 16 * weights.flat.size
@@ -382,8 +400,8 @@ def test_too_little_memory_is_an_error_before_any_is_taken(text: Path, tmp_path:
     monkeypatch.setattr(cpu, "free_memory", lambda: 100 << 30)
     for ranks, changes, said in (
         (2, {}, "fewer ranks on this machine or a --micro-batch-size below 16 or --recompute block or a smaller model"),
-        (1, {"micro_batch_size": 1}, "--recompute block or a smaller model"),
-        (1, {"micro_batch_size": 1, "recompute": "block"}, "a smaller model"),
+        (1, {"micro_batch_size": 1}, "a --seq-len below 64 or --recompute block or a smaller model"),
+        (1, {"micro_batch_size": 1, "recompute": "block"}, "a --seq-len below 64 or a smaller model"),
     ):
         config = large.model_copy(update=changes)
         with pytest.raises(ConfigError, match=rf"activations .*\); to reduce it, use {said}$"):
@@ -394,13 +412,13 @@ def test_the_time_of_a_run_follows_from_a_trial_step(text: Path, tmp_path: Path,
     """Whatever takes it: here every part of a pass waits, which no speed of products predicts."""
     passes, pause = [0], 0.02
 
-    def slow(self: Llama, *arguments: Any, **options: Any) -> Any:
+    def slow(*arguments: Any) -> None:
         time.sleep(pause)
         passes[0] += 1
-        return attention(self, *arguments, **options)
+        attention(*arguments)
 
-    attention = Llama._attention
-    monkeypatch.setattr(Llama, "_attention", slow)
+    attention = numpy_ops.attention
+    monkeypatch.setattr(numpy_ops, "attention", slow)
     began = time.monotonic()
     _train(text, tmp_path, steps=6, eval_every=3, eval_batches=2, micro_batch_size=2, sample_tokens=0)
     lasted, said = time.monotonic() - began, capsys.readouterr().out
@@ -418,14 +436,14 @@ def test_steps_of_a_processor_that_is_not_yet_warm_do_not_count(
     text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """The first two steps are slow, as on a processor that was idle."""
-    steps, queue_step = [0], cpu.CpuEngine.queue_step
+    steps, run = [0], Step.run
 
-    def slow(self: cpu.CpuEngine) -> None:
+    def slow(self: Step) -> None:
         steps[0] += 1
         time.sleep(0.2 if steps[0] <= 2 else 0)
-        queue_step(self)
+        run(self)
 
-    monkeypatch.setattr(cpu.CpuEngine, "queue_step", slow)
+    monkeypatch.setattr(Step, "run", slow)
     _train(text, tmp_path, steps=6, eval_batches=0, sample_tokens=0)
     found = re.search(r"in all: 6 steps of ([\d.]+) s", capsys.readouterr().out)
     assert found and float(found[1]) < 0.2
@@ -435,14 +453,14 @@ def test_no_trial_without_steps_to_come(text: Path, tmp_path: Path, monkeypatch:
     """With --profile, or if no steps are left, no trial runs."""
     _train(text, tmp_path, steps=2, sample_tokens=0)
     assert " in all: " in capsys.readouterr().out
-    monkeypatch.setattr(cpu.CpuEngine, "trial", None)
+    monkeypatch.setattr(cpu.CpuDevice, "trial", None)
     _train(text, tmp_path, steps=2, sample_tokens=0, resume="auto")
     _train(text, tmp_path / "profile", steps=2, profile=1)
     assert " in all: " not in capsys.readouterr().out
 
 
 def test_no_validation_where_none_is_wanted(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(cpu.CpuEngine, "evaluate", None)
+    monkeypatch.setattr(cpu.CpuDevice, "evaluate", None)
     rows = _train(text, tmp_path, 2, steps=4, eval_every=2, eval_batches=0)
     assert len(rows) == 4 and not any("val" in key for row in rows for key in row)
     said = capsys.readouterr().out
@@ -470,6 +488,6 @@ def test_a_trial_step_leaves_nothing(text: Path, tmp_path: Path, options: dict[s
     for name in ("tried", "plain"):
         _train(text, tmp_path / name, 2, steps=2, init_from=source, micro_batch_size=2, **options)
         _train(text, tmp_path / f"{name} anew", 2, steps=2, micro_batch_size=2, **options)
-        monkeypatch.setattr(cpu.CpuEngine, "trial", lambda self: None)
+        monkeypatch.setattr(cpu.CpuDevice, "trial", lambda self: None)
     for run in ("", " anew"):
         assert tensors_of_run(tmp_path / f"tried{run}") == tensors_of_run(tmp_path / f"plain{run}")

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kos.testing import spawn
-from kos.train.model.llama import Llama
+from kos.train.data.batch import Batch
+from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout, Mesh
@@ -19,7 +20,8 @@ from tests.train.models import loss_and_gradients, make, make_batch
 def part_of(name, value, config, tp, rank):
     """What a rank of ``tp`` holds of a tensor."""
     if value.ndim == 1:
-        return value
+        split = name.endswith(tuple(f".{each}_proj.bias" for each in ("q", "k", "v", "gate", "up")))
+        return np.split(value, tp)[rank] if split else value
     if name.endswith(config.residual):
         return np.split(value, tp, axis=1)[rank]
     return np.split(value, tp)[rank]
@@ -51,11 +53,11 @@ def test_gradients(kind, tp, recompute, head_rows):
         gradients = own.like()
         gradients.flat[:] = np.nan
         tensor = TensorParallel(numpy_ops, mesh.tp, local.vocabulary.start)
-        model = Llama(config, numpy_ops, local=local, tensor=tensor, recompute=recompute, head_rows=head_rows)
+        model = Model(config, numpy_ops, local=local, tensor=tensor, recompute=recompute, head_rows=head_rows)
         for accumulate in (False, True):
             got = loss_and_gradients(model, own, tokens, targets, gradients, accumulate=accumulate)
             assert got == pytest.approx(loss, rel=1e-12)
-        assert model.loss(own, tokens, targets) == pytest.approx(loss, rel=1e-12)
+        assert model.loss(own, Batch(tokens, targets)) == pytest.approx(loss, rel=1e-12)
         np.testing.assert_allclose(
             model.logits(own, tokens), logits[..., local.vocabulary.start : local.vocabulary.stop], atol=1e-10
         )

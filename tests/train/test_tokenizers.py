@@ -35,22 +35,30 @@ __all__ = ["text"]
 TEXT = "Öl & naïve 漢字 🙂\n\ndef f(x):\n\treturn x  # one\r\n" * 3
 
 
-@pytest.fixture(scope="module")
-def huggingface_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE trained here, with bos and eos in both spellings of tokenizer_config.json."""
+def byte_level_bpe(texts: list[str], vocab_size: int, added: list[str]) -> Any:
+    """A tokenizer of Hugging Face, trained on the texts; ``added``: those of <|begin|> and <|end|> that it adds."""
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
     bpe = library.Tokenizer(library.models.BPE())
     bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=330,
+        vocab_size=vocab_size,
         special_tokens=["<|begin|>", "<|end|>"],
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([TEXT, "return return def def the the\n" * 20], trainer)
+    bpe.train_from_iterator(texts, trainer)
+    parts = [token for token in ("<|begin|>", "$A", "<|end|>") if token == "$A" or token in added]
+    special = [(token, bpe.token_to_id(token)) for token in added]
+    bpe.post_processor = library.processors.TemplateProcessing(parts, special_tokens=special)
+    return bpe
+
+
+@pytest.fixture(scope="module")
+def huggingface_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE trained here, with bos and eos in both spellings of tokenizer_config.json."""
+    bpe = byte_level_bpe([TEXT, "return return def def the the\n" * 20], 330, ["<|begin|>"])
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
-    bpe.post_processor = library.processors.TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     bpe.save(str(path))
     settings = {"bos_token": {"content": "<|begin|>", "special": True}, "eos_token": "<|end|>"}
     path.with_name("tokenizer_config.json").write_text(json.dumps(settings))
@@ -123,12 +131,12 @@ def test_huggingface_is_the_library(huggingface_file: Path) -> None:
     theirs = library.Tokenizer.from_file(str(huggingface_file))
     tokenizer = make_tokenizer(str(huggingface_file))
     ids = tokenizer.encode(TEXT)
-    assert ids.tolist() == theirs.encode(TEXT, add_special_tokens=False).ids
+    assert ids.tolist() == theirs.encode(TEXT).ids == [0, *theirs.encode(TEXT, add_special_tokens=False).ids]
     assert ids.dtype == np.uint16 and tokenizer.vocab_size == theirs.get_vocab_size()
-    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode(ids) == f"<|begin|>{TEXT}"
     assert (tokenizer.eos, tokenizer.start) == (1, 0)
-    assert tokenizer.encode("").size == 0
-    assert tokenizer.decode([0, *ids, 1]) == f"<|begin|>{TEXT}<|end|>"
+    assert tokenizer.encode("").tolist() == [0]
+    assert tokenizer.decode([*ids, 1]) == f"<|begin|>{TEXT}<|end|>"
     assert make_tokenizer(str(huggingface_file.parent)).encode(TEXT).tolist() == ids.tolist()
 
 
@@ -142,6 +150,66 @@ def test_long_text_is_encoded_in_pieces(huggingface_file: Path, monkeypatch: pyt
     assert "".join(kos_tokenizers._pieces("x" * 100)) == "x" * 100, "no line's end to cut at"
 
 
+ADDED = {
+    "begin": ("<|begin|> $A", [0], []), "end": ("$A <|end|>", [], [1]), "both": ("<|begin|> $A <|end|>", [0], [1]),
+    "none": (None, [], []),
+}  # fmt: skip
+
+
+def with_added(huggingface_file: Path, template: str | None, folder: Path) -> Path:
+    """The tokenizer with another post-processor, which also cuts and pads, as tokenizer.json may say."""
+    library = pytest.importorskip("tokenizers")
+    shutil.copytree(huggingface_file.parent, folder)
+    bpe = library.Tokenizer.from_file(str(huggingface_file))
+    kinds = [library.processors.ByteLevel(trim_offsets=False)]
+    if template is not None:
+        special = [("<|begin|>", 0), ("<|end|>", 1)]
+        kinds.append(library.processors.TemplateProcessing(template, special_tokens=special))
+    bpe.post_processor = library.processors.Sequence(kinds)
+    bpe.enable_truncation(5)
+    bpe.enable_padding(length=9)
+    bpe.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.parametrize(("template", "before", "after"), ADDED.values(), ids=list(ADDED))
+def test_tokens_that_a_tokenizer_adds(
+    tmp_path: Path, huggingface_file: Path, template: str | None, before: list[int], after: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The tokens are added once per text of any length, and the end-of-text token once per document."""
+    tokenizer = make_tokenizer(str(with_added(huggingface_file, template, tmp_path / "other")))
+    plain = make_tokenizer(str(with_added(huggingface_file, None, tmp_path / "plain")))
+    text = "def f(x):\nreturn\n\n  the \r\n the\n" * 9
+    inner = plain.encode(text).tolist()
+    assert len(inner) > 9 and tokenizer.encode(text).tolist() == [*before, *inner, *after]
+    assert tokenizer.encode_prompt(text) == [*before, *inner], "a prompt goes on"
+    assert tokenizer.encode_prompt("") == [0]
+    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
+    monkeypatch.setattr(kos_tokenizers, "PORTION", 99)
+    assert tokenizer.encode(text).tolist() == [*before, *inner, *after]
+    parts = [*tokenizer.encode_documents([text, "", text], split_special_tokens=True)]
+    assert sum(length for length, *_ in parts) == 2 * len(text) and len(parts) > 1
+    whole, none = [*before, *inner, 1], [*before, 1]
+    assert np.concatenate([ids for _, ids, _ in parts]).tolist() == [*whole, *none, *whole]
+    sizes = np.cumsum([0, *(len(ids) for _, ids, _ in parts)])
+    begins = [size + at for size, (_, _, each) in zip(sizes, parts, strict=False) for at in each]
+    assert begins == [0, len(whole), len([*whole, *none])]
+    assert tokenizer.separators() == f"documents {'begin with <|begin|> and ' * bool(before)}end with <|end|>"
+    assert ByteTokenizer().separators() == "nothing between documents"
+
+
+def test_special_tokens_in_a_text(huggingface_file: Path) -> None:
+    """They are special tokens in a prompt, as in transformers, and text in a document by default."""
+    tokenizer = make_tokenizer(str(huggingface_file))
+    assert tokenizer.encode("the<|end|>").tolist()[-1] == 1
+    for split in (True, False):
+        ((_, ids, _),) = tokenizer.encode_documents(["the<|end|>the"], split)
+        assert ids.tolist().count(1) == (1 if split else 2)
+        assert tokenizer.decode(ids) == "<|begin|>the<|end|>the<|end|>"
+    assert tokenizer.encode("the<|end|>").tolist()[-1] == 1
+
+
 def test_a_checkpoint_carries_the_tokenizer(huggingface_file: Path) -> None:
     every: list[Any] = [
         ByteTokenizer(), CharTokenizer(TEXT), NumberTokenizer(77), make_tokenizer(str(huggingface_file))
@@ -150,7 +218,7 @@ def test_a_checkpoint_carries_the_tokenizer(huggingface_file: Path) -> None:
         again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
         text = "5 76" if isinstance(tokenizer, NumberTokenizer) else TEXT
         assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
-        for attribute in ("name", "vocab_size", "eos", "start"):
+        for attribute in ("name", "vocab_size", "eos", "start", "prefix", "suffix"):
             assert getattr(again, attribute) == getattr(tokenizer, attribute), (tokenizer.name, attribute)
 
 
@@ -271,5 +339,5 @@ def test_transformers_load_it_from_a_checkpoint(tmp_path: Path, huggingface_file
     path = save_alone(tmp_path, MODEL, 1, tokenizer=tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(str(path))
     ids = tokenizer.encode(text).tolist()
-    assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text
+    assert theirs(text)["input_ids"] == ids and theirs.decode(ids, skip_special_tokens=True) == text
     assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)

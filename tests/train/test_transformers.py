@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
+import kos.train
 from kos import cuda
-from kos.train.checkpoint import huggingface
-from kos.train.model.gpt2 import GPT2Config, make_model
-from kos.train.model.llama_config import LlamaConfig
+from kos.testing import spawn
+from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.config.flags import parse
+from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.mesh import Layout
+from kos.train.run import Trainer
 from tests.train.models import SCALING, loss_and_gradients, tensors_of
 from tests.train.sharded import save_in, whole_state
+from tests.train.test_tokenizers import byte_level_bpe
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -102,7 +110,7 @@ def test_logits_loss_and_gradients(dialect, rng, config, length):
     weights = Parameters(start.shapes, dtype, start.groups, zeros)
     source = start.flat.astype(dtype)
     weights.flat.copy_from(source, ops.stream) if dtype == "float32" else np.copyto(weights.flat, source)
-    model, gradients = make_model(config, ops), weights.like()
+    model, gradients = Model(config, ops), weights.like()
     assert_near(model.logits(weights, tokens), out.logits.detach().numpy(), 1e-5, "logits")
     if labels is None:
         return
@@ -190,3 +198,134 @@ def test_what_ranks_of_any_layout_save_is_read_by_them(tmp_path, layout):
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, parameter in theirs.named_parameters():
         assert np.array_equal(parameter.detach().float().numpy(), whole[name]), name
+
+
+# Tokenizers
+
+DOCUMENTS = [
+    "the ring of one tree\n",
+    "two rings, naïve ones",
+    "a <|end|> that is text",
+    "def f(x):\n\treturn x\n",
+] * 10
+
+
+@pytest.fixture(params=[["<|begin|>"], ["<|end|>"], ["<|begin|>", "<|end|>"], []], ids=["bos", "eos", "both", "none"])
+def own_tokenizer(request, tmp_path):
+    """A folder with a byte-level BPE trained here, whose post-processor adds BOS, EOS, both or none."""
+    bpe = byte_level_bpe(DOCUMENTS, 300, request.param)
+    bpe.enable_truncation(7)  # which transformers ignores unless it is asked for
+    folder = tmp_path / "own"
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<|begin|>", eos_token="<|end|>"
+    ).save_pretrained(folder)
+    return folder
+
+
+def test_text_is_encoded_as_transformers_encodes_it(own_tokenizer, tmp_path, rng):
+    """Special tokens that are added, or spelled out; token numbers, logits and the likeliest text."""
+    config = LlamaConfig(300, 32, 48, 2, 4, 2, 8, max_position_embeddings=64, tie_word_embeddings=True)
+    theirs = theirs_of(config, host_weights(config, rng))
+    theirs.save_pretrained(own_tokenizer)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(own_tokenizer)
+    ours = kos.train.load(own_tokenizer)
+    for text in ("the ring of one tree", "<|begin|>the<|end|> ring", "\n", "né\r\n  two"):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        assert ours.tokenizer.encode(text).tolist() == ids[0].tolist()
+        with torch.no_grad():
+            assert_near(ours.logits(text), theirs(ids).logits[0].numpy(), 1e-5, text)
+    assert ours.tokenizer.encode("").tolist() == tokenizer("").input_ids
+    prompt = "the ring"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    ids = ids[:, : ids.shape[1] - (ids[0, -1].item() == tokenizer.eos_token_id)]  # a prompt goes on
+    with torch.no_grad():
+        out = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False, pad_token_id=1,
+            eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+    new = [token for token in out[0, ids.shape[1] :].tolist() if token != tokenizer.eos_token_id]
+    assert ours.generate(prompt, 9, temperature=0) == prompt + tokenizer.decode(new)
+
+
+def test_training_on_json_lines_with_a_new_tokenizer(own_tokenizer, tmp_path):
+    """Data, some steps, and the weights in transformers, as in the guides."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"id": 7, "body": text}) + "\n" for text in DOCUMENTS))
+    run = tmp_path / "run"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kos.train", f"--data={data}", "--text-field=body", f"--tokenizer={own_tokenizer}"),
+            *("--device=cpu", "--steps=3", "--batch-size=4", "--seq-len=16", "--eval-batches=1", "--sample-tokens=4"),
+            *("--hidden-size=32", "--num-hidden-layers=1", "--num-attention-heads=4", "--intermediate-size=48"),
+            *("--num-key-value-heads=2", f"--out={run}", "--prompt=the ring"),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder = checkpoint.find(run).path
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = [tokenizer(text, split_special_tokens=True).input_ids for text in DOCUMENTS]
+    begins, ends = ids[0][0] == tokenizer.bos_token_id, ids[0][-1] == tokenizer.eos_token_id
+    said = f"documents {'begin with <|begin|> and ' * begins}end with <|end|>"
+    said += "; attention stays within a document (--documents)"
+    assert f"held out for validation: the last tenth of data.jsonl; {said}\n" in done.stdout
+    documents = [[*each, *[tokenizer.eos_token_id] * (not ends)] for each in ids]
+    expected = [sum(map(len, documents[:36])), sum(map(len, documents[36:]))]
+    assert f"{expected[0]:,} + {expected[1]:,} tokens of data.jsonl" in done.stdout
+
+    theirs, ours = transformers.AutoModelForCausalLM.from_pretrained(folder), kos.train.load(run)
+    for text in DOCUMENTS[:4]:
+        with torch.no_grad():
+            logits = theirs(tokenizer(text, return_tensors="pt").input_ids[:, :16]).logits[0].numpy()
+        assert_near(ours.logits(ours.tokenizer.encode(text)[:16]), logits, 1e-5, text)
+    assert ours.logits("two rings").shape[0] == len(tokenizer("two rings").input_ids)
+
+
+def test_fine_tuning_a_model_of_transformers_and_loading_it_there(tmp_path, monkeypatch):
+    """kos trains a chat model that transformers saved, and transformers loads the result."""
+    library = pytest.importorskip("tokenizers")
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = library.pre_tokenizers.ByteLevel(), library.decoders.ByteLevel()
+    special = ["<|begin|>", "<|end|>", "<|pad|>", "<|user|>"]
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator([], library.trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>", model_max_length=77,
+        additional_special_tokens=["<|user|>"],
+    )  # fmt: skip
+    tokenizer.chat_template = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = transformers.LlamaConfig(
+        vocab_size=264, num_key_value_heads=2, max_position_embeddings=128, bos_token_id=0, eos_token_id=1,
+        pad_token_id=2, **shape,
+    )  # fmt: skip
+    start = transformers.LlamaForCausalLM(settings)
+    start.generation_config.update(eos_token_id=[1, 3], temperature=0.6, do_sample=True)
+    for each in (start, tokenizer):
+        each.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "words.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    monkeypatch.chdir(tmp_path)
+    flags = "--init-from theirs --data words.txt --out run --steps 3 --batch-size 4 --seq-len 32 --sample-tokens 0"
+    spawn(lambda comm: Trainer(parse(flags.split()), comm).run(), 2, timeout=100)
+
+    ours = "run/checkpoints/step-3"
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    again = transformers.AutoTokenizer.from_pretrained(ours)
+    assert again.get_vocab() == tokenizer.get_vocab() and again.model_max_length == 77
+    assert (again.bos_token, again.eos_token, again.pad_token) == ("<|begin|>", "<|end|>", "<|pad|>")
+    chat = [{"role": "user", "content": "the fox"}]
+    said = again.apply_chat_template(chat, tokenize=False)
+    assert said == "<|user|>the fox<|end|>" == tokenizer.apply_chat_template(chat, tokenize=False)
+    assert again(said).input_ids == tokenizer(said).input_ids
+    assert model.generation_config.eos_token_id == [1, 3] and model.generation_config.temperature == 0.6
+    assert model.config.pad_token_id == 2 and model.config.eos_token_id == 1
+
+    tokens = np.array(again("the quick brown fox").input_ids)
+    theirs = model(torch.tensor(tokens[None])).logits[0].detach().numpy()
+    np.testing.assert_allclose(kos.train.load(ours).logits(tokens), theirs, rtol=1e-4, atol=1e-4)
+    before = start(torch.tensor(tokens[None]), labels=torch.tensor(tokens[None])).loss
+    assert model(torch.tensor(tokens[None]), labels=torch.tensor(tokens[None])).loss < before
+    model.save_pretrained(tmp_path / "again")
+    again.save_pretrained(tmp_path / "again")
+    np.testing.assert_array_equal(kos.train.load("again").logits(tokens), kos.train.load(ours).logits(tokens))

@@ -14,17 +14,19 @@ from contextlib import ExitStack
 from typing import Any
 
 from kos.comm.backend import UNMADE, Backend, Probe
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.order import Order
-from kos.comm.operation import AUTO, Call, Operation, Route
-from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.operation import AUTO, Operation
+from kos.comm.prepared import Prepared
 from kos.comm.tuning import Table, merged
-from kos.comm.work import Idle, Work
+from kos.comm.work import Idle, Steps, Work
 from kos.cuda import driver
 from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument, KosError, PeerMemoryError
 from kos.memory import Array, Buffer
+from kos.memory.windows import InWindows
 
 _UNEVEN = frozenset({"all_to_all_v", "gather_v", "scatter_v", "send", "recv", "send_recv"})
 """Operations whose sizes differ between ranks: they all take the route of ``_UNEVEN_BYTES``."""
@@ -51,12 +53,11 @@ class AutoBackend(Backend):
         self._ordered = self._by_name.get("peer", self.gpus[0])  # the backend that adds in rank order in its kernels
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
-            gpu.cache = self.cache
+            gpu.store = self.store
             gpu.join(self.gpus)
         self._order = Order()
         # The backend that queued last, and the streams on which it may queue again without being ordered.
         self._last_queued: tuple[DeviceBackend, Collection[int]] = (self.gpus[0], ())
-        self._by_host = Route(host)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -88,14 +89,14 @@ class AutoBackend(Backend):
         """
         buffer = o.send or o.recv
         if buffer is None:
-            return self._ordered if o.options.stream is not None else self.host, True
+            return self._ordered if o.options.on_stream else self.host, True
         if buffer.device is None:
             return self.host, True
         if self._only is not None:
             return self._only, True
         if o.options.deterministic or o.options.algorithm != AUTO:
             return self._ordered, True
-        if o.options.overlap and self._ordered.beside(o):
+        if o.options.overlap and self._ordered.overlapped(o):
             return self._ordered, True
         limits, choices = self._choices.get((o.name, buffer.dtype)) or self._load_routes(o.name, buffer.dtype)
         if o.name in _BY_OUTPUT and o.recv is not None:
@@ -133,59 +134,61 @@ class AutoBackend(Backend):
     def idle(self) -> Idle:
         return self.host.idle()
 
-    def prepare(self, call: Call) -> None:
-        part, fixed = self.choose_backend(call.operation)
-        call.route = self._by_host
-        part.prepare(call)
-        call.route.fixed = fixed
+    def prepare(self, o: Operation) -> Prepared:
+        part, fixed = self.choose_backend(o)
+        prepared = part.prepare(o)
+        if part is self.host:
+            prepared.launch = self._launch_on_host
+        else:
+            prepared.launch, prepared.fixed = self._launch_on_gpu, fixed
+            eager = not fixed and not is_captured((o.send or o.recv).stream)  # type: ignore[union-attr]
+            if eager and type(prepared.route) is InWindows:  # it is found outside of graphs alone, and need not look
+                prepared.route = prepared.route.launch
+        return prepared
 
-    def start(self, call: Call) -> Work[Any] | None:
-        route: Any = call.route
-        part, host = route.backend, self.host
-        if part is host:
-            self.gpus[0].confirm(call)  # the later of two ranks that differ finds it
-        if host.broken is not None or (part is host and self.broken is not None):
-            self.refuse(call)
-        if self._only is None and part is not host:
+    def _launch_on_host(self, work: Work[Any]) -> Steps | None:
+        self.gpus[0].confirm(work)  # the later of two ranks that differ finds it
+        if self.broken is not None:
+            self.refuse(work)
+        return self.host.launch(work)  # type: ignore[attr-defined]
+
+    def _launch_on_gpu(self, work: Work[Any]) -> None:
+        part, host = work.prepared.backend, self.host
+        if host.broken is not None:
+            self.refuse(work)
+        if self._only is None:
             former, last = self._last_queued
-            if part is not former or (part.side if route.overlap else call.stream) not in last:
-                self._order_backends(part, (call,), route.overlap)
-        work: Work[Any] | None = part.start(call)
-        return work
+            if part is not former or (work.stream if work.prepared.waits else part.side) not in last:
+                self._order_backends(part, (work,), not work.prepared.waits)
+        part.launch(work)
 
-    def _order_backends(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
+    def _order_backends(self, part: DeviceBackend, works: Sequence[Work[Any]], overlap: bool) -> None:
         """Order the calls of the two GPU backends, one after the other.
 
         Kernels of both may need a whole GPU and wait for other ranks: without an order, GPUs might start different
         kernels.  Each backend orders its own calls.
         """
-        keepers = {part.side: part._side} if overlap else {call.stream: call.queue for call in calls}
+        keepers = {part.side: part._side} if overlap else {work.stream: work.queue for work in works}
         with driver.on_device(self.device):
             for stream, keeper in keepers.items():
                 part.streams.hold(stream, keeper)
             again = self._order.enter(part, keepers, part.streams)
         self._last_queued = part, keepers if again else ()
 
-    def queued(self, call: Call) -> Work[Any] | None:
-        part: Backend = _backend_of(call)
-        return part.queued(call)
-
-    def in_order(self, calls: Sequence[Call]) -> list[Call]:
+    def in_order(self, works: Sequence[Work[Any]]) -> list[Work[Any]]:
         """Grouped by backend."""
-        parts = (*self.gpus, self.host)
-        return sorted(calls, key=lambda call: parts.index(_backend_of(call)))
+        parts: list[Any] = [*self.gpus, self.host]
+        return sorted(works, key=lambda work: parts.index(work.backend))
 
-    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        self.raise_failure(calls[0].name)
-        works: dict[int, Work[Any]] = {}
-        for part, several in itertools.groupby(self.in_order(calls), _backend_of):
+    def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
+        self.raise_failure(works[0].name)
+        for part, several in itertools.groupby(works, lambda work: work.backend):
             mine = list(several)
             if part is self.host:
                 self.gpus[0].confirm(mine[0])
             elif self._only is None:
                 self._order_backends(part, mine, overlap)
-            works.update(zip(map(id, mine), part.start_all(mine, overlap), strict=True))
-        return [works[id(call)] for call in calls]
+            part.start_all(mine, overlap)
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
@@ -253,8 +256,3 @@ class AutoBackend(Backend):
 
     def routes(self, place: str = "") -> list[tuple[str, ...]]:
         return super().routes(" on GPUs") + self.host.routes(" on hosts")
-
-
-def _backend_of(call: Call) -> Any:
-    assert call.route is not None
-    return call.route.backend

@@ -17,24 +17,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend
+from kos.comm.control import mpi_job
+from kos.comm.control.base import Rendezvous
 from kos.comm.failures import again
 from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
-from kos.comm.gpu.shared import Shared
+from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent
-from kos.comm.operation import AUTO, NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
+from kos.comm.operation import AUTO, NO_MESSAGE, Operation
+from kos.comm.prepared import Prepared
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
 from kos.comm.reduction import ReduceOp
-from kos.comm.rendezvous import mpi_job
-from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table
 from kos.comm.work import Idle, Work
-from kos.cuda import create_stream, driver, streams
+from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
@@ -48,15 +50,22 @@ from kos.errors import (
 )
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
-from kos.memory.windows import in_windows
+from kos.memory.windows import Launch, in_windows
 
 log = logging.getLogger(__name__)
 
-Launch = Callable[[int], None]
-"""Queues an operation on the stream of that handle."""
-KNOWN = 4096
-"""Routes that are cached: of calls with the same addresses, which a program makes again and again."""
-_IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v", "gather_v", "scatter_v"}
+
+class Route(NamedTuple):
+    """How a backend for GPUs runs calls of one signature."""
+
+    queue: Launch
+    """Queues one: the handle of a stream, the address of what is sent, and of what is received."""
+    kernel: str | None = None
+    """The kernel, if it depends on more than the arguments and must be the same on all ranks."""
+    lasting: bool = True
+    """Whether later calls may use it."""
+
+
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 _ABORT_SECONDS = 20.0
@@ -71,10 +80,12 @@ _aborting: dict[DeviceBackend, float] = {}
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
     """The GPU of this rank: the one that it was given, else by its place among the ranks of the machine.
 
+    Pretended hosts share the GPUs of their machine: ranks of two hosts have one in common only if ranks of one would.
+
     Ranks bound to a NUMA node take GPUs of that node first.  Raises BackendUnavailable without one.  Collective
     on first use.
     """
-    place, nodes = rendezvous.local_rank, rendezvous.local_nodes
+    place, nodes = rendezvous.place_on_machine
     driver.require()
     devices = visible_devices()
     wanted = rendezvous.device
@@ -92,6 +103,7 @@ class DeviceBackend(Backend):
     """
 
     on_gpu = True
+    work: ClassVar[type[Work[Any]]] = DeviceWork
     device: int
     table: Table | None = None
     """By what was measured, which operation goes by which route; where the backend knows one."""
@@ -104,10 +116,9 @@ class DeviceBackend(Backend):
         super().__init__(rendezvous)
         self.device = device_of(rendezvous).index if device is None else device
         self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
-        self.shared = Shared(rendezvous, self.ledger, self.device, host)
-        self._routes: dict[tuple[Any, ...], Route] = {}
-        self._last: Call | None = None
-        self._flying: deque[list[DeviceWork]] = deque()  # whose arrays must live until the GPU is done with them
+        self.shared = CommState(rendezvous, self.ledger, self.device, host)
+        self._last: Work[Any] | None = None
+        self._flying: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
         self._marks = Marks(self.device, self.marks)
@@ -131,7 +142,7 @@ class DeviceBackend(Backend):
         """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
         return False
 
-    def beside(self, o: Operation) -> bool:
+    def overlapped(self, o: Operation) -> bool:
         """Whether the backend carries an overlapped operation without multiprocessors."""
         return False
 
@@ -153,62 +164,39 @@ class DeviceBackend(Backend):
 
     # Launching.
 
-    def prepare(self, call: Call) -> None:
-        """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the route of the operation."""
-        o = call.operation
-        send, recv, reduction, message, options = o.send, o.recv, o.reduction, o.message, o.options
-        stream, timeout, first = options.stream, options.timeout, send or recv
-        if first is not None:
-            if first.device != self.device:
-                raise InvalidArgument(
-                    f"x: expected memory of cuda:{self.device} (backend {self.name}), "
-                    f"got {type(first.array).__name__} in memory of {first.place}"
-                )
-            if recv is not None and recv.stream != first.stream:
-                raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-            call.stream, call.queue = first.stream, first.queue
-        elif stream is None:
-            call.stream, call.queue = 0, None
-        else:
-            call.stream, call.queue = streams.handle(stream), streams.keeper(stream)
+    def prepare(self, o: Operation) -> Prepared:
+        """Refuses arrays that are elsewhere, and tags; finds the route of the operation."""
+        first, message = o.send or o.recv, o.message
+        if first is not None and first.device != self.device:
+            raise InvalidArgument(
+                f"x: expected memory of cuda:{self.device} (backend {self.name}), "
+                f"got {type(first.array).__name__} in memory of {first.place}; a communicator uses one GPU: "
+                "kos.init(device=...) creates one for another GPU"
+            )
         if message is not NO_MESSAGE and (tag := message.tag or message.recv_tag):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
-        key = (
-            o.name, send and send.pointer, send and send.count, send and send.dtype,
-            recv is not send and recv and (recv.pointer, recv.count, recv.dtype),
-            reduction and reduction.op, reduction and reduction.factor, o.root, options.algorithm,
-            options.deterministic, options.overlap, None if timeout == self.timeout else timeout,
-            o.name in _IN_PIECES and (message.dst, message.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
-        )  # fmt: skip
-        route = self._routes.get(key)
-        if route is None:
-            call.route = route = Route(self, overlap=options.overlap)
-            cached = (self.resolve if self.size > 1 else self._resolve_alone)(o, route)
-            if self.shared.calls is not None and o.collective:
-                route.mark = self.shared.calls.mark(call)
-            if cached:
-                if len(self._routes) == KNOWN:
-                    self._routes.clear()
-                self._routes[key] = route
-        call.route, call.mark = route, route.mark
+        o = o.without_memory()
+        queue, kernel, lasting = (self.resolve if self.size > 1 else self._resolve_alone)(o)
+        prepared = Prepared(o, self, self.launch, queue, kernel, lasting)
+        return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
     @abstractmethod
-    def resolve(self, o: Operation, route: Route) -> bool:
-        """Set ``route.launch``, and ``route.kernel`` where it matters; returns whether every such call may share it."""
+    def resolve(self, o: Operation) -> Route:
+        """The route of a call that is like ``o``, whose buffers have no memory."""
 
-    def _resolve_alone(self, o: Operation, route: Route) -> bool:
+    def _resolve_alone(self, o: Operation) -> Route:
         """In a group of one: a copy, or nothing.  An operation with a factor or a chosen algorithm runs as usual."""
         send, recv, reduction = o.send, o.recv, o.reduction
         scaled = reduction is not None and reduction.op is ReduceOp.PREMUL_SUM
         if scaled or o.options.algorithm != AUTO:
-            return self.resolve(o, route)
-        route.launch = nothing
-        if send is not None and recv is not None and recv.nbytes and send.pointer != recv.pointer:
-            copy = partial(self._copy, recv.pointer, send.pointer, recv.nbytes)
-            route.launch = in_windows(copy, [send.pointer, recv.pointer])
-        return True
+            return self.resolve(o)
+        if send is None or recv is None or not recv.nbytes or send is recv:
+            return Route(nothing)
+        return Route(in_windows(partial(self._copy, recv.nbytes), [send.pointer, recv.pointer]))
 
-    def _copy(self, recv: int, send: int, nbytes: int, stream: int) -> None:
+    def _copy(self, nbytes: int, stream: int, send: int, recv: int) -> None:
+        if send == recv:
+            return
         if stream > streams.PER_THREAD and cu.cuMemcpyDtoDAsync(recv, send, nbytes, stream) == (0,):
             return  # on the stream's device; the call fails if the thread has no current device
         with driver.on_device(self.device):
@@ -217,96 +205,86 @@ class DeviceBackend(Backend):
     def forget_routes(self) -> None:
         """An address may be another window's from now on, for every backend of the communicator."""
         for each in self.together:
-            each._routes.clear()
-            each.cache.clear()
-            each.cache.windows += 1
+            each.store.clear()
 
-    def start(self, call: Call) -> Work[Any] | None:
-        if self.broken is not None:
-            self.refuse(call)
-        route, shared = call.route, self.shared
-        self._last = call
+    def launch(self, work: Work[Any]) -> None:
+        """Queue ``work`` on its stream, or beside it."""
+        prepared, shared, self._last = work.prepared, self.shared, work
         try:
             if self._failure[0]:
-                self.inspect(call)
-            if shared.calls is not None and call.mark:  # messages have none
-                shared.calls.announce(call)
-                shared.last = call
-                if call.sequence >= shared.compare_at:
+                self.inspect(work)
+            if prepared.fingerprint:  # messages have none
+                calls, sequence = shared.calls, work.sequence
+                calls.core.publish(sequence, prepared.fingerprint)  # type: ignore[union-attr]
+                shared.last = work
+                if sequence >= shared.compare_at:
                     shared.confirm()
-            if route.overlap:  # type: ignore[union-attr]
-                return self._start_beside((call,))[0]
-            if call.queue is shared.streams.current:
-                route.launch(call.stream)  # type: ignore[union-attr,misc]
+            if not prepared.waits:
+                self._start_overlapped((work,))
+            elif work.queue is shared.streams.current:
+                prepared.route(work.stream, work.send, work.recv)
             else:
-                self._queue((call,))
+                self._queue((work,))
         except Exception as error:
-            self._raise(call, error)
-        return None
+            self._raise(work, error)
 
-    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        self.raise_failure(calls[0].name)
-        shared, self._last = self.shared, calls[-1]
+    def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
+        self.raise_failure(works[0].name)
+        self._last = works[-1]
         try:
-            for each in calls:
-                if shared.calls is not None and each.mark:
-                    shared.calls.announce(each)
-                    shared.last = each
-                    if each.sequence >= shared.compare_at:
-                        shared.confirm()
-            self.check(calls[0])
+            for each in works:
+                if each.prepared.fingerprint:
+                    self.shared.calls.announce(each)  # type: ignore[union-attr]
+                    self.shared.last = each
+            self.check(works[0])
             if overlap:
-                return self._start_beside(calls)
-            self._queue(calls)
+                self._start_overlapped(works)
+            else:
+                self._queue(works)
         except Exception as error:
-            self._raise(calls[0], error)
-        return [DeviceWork(each, self) for each in calls]
+            self._raise(works[0], error)
 
-    def queued(self, call: Call) -> Work[Any]:
-        return DeviceWork(call, self)
-
-    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
+    def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
-        for each in calls:
-            assert each.route is not None and each.route.launch is not None
-            each.route.launch(each.stream if stream is None else stream)
+        for each in works:
+            each.prepared.route(each.stream if stream is None else stream, each.send, each.recv)
 
-    def _queue(self, calls: Sequence[Call]) -> None:
+    def _queue(self, works: Sequence[Work[Any]]) -> None:
         """Queue on the streams of the arrays, whatever was queued before, and mark it for the watchdog.
 
         What follows on the same stream is queued without any of this, until the watchdog has looked at it.
         """
-        first, held = calls[0], self.streams
+        first, held = works[0], self.streams
         with driver.on_device(self.device):  # the legacy stream is that of the current device
-            for each in calls:
+            for each in works:
                 held.hold(each.stream, each.queue)
-            alone = all(each.stream == first.stream for each in calls)
+            alone = all(each.stream == first.stream for each in works)
             if alone and self._marks.free:
-                self._queue_marked(calls, first.stream)
+                self._queue_marked(works, first.stream)
             else:
-                self.queue(calls, None)
+                self.queue(works, None)
             held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
-            for each in calls:
+            for each in works:
                 if type(each.queue) is int:
                     self._note_end(each)
 
-    def _queue_marked(self, calls: Sequence[Call], stream: int) -> None:
+    def _queue_marked(self, works: Sequence[Work[Any]], stream: int) -> None:
         """Queue between two events, by which the watchdog knows when the GPU began and ended it."""
         self._captures = is_captured(stream)
         if self._captures:  # it runs when the graph is replayed
-            return self.queue(calls, stream)
-        mark = self._marks.begin(calls[-1], stream)
-        self.queue(calls, stream)
+            return self.queue(works, stream)
+        mark = self._marks.begin(works[-1], stream)
+        self.queue(works, stream)
         self._marks.end(mark, stream)
 
-    def _note_end(self, o: Call) -> None:
+    def _note_end(self, o: Work[Any]) -> None:
         """Record where a call ends whose stream nothing keeps; hold an array that is not freed in stream order."""
         self.streams.mark(o.stream)
-        send = o.operation.send
-        if send is not None and type(send.array) is not Array and immutable(send.array) and not capture_of(o.stream):
-            event = PooledEvent(self._events)
+        if o.held is not None and type(o.held) is not Array and immutable(o.held) and not capture_of(o.stream):
+            held, event = o.again(), PooledEvent(self._events)
             call(cu.cuEventRecord, event.handle, o.stream)
-            self._flying.append([DeviceWork(o, self, event)])
+            held.event = event  # type: ignore[attr-defined]
+            self._flying.append([held])
             self._forget_landed()
 
     def _forget_landed(self) -> None:
@@ -326,9 +304,9 @@ class DeviceBackend(Backend):
                 self._side = create_stream(self.device, urgent=True)  # few blocks, for which other ranks wait
         return int(self._side.handle)
 
-    def _start_beside(self, calls: Sequence[Call]) -> list[Work[Any]]:
+    def _start_overlapped(self, works: Sequence[Any]) -> None:
         side = self.side
-        several = {each.stream for each in calls}
+        several = {each.stream for each in works}
         captured = any(map(capture_of, several))
         if not captured:
             self._forget_landed()
@@ -339,32 +317,36 @@ class DeviceBackend(Backend):
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
             if self._marks.free:
-                self._queue_marked(calls, side)
+                self._queue_marked(works, side)
             else:
-                self.queue(calls, side)
+                self.queue(works, side)
             call(cu.cuEventRecord, event.handle, side)
-        works = [DeviceWork(each, self, event) for each in calls]
+        for each in works:
+            each.event = event
         if not captured:  # what a graph uses is kept by the graph
-            self._flying.append(works)
-        return list(works)
+            self._flying.append(list(works))
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Address of memory that operations on ``stream`` use one after another."""
         return self._scratch.address(nbytes, stream)
 
+    def load(self, path: Path, name: str, **macros: Any) -> Kernel:
+        """A kernel of kos for this GPU."""
+        return load_kernel(path, name, self.device, **macros)
+
     # Waiting on the host.
 
-    def check(self, o: Call) -> None:
+    def check(self, o: Work[Any]) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
         self.shared.confirm()
         for each in self.together:
             each.inspect(o)
 
     @abstractmethod
-    def inspect(self, o: Call) -> None:
+    def inspect(self, o: Work[Any]) -> None:
         """Raise for what the library, or a kernel, has found wrong."""
 
-    def confirm(self, o: Call) -> None:
+    def confirm(self, o: Work[Any]) -> None:
         """Compare the calls so far with those of the other ranks, before ``o`` that another backend carries."""
         try:
             if self.broken is None:
@@ -372,7 +354,7 @@ class DeviceBackend(Backend):
         except Exception as error:
             self._raise(o, error)
 
-    def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
+    def wait_on_host(self, o: Work[Any], over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
         began, idle = time.monotonic(), self.idle()
         show_at = first = began + _SHOW_EVERY
@@ -397,7 +379,7 @@ class DeviceBackend(Backend):
             if show_at > first:
                 self.report_wait(None)
 
-    def _expired(self, o: Call, timeout: float) -> KosError:
+    def _expired(self, o: Work[Any], timeout: float) -> KosError:
         """Fail ``o``, whose time is up: not while the watchdog does, which would take what ends here for the cause."""
         with self.shared.lock:
             return self.failed(o, again(self.broken) if self.broken is not None else self.timed_out(o, timeout))
@@ -407,7 +389,7 @@ class DeviceBackend(Backend):
     ) -> None:
         """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
         self.raise_failure("synchronize")
-        last = self._last or Call(Operation("synchronize", self.rank))
+        last = self._last or unstarted("synchronize", self)
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
         several = self.streams.keepers.copy() if stream is None else {stream: None}
@@ -435,21 +417,21 @@ class DeviceBackend(Backend):
         """The ranks that a kernel has waited for since the last look, as far as known."""
         return []
 
-    def late(self, call: Call) -> list[int]:
-        """The ranks that ``call``, or what is queued with it, waits for, as far as known."""
-        shared, message = self.shared, call.operation.message
+    def late(self, work: Work[Any]) -> list[int]:
+        """The ranks that ``work``, or what is queued with it, waits for, as far as known."""
+        shared, message = self.shared, work.operation.message
         return (
-            shared.missing(call)
+            shared.missing(work)
             or [rank for part in self.together for rank in part._kernel_waits]
             or sorted({rank for rank in (message.src, message.dst) if rank not in (None, self.rank)})
             or (shared.missing(shared.last) if shared.last is not None else [])
         )
 
-    def arrived(self, call: Call) -> list[int]:
-        """The ranks that are known to have begun ``call``, and may wait for a stream."""
-        if self.shared.calls is None or not call.collective:
+    def arrived(self, work: Work[Any]) -> list[int]:
+        """The ranks that are known to have begun ``work``, and may wait for a stream."""
+        if self.shared.calls is None or not work.collective:
             return []
-        missing = self.shared.missing(call)
+        missing = self.shared.missing(work)
         return [rank for rank in self._others if rank not in missing]
 
     def _elsewhere(self) -> list[int]:
@@ -457,24 +439,24 @@ class DeviceBackend(Backend):
         queued = list(self.ledger.board.queued.items())
         return sorted({rank for backend, ranks in queued if backend not in self.together for rank in ranks})
 
-    def report_wait(self, call: Call | None) -> None:
+    def report_wait(self, work: Work[Any] | None) -> None:
         board, world = self.ledger.board, self.ledger.world
-        if call is None:
+        if work is None:
             return board.post_wait(None)
-        known = [world[rank] for rank in self.late(call)] or self._elsewhere()
+        known = [world[rank] for rank in self.late(work)] or self._elsewhere()
         # Any may be late: first those that do not wait, for a board has few places.
         board.post_wait(known or sorted((world[r] for r in self._others), key=lambda r: board.awaited(r) is not None))
 
-    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         others, ledger = self._others, self.ledger
-        if late := self.late(call):
-            return ledger.overdue(late, call, seconds, arrived=self.arrived(call))
+        if late := self.late(work):
+            return ledger.overdue(late, work, seconds, arrived=self.arrived(work))
         if elsewhere := self._elsewhere():
-            return ledger.overdue([], call, seconds, elsewhere=elsewhere)
-        error = ledger.overdue(others, call, seconds)
+            return ledger.overdue([], work, seconds, elsewhere=elsewhere)
+        error = ledger.overdue(others, work, seconds)
         if len(error.ranks) < len(others) or all(ledger.board.halted(rank) for rank in error.ranks):
-            return error if error.ranks else super().timed_out(call, seconds)
-        return super().timed_out(call, seconds)
+            return error if error.ranks else super().timed_out(work, seconds)
+        return super().timed_out(work, seconds)
 
     # Failures.
 
@@ -486,7 +468,7 @@ class DeviceBackend(Backend):
         try:  # what is closed or aborted meanwhile must not be touched
             if self.broken is not None or self._closing:
                 return
-            latest = self._last or shared.last or Call(Operation("watchdog", self.rank))
+            latest = self._last or shared.last or unstarted("watchdog", self)
             try:
                 if self.together[0] is self:
                     shared.look_for_the_lost(latest)
@@ -503,7 +485,7 @@ class DeviceBackend(Backend):
     def _look_at_deadlines(self, now: float) -> None:
         """Raise CollectiveTimeout for a call that the GPU began too long ago, or that a rank did not begin."""
         if (overdue := self._marks.overdue(now)) is not None:
-            late = overdue[0] or self._last or Call(Operation("watchdog", self.rank))
+            late = overdue[0] or self._last or unstarted("watchdog", self)
             raise self.timed_out(late, overdue[1])
         if not self._marks.running and not self._captures:
             self.shared.look_for_the_late(now, self)
@@ -545,16 +527,16 @@ class DeviceBackend(Backend):
         except CudaError:  # it cannot even be made current
             return True
 
-    def failed(self, call: Call, error: Exception) -> KosError:
+    def failed(self, work: Work[Any], error: Exception) -> KosError:
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
         with self.shared.lock:
             if self.broken is not None:
                 launching = not isinstance(error, KosError)  # during a launch the watchdog ended the communicator
-                text = f"{call}: the communicator failed before: {self.broken}" if launching else None
-                return super().failed(call, again(self.broken, text))  # of which ``error`` is a consequence
-            failure = super().failed(call, self.cause(call, error))
-            record_failure(call, failure)
-            self.shared.report(call, failure, self.lost(failure))
+                text = f"{work}: the communicator failed before: {self.broken}" if launching else None
+                return super().failed(work, again(self.broken, text))  # of which ``error`` is a consequence
+            failure = super().failed(work, self.cause(work, error))
+            record_failure(work, failure)
+            self.shared.report(work, failure, self.lost(failure))
             self.shared.broken = failure
             for each in self.together:
                 self.ledger.board.post_queued(each, ())
@@ -564,10 +546,10 @@ class DeviceBackend(Backend):
                 each.abort_device()
             return failure
 
-    def _raise(self, call: Call, error: Exception) -> NoReturn:
-        raise self.failed(call, error)
+    def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
+        raise self.failed(work, error)
 
-    def cause(self, o: Call, error: Exception) -> Exception:
+    def cause(self, o: Work[Any], error: Exception) -> Exception:
         """``error``, or what the other ranks of the host know better."""
         if not isinstance(error, KosError) or self.lost(error):
             return error
@@ -624,5 +606,10 @@ class DeviceBackend(Backend):
             self._scratch.close()
 
 
-def nothing(stream: int) -> None:
+def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
     """The launch of an operation that moves no elements."""
+
+
+def unstarted(name: str, backend: Any) -> Work[Any]:
+    """What an error names where no call is at fault."""
+    return DeviceWork(Prepared(Operation(name, backend.rank), backend, nothing))

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kos.comm.control.base import Rendezvous
 from kos.comm.operation import Operation
-from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
@@ -19,8 +19,8 @@ from kos.memory.buffer import Buffer
 from kos.memory.windows import Window, WindowMemory
 
 _LEAST_BYTES = 1 << 20
-Piece = tuple[int, int]
-"""Address and bytes."""
+Piece = tuple[Any, int]
+"""Address and bytes; the address may refer to an array of a launch."""
 NONE: Piece = (0, 0)
 
 

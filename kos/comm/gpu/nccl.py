@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack
@@ -25,18 +25,20 @@ from typing import Any
 
 from kos.comm import timeouts, watchdog
 from kos.comm.backend import Backend, Probe
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.mpi_job import on_thread
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.backend import DeviceBackend, Launch, device_of, nothing
-from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of, whole
+from kos.comm.gpu.backend import DeviceBackend, Route, device_of, nothing, unstarted
+from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
-from kos.comm.operation import AUTO, Call, Operation, Route
+from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.mpi_job import on_thread
+from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
+from kos.cuda.kernels import resolved
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
@@ -49,7 +51,7 @@ from kos.errors import (
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
-from kos.memory.windows import InWindows, WindowMemory, in_windows
+from kos.memory.windows import InWindows, Launch, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +98,13 @@ class NCCLBackend(DeviceBackend):
             return Probe(False, str(error))
         if rendezvous.threads is not None and rendezvous.size > 1:
             return Probe(False, "the ranks are threads of one process, which share its GPU")
-        return Probe(True, about, claim="" if binding.ranks_may_share_a_gpu() else f"GPU {device.uuid}")
+        claim = f"GPU {device.uuid} {rendezvous.pretended_host}".rstrip()  # NCCL allows it to ranks of several hosts
+        return Probe(True, about, claim="" if binding.ranks_may_share_a_gpu() else claim)
 
     def _join(self, rendezvous: Rendezvous) -> Future[Any]:
         """Begin to create the communicator of all ranks, on a thread because it takes seconds."""
+        if rendezvous.pretended_host:  # NCCL reads it once, when it makes its first communicator
+            os.environ.setdefault("NCCL_HOSTID", rendezvous.host_identity)
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
         join = partial(binding.join, self.size, identities[0], self.rank, "kos", rendezvous.nccl)
         return self._begin(join, "nccl: init")
@@ -151,7 +156,7 @@ class NCCLBackend(DeviceBackend):
         if late and self.size == 1:
             raise CollectiveTimeout(text)
         self.shared.confirm()
-        last = self.shared.last or Call(Operation(what, self.rank))
+        last = self.shared.last or unstarted(what, self)
         if late:
             raise self.ledger.overdue(self.late(last) or self._others, text, None)
         self.report_wait(last)
@@ -173,7 +178,7 @@ class NCCLBackend(DeviceBackend):
             if named is None:
                 raise
             if isinstance(named, EndedEarly):
-                named = self.shared.explained(Call(Operation(what, self.rank)), named)
+                named = self.shared.explained(unstarted(what, self), named)
             raise named from error
 
     def split(
@@ -230,15 +235,15 @@ class NCCLBackend(DeviceBackend):
         """Whether NCCL no longer uses memory of this communicator."""
         return self._handle is None and (self._ending is None or self._ending.done())
 
-    def inspect(self, o: Call) -> None:
+    def inspect(self, o: Work[Any]) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None
         if problem is not None:
             error = EndedEarly(f"{o}: {problem}")  # mostly: another rank is gone
             error.unexplained = CollectiveError
             raise error
 
-    def failed(self, call: Call, error: Exception) -> KosError:
-        return super().failed(call, binding.error_of(error, str(call)) or error)
+    def failed(self, work: Work[Any], error: Exception) -> KosError:
+        return super().failed(work, binding.error_of(error, str(work)) or error)
 
     # Registered memory.
 
@@ -296,36 +301,34 @@ class NCCLBackend(DeviceBackend):
 
     # The operations.
 
-    def resolve(self, o: Operation, route: Route) -> bool:
+    def resolve(self, o: Operation) -> Route:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
-        launch = self._reduction(o) if o.reduction is not None else self._movement(o)
+        launch, how = self._reduction(o) if o.reduction is not None else self._movement(o)
         buffer, message = o.send or o.recv, o.message
-        # NCCL connects ranks at the first call of a kind, which depends on size and peer.
-        how = f"{type(launch).__name__} {o.root} {message.dst} {message.src}"
         launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
-        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, how
+        # NCCL connects ranks at the first call of a kind, which depends on size and peer.
+        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        route.launch = launch if connected else _FirstCall(self, o, route, launch, kind)
-        return connected
+        return Route(launch if connected else _FirstCall(self, o, launch, kind), None, connected)
 
-    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
+    def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group; ordered reductions follow one by one."""
-        alone = [c for c in calls if isinstance(_innermost(c.route), OrderedReduction)]
-        together = [c for c in calls if c not in alone]
+        alone = [work for work in works if isinstance(_innermost(work), OrderedReduction)]
+        together = [work for work in works if work not in alone]
         if len(together) < 2:
-            return super().queue(calls, stream)
+            return super().queue(works, stream)
 
         def launch() -> None:
             self._nccl.group_start()
             try:
-                for c in together:
-                    _bare(c.route)(c.stream if stream is None else stream)
+                for work in together:
+                    _bare(work)(work.stream if stream is None else stream, work.send, work.recv)
             finally:
                 self._nccl.group_end()
 
-        launches = (c.route.launch for c in together if c.route is not None)
-        kinds = frozenset(launch.kind for launch in launches if isinstance(launch, _FirstCall))
+        routes = (work.prepared.route for work in together)
+        kinds = frozenset(route.kind for route in routes if isinstance(route, _FirstCall))
         if kinds and (len(together), kinds) not in self._connected:
             self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
             self._connected.add((len(together), kinds))
@@ -333,7 +336,8 @@ class NCCLBackend(DeviceBackend):
             launch()
         super().queue(alone, stream)
 
-    def _reduction(self, o: Operation) -> Launch:
+    def _reduction(self, o: Operation) -> tuple[Launch, str]:
+        """The launch of a reduction, and what runs it."""
         reduction, send, recv = o.reduction, o.send, o.recv
         assert reduction is not None and send is not None
         lacking = o.name in ("reduce_scatter_v", "scan", "exscan")
@@ -342,55 +346,55 @@ class NCCLBackend(DeviceBackend):
             native = None
         if native is None:
             kernel_types(reduction, self.device)  # raises for an unsupported dtype, before anything is sent
-            return OrderedReduction(self, o) if send.count else nothing
+            return (OrderedReduction(self, o), "ordered") if send.count else (nothing, "")
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
-            return nothing
-        function: Callable[..., None] = getattr(self._nccl, o.name)
+            return nothing, ""
         code, op, per = native  # NCCL's dtype and op (-1: created at the call), and its elements per element
-        ends = send.pointer, recv.pointer if recv is not None else 0, count * per
-        root = () if o.root is None else (o.root,)
+        last = () if o.root is None else (o.root,)
+        function, comm = getattr(self._nccl, o.name), self._comm
         if op < 0:
-            return partial(self._premultiplied, function, ends, reduction, root)
-        return partial(function, *ends, code, op, *root, self._comm)
+            return partial(self._premultiplied, function, count * per, reduction, last), "premultiplied"
+        return _native_launch(function, count * per, code, op, *last, comm), "native"
 
     def _premultiplied(
-        self, function: Callable[..., None], ends: tuple[int, int, int], reduction: Reduction,
-        root: tuple[int, ...], stream: int,
+        self, function: Callable[..., None], count: int, reduction: Reduction, root: tuple[int, ...], stream: int,
+        send: int, recv: int,
     ) -> None:  # fmt: skip
         dtype = _real_type(reduction.dtype)
         op = binding.premultiplied_sum(self._comm, reduction.factor, dtype)
         try:
-            function(*ends, CODE_OF[dtype], op, *root, self._comm, stream)
+            function(send, recv, count, CODE_OF[dtype], op, *root, self._comm, stream)
         finally:
             self._nccl.red_op_destroy(op, self._comm)
 
-    def _movement(self, o: Operation) -> Launch:
-        """The launch of an operation without a reduction."""
+    def _movement(self, o: Operation) -> tuple[Launch, str]:
+        """The launch of an operation without a reduction, and what runs it."""
         nccl, comm = self._nccl, self._comm
-        (x, x_bytes), (out, out_bytes) = whole(o.send), whole(o.recv)
-        launch: Launch | None = None
+        root = () if o.root is None else (o.root,)
+        x_bytes, out_bytes = (0 if end is None else end.nbytes for end in (o.send, o.recv))
         match o.name:
             case "barrier":
                 token = self._token.pointer
-                return partial(nccl.all_reduce, token, token, 1, CODE_OF[DTYPES["int32"]], SUM, comm)
+                arguments = token, token, 1, CODE_OF[DTYPES["int32"]], SUM, comm
+                return lambda stream, *_: nccl.all_reduce(*arguments, stream), "native"
             case "broadcast":
-                launch, nbytes = partial(nccl.broadcast, x, out, out_bytes, BYTE, o.root, comm), out_bytes
+                function, nbytes = nccl.broadcast, out_bytes
             case "all_gather":
-                launch, nbytes = partial(nccl.all_gather, x, out, x_bytes, BYTE, comm), x_bytes
+                function, nbytes = nccl.all_gather, x_bytes
             case "all_to_all":
-                launch, nbytes = partial(nccl.allto_all, x, out, x_bytes // self.size, BYTE, comm), x_bytes
+                function, nbytes = nccl.allto_all, x_bytes // self.size
             case "gather":
-                launch, nbytes = partial(nccl.gather, x, out, x_bytes, BYTE, o.root, comm), x_bytes
+                function, nbytes = nccl.gather, x_bytes
             case "scatter":
-                launch, nbytes = partial(nccl.scatter, x, out, out_bytes, BYTE, o.root, comm), out_bytes
-        if launch is not None:
-            return launch if nbytes else nothing
-        return partial(self.exchange, *exchange_of(o, self.rank, self.size))
+                function, nbytes = nccl.scatter, out_bytes
+            case _:
+                return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
+        return (_native_launch(function, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
     # The interface for OrderedReduction.
 
-    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
         """Send piece j to rank j and receive piece j from it, including this rank; empty pieces are skipped."""
         nccl, comm = self._nccl, self._comm
         nccl.group_start()
@@ -398,34 +402,39 @@ class NCCLBackend(DeviceBackend):
             for call, pieces in ((nccl.send, sends), (nccl.recv, recvs)):
                 for peer, (pointer, nbytes) in enumerate(pieces):
                     if nbytes:
-                        call(pointer, nbytes, BYTE, peer, comm, stream)
+                        call(resolved(pointer, arrays), nbytes, BYTE, peer, comm, stream)
         finally:
             nccl.group_end()
 
-    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
+    def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
         """All-gather of ``nbytes`` from each rank."""
-        self._nccl.all_gather(send, recv, nbytes, BYTE, self._comm, stream)
+        self._nccl.all_gather(resolved(send, arrays), resolved(recv, arrays), nbytes, BYTE, self._comm, stream)
 
 
 class _FirstCall:
     """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
 
-    __slots__ = ("_backend", "_route", "_timeout", "kind", "launch")
+    __slots__ = ("_backend", "_timeout", "kind", "launch")
 
-    def __init__(self, backend: NCCLBackend, o: Operation, route: Route, launch: Launch, kind: _Kind) -> None:
-        # A weak reference avoids a cycle with the route.
-        self._backend, self._route, self.launch, self.kind = backend, weakref.ref(route), launch, kind
-        self._timeout = o.options.timeout
+    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: _Kind) -> None:
+        self._backend, self.launch, self.kind, self._timeout = backend, launch, kind, o.options.timeout
 
-    def __call__(self, stream: int) -> None:
-        backend, launch, route = self._backend, self.launch, self._route()
+    def __call__(self, stream: int, send: int, recv: int) -> None:
+        backend, launch = self._backend, self.launch
         if self.kind not in backend._connected:
-            backend.bounded(lambda: launch(stream), self._timeout, "nccl")
+            backend.bounded(lambda: launch(stream, send, recv), self._timeout, "nccl")
             backend._connected.add(self.kind)
         else:
-            launch(stream)
-        if route is not None:
-            route.launch = launch  # later launches call NCCL directly
+            launch(stream, send, recv)
+
+
+def _native_launch(function: Callable[..., None], *arguments: Any) -> Launch:
+    """The launch of a function of NCCL, which takes the addresses first, and the stream last."""
+
+    def launch(stream: int, send: int, recv: int) -> None:
+        function(send, recv, *arguments, stream)
+
+    return launch
 
 
 @functools.cache
@@ -449,11 +458,11 @@ def _real_type(dtype: DType) -> DType:
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
 
 
-def _bare(route: Any) -> Any:
-    launch = route.launch
-    return launch.launch if isinstance(launch, _FirstCall) else launch
+def _bare(work: Work[Any]) -> Any:
+    route = work.prepared.route
+    return route.launch if isinstance(route, _FirstCall) else route
 
 
-def _innermost(route: Any) -> Any:
-    launch = _bare(route)
+def _innermost(work: Work[Any]) -> Any:
+    launch = _bare(work)
     return launch.launch if isinstance(launch, InWindows) else launch

@@ -19,13 +19,14 @@ import numpy as np
 from kos.comm.gpu.memory import Piece
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
-from kos.cuda import Kernel, driver, load_kernel
+from kos.cuda import Kernel, driver
 from kos.cuda.devices import device_info
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 
-Run = Callable[[Any], None]
+Run = Callable[..., None]
+"""Queues an operation: stream, and addresses of what is sent and received where arguments refer to these."""
 KERNELS = Path(__file__).with_name("kernels") / "reduce_ordered.cu"
 
 _ONE_SHOT_BYTES = 1 << 20
@@ -52,7 +53,7 @@ def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
 
 
 class Carrier(Protocol):
-    """The backend that exchanges the parts; addresses are those of this rank's GPU."""
+    """The backend that exchanges the parts; addresses are those of this rank's GPU, or refer to ``arrays``."""
 
     rank: int
     size: int
@@ -60,9 +61,11 @@ class Carrier(Protocol):
 
     def scratch(self, nbytes: int, stream: int) -> int: ...
 
-    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None: ...
+    def load(self, path: Path, name: str, **macros: Any) -> Kernel: ...
 
-    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None: ...
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None: ...
+
+    def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None: ...
 
 
 class OrderedReduction:
@@ -72,8 +75,10 @@ class OrderedReduction:
         assert o.send is not None and o.reduction is not None
         size, rank = backend.size, backend.rank
         name, op, per = kernel_types(o.reduction, backend.device)
+        self.kernels = name, op  # the dtype and operation that select the kernels
         self._backend, self._name, self._root, self._factor = backend, o.name, o.root, o.reduction.factor
-        self._send, self._recv = o.send.pointer, o.recv.pointer if o.recv is not None else 0
+        self._send: Any = o.send.pointer
+        self._recv: Any = o.recv.pointer if o.recv is not None else 0
         self._result = DTYPES[name].itemsize
         travels = name
         self._scale = None
@@ -101,9 +106,9 @@ class OrderedReduction:
 
     def _load(self, kernel: str, **macros: str) -> Kernel:
         with relaxed_capture():
-            return load_kernel(KERNELS, kernel, self._backend.device, RANKS=self._backend.size, **macros)
+            return self._backend.load(KERNELS, kernel, RANKS=self._backend.size, **macros)
 
-    def __call__(self, stream: int) -> None:
+    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
         backend = self._backend
         scaled = up(self._count * self._itemsize) if self._scale is not None else 0
         pieces = up(backend.size * self._mine * self._itemsize)
@@ -116,9 +121,9 @@ class OrderedReduction:
                 self._bound[scratch] = self._bind(scratch, scratch + scaled, scratch + scaled + pieces)
         with driver.on_device(backend.device):
             for run in self._bound[scratch]:
-                run(stream)
+                run(stream, send, recv)
 
-    def _bind(self, scaled: int, gathered: int, target: int) -> list[Run]:
+    def _bind(self, scaled: int, gathered: int, target: Any) -> list[Run]:
         """Scale, exchange, add, distribute; scratch memory holds the scaled input, gathered parts, and the result."""
         runs, source = list[Run](), self._send
         if self._scale is not None:
@@ -142,7 +147,7 @@ class OrderedReduction:
             runs.append(self._distribute(target))
         return runs
 
-    def _exchange(self, source: int, gathered: int) -> Run:
+    def _exchange(self, source: Any, gathered: int) -> Run:
         backend, size = self._backend, self._itemsize
         if self._whole:
             return partial(backend.collect, source, gathered, self._count * size)
@@ -152,7 +157,7 @@ class OrderedReduction:
         recvs = [(gathered + r * nbytes, nbytes) for r in range(backend.size)]
         return partial(backend.exchange, sends, recvs)
 
-    def _distribute(self, target: int) -> Run:
+    def _distribute(self, target: Any) -> Run:
         """Send the parts of an all_reduce to all ranks, those of a reduce to the root."""
         backend, size = self._backend, self._result
         if self._name == "all_reduce" and self._count % backend.size == 0:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from typing import Any
 
 from kos.comm.backend import Backend
+from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, Ledger, again
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import ABORTED, Calls, between_hosts, open_segment
-from kos.comm.operation import Call
-from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.host.shared import ABORTED, CallRing, between_hosts, open_segment
+from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 _UNCONFIRMED = 64
@@ -27,16 +28,16 @@ _DEAD_SECONDS = 0.5
 """What a GPU waits for may still end in so long after the end of a rank's process was found."""
 
 
-class Shared:
+class CommState:
     """The state of one communicator on one GPU, whichever of its backends carries a call."""
 
     def __init__(self, rendezvous: Rendezvous, ledger: Ledger, device: int, host: Backend | None) -> None:
         self.ledger = ledger
         self.streams = Streams(device)
         self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
-        self.calls: Calls | None = None
+        self.calls: CallRing | None = None
         self.segment = "a group of one"  # how calls are compared, or why they are not
-        self.last: Call | None = None  # the last collective
+        self.last: Work[Any] | None = None  # the last collective
         self.compare_at = _UNCONFIRMED  # the collective at which calls are compared again
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
@@ -49,7 +50,7 @@ class Shared:
         elif rendezvous.size > 1:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
-                self.calls, self._owns_calls = Calls(segment, ledger), True
+                self.calls, self._owns_calls = CallRing(segment, ledger), True
                 at_exit(self)
         self._hosts = None if rendezvous.size == 1 else between_hosts(rendezvous, self.calls)
 
@@ -59,11 +60,11 @@ class Shared:
             self.compare_at = self.last.sequence + _UNCONFIRMED
             self._confirmed = self.calls.compare(self.last, self._confirmed)
 
-    def missing(self, call: Call) -> list[int]:
-        """The ranks of this host that have not begun ``call``."""
-        return self.calls.missing(call) if self.calls is not None and call.collective else []
+    def missing(self, work: Work[Any]) -> list[int]:
+        """The ranks of this host that have not begun ``work``."""
+        return self.calls.missing(work) if self.calls is not None and work.collective else []
 
-    def look_for_the_lost(self, latest: Call) -> None:
+    def look_for_the_lost(self, latest: Work[Any]) -> None:
         """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
 
         Whatever this rank has queued may wait for that one, replays of graphs too, which are no calls.  What may still
@@ -97,10 +98,10 @@ class Shared:
                 self._hosts.send()
                 self._hosts.receive(self.last.group)
 
-    def last_of(self, backend: Backend) -> Call | None:
+    def last_of(self, backend: Backend) -> Work[Any] | None:
         """The last collective, if ``backend`` carries it and it does not end before all ranks have arrived."""
         o = self.last
-        mine = o is not None and o.route is not None and o.route.backend is backend and o.operation.root is None
+        mine = o is not None and o.backend is backend and o.operation.root is None
         return o if mine else None
 
     def look_for_the_late(self, now: float, backend: Backend) -> None:
@@ -115,7 +116,7 @@ class Shared:
             arrived = [rank for rank in range(len(self.ledger.world)) if rank not in absent]
             raise self.ledger.overdue(absent, o, timeout, arrived=arrived)
 
-    def cause(self, o: Call, error: KosError) -> KosError:
+    def cause(self, o: Work[Any], error: KosError) -> KosError:
         """What the other ranks of the host know better: another failure, calls that differ, a rank that died."""
         calls = self.calls
         if calls is None:
@@ -133,7 +134,7 @@ class Shared:
             return self.ledger.lost(killed, "its process ended", o, None, 0.0)
         return error
 
-    def explained(self, o: Call, error: KosError) -> KosError:
+    def explained(self, o: Work[Any], error: KosError) -> KosError:
         """The cause, which another rank may report a little later where the error is EndedEarly.
 
         Where nobody does, the ranks waited for are to blame that are known to be gone, late or waiting themselves.
@@ -156,14 +157,14 @@ class Shared:
             return self.ledger.overdue(late, error, None)
         return error.unexplained(str(error))
 
-    def report(self, o: Call, failure: KosError, lost: bool) -> None:
+    def report(self, o: Work[Any], failure: KosError, lost: bool) -> None:
         """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
         reported = self.ledger.shared(failure, lost, None if o.collective else o)
         if self.calls is not None:
             begun = o.collective and o.sequence >= 0
             self._fail(self.calls, reported, o.sequence if begun else self.calls.begun)
 
-    def _fail(self, calls: Calls, failure: KosError, sequence: int) -> None:
+    def _fail(self, calls: CallRing, failure: KosError, sequence: int) -> None:
         """Report the failure to the other ranks of this host, and its first one to other hosts."""
         calls.fail(failure, sequence)
         if self._hosts is not None:

@@ -8,7 +8,6 @@ from collections import deque
 from typing import Any
 
 from kos.comm.arguments import check_timeout
-from kos.comm.operation import Call
 from kos.comm.recorder import completed
 from kos.comm.work import Work
 from kos.cuda import driver
@@ -24,12 +23,8 @@ class DeviceWork(Work[Any]):
     after the operation.  ``wait(timeout)`` and ``synchronize(timeout)`` wait on the host, in seconds.
     """
 
-    __slots__ = ("event",)
-
-    def __init__(self, call: Call, backend: Any, event: PooledEvent | None = None) -> None:
-        self.call = call
-        self.backend = backend  # ``kos.comm.gpu.backend.DeviceBackend``
-        self.event = event  # recorded after an operation on the communicator's own stream
+    event: PooledEvent | None = None
+    """Recorded after an operation on the communicator's own stream."""
 
     @property
     def state(self) -> str:
@@ -38,33 +33,33 @@ class DeviceWork(Work[Any]):
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with everything on its stream)."""
         if self.event is None:
-            idle: bool = self.backend.is_idle(self.call.stream, self.call.queue)
+            idle: bool = self.backend.is_idle(self.stream, self.queue)
             return idle
         (status,) = cu.cuEventQuery(self.event.handle)
         return is_over("cuEventQuery", status)
 
     def done(self) -> bool:
-        self.backend.raise_failure(self.call)
+        self.backend.raise_failure(self)
         over = self.over()
-        self.backend.check(self.call)
+        self.backend.check(self)
         return over
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is not None:
             return self.synchronize(timeout)
-        backend, recv = self.backend, self.call.operation.recv
+        backend = self.backend
         if backend.broken is not None:
-            backend.raise_failure(self.call)
+            backend.raise_failure(self)
         if self.event is not None:
             with driver.on_device(backend.device):
-                call(cu.cuStreamWaitEvent, self.call.stream, self.event.handle, 0)
-        return recv.result if recv is not None else None
+                call(cu.cuStreamWaitEvent, self.stream, self.event.handle, 0)
+        return self.result
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        self.backend.raise_failure(self.call)
-        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
-        self.backend.wait_on_host(self.call, self.over, timeout)
-        completed(self.call, time.time_ns())
+        self.backend.raise_failure(self)
+        timeout = self.operation.options.timeout if timeout is None else check_timeout(timeout)
+        self.backend.wait_on_host(self, self.over, timeout)
+        completed(self, time.time_ns())
         return self.wait()
 
     def cancel(self, error: KosError) -> None:
@@ -99,7 +94,7 @@ class Marks:
         first = self._in_flight[0] if self._in_flight else None
         return first is not None and (first.begun is not None or not first.follows_unmarked)
 
-    def begin(self, o: Call, stream: int) -> _Mark:
+    def begin(self, o: Work[Any], stream: int) -> _Mark:
         """Record by a free mark that ``o`` begins on ``stream``, which no graph captures."""
         mark = self.free.pop()
         mark.begin(o, stream, o.sequence > self._sequence + 1)
@@ -111,7 +106,7 @@ class Marks:
         mark.end(stream)
         self._in_flight.append(mark)
 
-    def overdue(self, now: float) -> tuple[Call | None, float] | None:
+    def overdue(self, now: float) -> tuple[Work[Any] | None, float] | None:
         """A call that the GPU began longer ago than its timeout, and that; frees the marks that it has passed."""
         for mark in list(self._in_flight):
             if mark.ended():
@@ -128,7 +123,7 @@ class _Mark:
     def __init__(self, device: int) -> None:
         self._begin, self._end = Event(device), Event(device)
 
-    def begin(self, o: Call, stream: int, follows_unmarked: bool) -> None:
+    def begin(self, o: Work[Any], stream: int, follows_unmarked: bool) -> None:
         self.follows_unmarked = follows_unmarked
         self.call, self._timeout = weakref.ref(o), o.operation.options.timeout  # not ``o`` itself, which holds arrays
         self.begun: float | None = None

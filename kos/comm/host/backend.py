@@ -12,29 +12,24 @@ import os
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from time import time_ns
 from typing import Any, Protocol
 
 from kos.comm import timeouts, watchdog
 from kos.comm.backend import UNMADE, ends_group
-from kos.comm.host.shared import (
-    ABORTED,
-    Calls,
-    Segment,
-    SharedArrays,
-    SharedCollectives,
-    SharedMessages,
-    open_segment,
-)
-from kos.comm.operation import Call, Message
-from kos.comm.recorder import COMPLETED
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.mpi_job import Backoff
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.mpi_job import Backoff
+from kos.comm.host.fingerprints import Fingerprints
+from kos.comm.host.shared import ABORTED, CallRing, Node, Segment, SharedArrays, open_segment
+from kos.comm.operation import Operation
+from kos.comm.prepared import Prepared
 from kos.comm.scheduled import ScheduledBackend
 from kos.comm.schedules.execute import Transport
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, KosError, RankLost
 from kos.memory import Buffer
+
+AWAITS_READ, AWAITS_MESSAGE = 1, 2
+"""What a message waits for, as in ``core.h``: its receipt by a rank, or one from it."""
 
 
 class NamingTransport(Transport, Protocol):
@@ -62,46 +57,52 @@ class MessagingBackend(ScheduledBackend):
         return list(self.arrays.views(x))
 
     @abstractmethod
-    def absent(self, call: Call) -> list[int]:
+    def absent(self, work: Work[Any]) -> list[int]:
         """The ranks that are known not to have begun a collective."""
 
-    def behind(self) -> list[int]:
-        """The ranks that the current collective in shared memory waits for."""
+    def behind(self, work: Work[Any]) -> list[int]:
+        """The ranks that a collective in shared memory waits for."""
         return []
 
-    def late(self, call: Call) -> tuple[list[int], str | None]:
-        """The ranks that ``call`` waits for, as far as known, and the text for an error."""
-        if not call.collective:
-            return self._late_in_message(call.operation.message)
-        if late := self.absent(call):
+    def late(self, work: Work[Any]) -> tuple[list[int], str | None]:
+        """The ranks that ``work`` waits for, as far as known, and the text for an error."""
+        if not work.collective:
+            return self._late_in_message(work)
+        if late := self.absent(work):
             return late, timeouts.late(self.ledger.names(late))
-        if late := self.behind():
+        if late := self.behind(work):
             return late, timeouts.stuck(self.ledger.names(late))
-        late = self.transport.awaited(self._tag(call))
+        late = self.transport.awaited(self._tag(work))
         return late, timeouts.awaited(self.ledger.names(late)) if late else None
 
-    def waits_for(self, call: Call) -> list[int]:
-        return [self.ledger.world[rank] for rank in self.late(call)[0]]
+    def waits_for(self, work: Work[Any]) -> list[int]:
+        return [self.ledger.world[rank] for rank in self.late(work)[0]]
 
-    def _late_in_message(self, message: Message) -> tuple[list[int], str]:
+    def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
+        """Whether this end of a message is not complete."""
+        message = work.operation.message
+        return self.transport.in_flight(rank, message.recv_tag if receives else message.tag, receives)
+
+    def _late_in_message(self, work: Work[Any]) -> tuple[list[int], str]:
+        message = work.operation.message
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
         if src and dst:
-            src = [rank for rank in src if self.transport.in_flight(rank, message.recv_tag, receives=True)]
-            dst = [rank for rank in dst if self.transport.in_flight(rank, message.tag, receives=False)]
+            src = [rank for rank in src if self._in_flight(work, rank, receives=True)]
+            dst = [rank for rank in dst if self._in_flight(work, rank, receives=False)]
         names = self.ledger.names
         words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
         words += [timeouts.unreceived(names(dst, False))] if dst else []
         return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
 
-    def timed_out(self, call: Call, seconds: float | None) -> KosError:
-        late, words = self.late(call)
-        return self.ledger.overdue(late, call, seconds, words) if late else super().timed_out(call, seconds)
+    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
+        late, words = self.late(work)
+        return self.ledger.overdue(late, work, seconds, words) if late else super().timed_out(work, seconds)
 
-    def report_wait(self, call: Call | None) -> None:
-        self.ledger.board.post_wait(None if call is None else self.waits_for(call))
+    def report_wait(self, work: Work[Any] | None) -> None:
+        self.ledger.board.post_wait(None if work is None else self.waits_for(work))
 
-    def failed(self, call: Call, error: Exception) -> KosError:
-        failure = super().failed(call, error)
+    def failed(self, work: Work[Any], error: Exception) -> KosError:
+        failure = super().failed(work, error)
         if isinstance(failure, RankLost | CollectiveTimeout):
             self.ledger.board.post_failure(failure)
         return failure
@@ -114,9 +115,9 @@ class HostBackend(MessagingBackend):
         super().__init__(rendezvous, engine)
         self._segment: Segment | None = None
         self.shared_memory = "a group of one"  # the segment's description, or why none is shared
-        self._calls: Calls | None = None
-        self._shared: SharedCollectives | None = None
-        self._mail: SharedMessages | None = None
+        self._calls: CallRing | None = None
+        self.fingerprints: Fingerprints | None = None  # None: this rank compares no calls
+        self._node: Node | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
         self._aborting = False
@@ -135,26 +136,24 @@ class HostBackend(MessagingBackend):
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
-            self._calls = Calls(self._segment, self.ledger)
+            self._calls = self.fingerprints = CallRing(self._segment, self.ledger)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
-                self._shared = SharedCollectives(self._calls, self.crowded, rendezvous, self._by_messages)
-                self.transport = self._mail = SharedMessages(self._calls, self._shared.direct, self.crowded)
-                if not self._shared.direct.usable:
+                self.transport = self._node = Node(self._calls, self.engine, rendezvous)
+                if not self._node.one_copy:
                     self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
-        if self.one_host:
+        if rendezvous.local_size == self.size:
             self.arrays = SharedArrays(rendezvous)
 
-    def carry(self, transport: NamingTransport) -> None:
-        """Send messages over ``transport``; in shared memory, those that it cannot carry."""
-        if self._mail is None:
-            self.transport = transport
-        else:
-            self._mail.other = transport
+    def eager(self, comm: Any) -> Any:
+        """What makes the calls of ``comm`` in the core as far as they need no Python; None if it makes none."""
+        if self._node is None or self._calls is None or comm._tracing is not None:
+            return None
+        return self._node.eager(comm, self)
 
     @property
-    def calls(self) -> Calls | None:
+    def calls(self) -> CallRing | None:
         """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         return self._calls
 
@@ -170,76 +169,63 @@ class HostBackend(MessagingBackend):
         """Shared memory and MPI have no events: a wait polls."""
         return Backoff(self.crowded)
 
-    def agree(self, call: Call) -> Callable[[], bool] | None:
-        self._begun = call.sequence + 1
-        return self._calls.publish(call) if self._calls is not None else None
+    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
+        self._begun = work.sequence + 1
+        return self._calls.publish(work) if self._calls is not None else None
 
-    def start(self, call: Call) -> Work[Any] | None:
-        """Launch a prepared call; None if it was launched before, and is complete already."""
-        shared = self._shared
-        if call.plan is None or shared is None or self.broken is not None or self.ledger.board.last is not None:
-            return super().start(call)
-        # Collectives need no lock: one thread at a time uses a communicator, and a progress thread what is in flight.
-        try:
-            if call.collective:
-                steps = shared.start(call)
-            else:
-                with self.engine.lock:
-                    steps = self._by_mailbox(call)
-        except BaseException as error:
-            steps = _raise(error)
-        if steps is not None:
-            return self.engine.launch(call, self, steps)
-        record = call.record
-        if record is not None and record[0] is call.description:  # ``completed``, inlined
-            record[COMPLETED] = time_ns()
-        return None
+    def prepare(self, o: Operation) -> Prepared:
+        prepared = super().prepare(o)
+        if self.fingerprints is not None:
+            self.fingerprints.add(prepared)
+        if self._node is not None:
+            self._node.bind(prepared)
+        return prepared
 
-    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        if self._mail is not None:
-            self._mail.batch = True
+    def resume(self, work: Work[Any], left: Any) -> Steps | None:
+        """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""
+        assert self._node is not None
+        return self._node.resume(work, left)
+
+    def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
+        if (node := self._node) is None:
+            return super().start_all(works, overlap)
+        node.batch = True
         try:
-            return [self.start(call) or Work(call, self, None) for call in calls]
+            super().start_all(works, overlap)
         finally:
-            if self._mail is not None:
-                self._mail.batch = False
-
-    def _steps(self, call: Call) -> Steps | None:
-        shared = self._shared
-        if not call.collective:
-            return self._message(call) if self._mail is None else self._by_mailbox(call)
-        if shared is not None and (call.plan is not None or shared.prepare(call)):
-            return shared.start(call)
-        return self._by_messages(call)
-
-    def _by_mailbox(self, call: Call) -> Steps | None:
-        """Start messages through shared memory.  Returns their steps, or None if they are complete."""
-        assert self._mail is not None
-        messages = self._mail.start(call)
-        return self._finish(messages) if messages else None
+            node.batch = False
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return f"{self.name} shared memory" if self._shared is not None else super().route_of(name, nbytes)
+        return f"{self.name} shared memory" if self._node is not None else super().route_of(name, nbytes)
 
-    def absent(self, call: Call) -> list[int]:
-        return self._calls.missing(call) if self._calls is not None else []
+    def absent(self, work: Work[Any]) -> list[int]:
+        return self._calls.missing(work) if self._calls is not None else []
 
-    def behind(self) -> list[int]:
-        return self._shared.behind() if self._shared is not None else []
+    def may_sleep(self, work: Work[Any]) -> bool:
+        return work.collective and bool(self.absent(work))
 
-    def failed(self, call: Call, error: Exception) -> KosError:
+    def behind(self, work: Work[Any]) -> list[int]:
+        left = work.left
+        return [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]
+
+    def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
+        if work.left is None:
+            return super()._in_flight(work, rank, receives)
+        return bool(work.left.missing(rank) & (AWAITS_MESSAGE if receives else AWAITS_READ))
+
+    def failed(self, work: Work[Any], error: Exception) -> KosError:
         if self._aborting:  # another thread frees what it uses
-            return CollectiveError(f"{call}: the communicator was aborted")
-        if not ends_group(call, error):
-            return super().failed(call, error)
-        if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
+            return CollectiveError(f"{work}: the communicator was aborted")
+        if not ends_group(work, error):
+            return super().failed(work, error)
+        if work.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
-                self._calls.check(call)
+                self._calls.check(work)
             except KosError as known:  # the failure recorded in shared memory names the cause
                 error, known.__context__ = known.with_traceback(None), None
-        failure = super().failed(call, error)
-        sequence = call.sequence if call.collective else self.begun
-        shared = self.ledger.shared(failure, self.lost(failure), None if call.collective else call)
+        failure = super().failed(work, error)
+        sequence = work.sequence if work.collective else self.begun
+        shared = self.ledger.shared(failure, self.lost(failure), None if work.collective else work)
         if self._calls is not None:
             self._calls.fail(shared, sequence)
         if self._reported is None or sequence < self._reported:  # other ranks may wait in an earlier collective
@@ -275,8 +261,8 @@ class HostBackend(MessagingBackend):
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it ends now."""
-        mine = (work.call for work in self.engine.outstanding() if work.backend is self)
-        return min((call.sequence for call in mine if call.collective), default=self.begun)
+        mine = (work for work in self.engine.outstanding() if work.backend is self and work.collective)
+        return min((work.sequence for work in mine), default=self.begun)
 
     def abort(self, reason: str) -> None:
         self._aborting = True  # operations that end from now on are not reported
@@ -290,18 +276,10 @@ class HostBackend(MessagingBackend):
     def _free(self) -> None:
         closed(self)
         self._open = False
-        calls, mail, self._calls, self._shared, self._mail = self._calls, self._mail, None, None, None
+        calls, self._calls, self._node = self._calls, None, None
         watchdog.wait_for_check()
-        if mail is not None:
-            mail.close()
         if calls is not None:
             calls.close()
-
-
-def _raise(error: BaseException) -> Steps:
-    """Steps that fail: ``Work`` handles the error."""
-    raise error
-    yield
 
 
 class Ending(Protocol):

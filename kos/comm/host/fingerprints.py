@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.operation import Call
+from kos.comm.prepared import Prepared
 from kos.dtypes import DTYPES
 
 TEXTS, TEXT_BYTES = 256, 1024
@@ -27,38 +27,31 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
 
 
 class Fingerprints:
-    """The fingerprints of one rank's calls, cached by their arguments."""
+    """The fingerprints of one rank's calls."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, int] = {}
         self.texts: dict[int, bytes] = {}  # the descriptions of the last calls, by fingerprint
+        self._places: dict[int, int] = {}  # and where they are published
 
-    def mark(self, call: Call) -> int:
-        """The fingerprint of ``call``, also stored in ``call.mark``."""
-        o, options, route = call.operation, call.operation.options, call.route
-        buffer, reduction, counts = o.send or o.recv, o.reduction, o.send_counts or o.recv_counts
-        key = (
-            o.name, buffer and buffer.shape, buffer and buffer.dtype, reduction and reduction.op, o.root,
-            options.algorithm, options.deterministic, options.purpose, route and route.backend, route and route.kernel,
-            counts and (tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
-        )  # fmt: skip
-        call.mark = self._known.get(key) or self._add(key, call)
-        return call.mark
-
-    def _add(self, key: Any, call: Call) -> int:
-        """The fingerprint of a new kind of call; publishes its description."""
-        print_ = call.fingerprint()
-        exact = json.dumps(print_, sort_keys=True).encode()
-        fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
-        if len(self._known) == TEXTS:
-            self._known.clear()
-            self.texts.clear()
-        arguments = call.arguments[:200]
-        text = json.dumps([fingerprint, arguments, {k: _brief(v) for k, v in print_.items()}]).encode()
-        self.texts[fingerprint] = text
-        self._publish(len(self._known), text)
-        self._known[key] = fingerprint
-        return fingerprint
+    def add(self, prepared: Prepared) -> Prepared:
+        """Set the fingerprint of a collective and its description, and publish that."""
+        if not prepared.collective:
+            return prepared
+        values, texts = prepared.values, self.texts
+        exact = json.dumps(values, sort_keys=True).encode()
+        prepared.fingerprint = fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
+        if fingerprint not in texts:
+            place = len(texts)
+            if place == TEXTS:
+                oldest = next(iter(texts))
+                place = self._places.pop(oldest)
+                del texts[oldest]
+            arguments = prepared.operation.text(prepared.backend.group_suffix)[:200]
+            text = json.dumps([fingerprint, arguments, {k: _brief(v) for k, v in values.items()}]).encode()
+            texts[fingerprint], self._places[fingerprint] = text, place
+            self._publish(place, text)
+        prepared.text = texts[fingerprint]
+        return prepared
 
     def _publish(self, index: int, text: bytes) -> None:
         """Publish a description to other ranks."""

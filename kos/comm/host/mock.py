@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import Probe, ends_group
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.threads import ThreadGroup
 from kos.comm.failures import WHY_CLOSED, Ledger
 from kos.comm.host.backend import MessagingBackend
 from kos.comm.host.shared import SharedArrays
-from kos.comm.operation import COLLECTIVE_TAGS, Call
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.threads import ThreadGroup
+from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Steps, Work
@@ -33,8 +33,8 @@ class _State:
     """The state that the ranks of one group share, guarded by the lock of their world."""
 
     def __init__(self) -> None:
-        self.sent: dict[Key, deque[_Message]] = {}
-        self.posted: dict[Key, deque[_Message]] = {}
+        self.sent: dict[Key, deque[ThreadMessage]] = {}
+        self.posted: dict[Key, deque[ThreadMessage]] = {}
         self.calls: dict[int, dict[int, tuple[str, dict[str, Any]]]] = {}
 
 
@@ -50,7 +50,7 @@ class MockBackend(MessagingBackend):
         self._group = rendezvous.threads
         self._state = self._group.shared("mock", _State)
         self.transport = _Mailboxes(self._group, self._state, self.rank, self.ledger)
-        self.arrays = SharedArrays(rendezvous)
+        self.arrays = SharedArrays(rendezvous) if rendezvous.local_size == self.size else None
         self._idle = _WakeUp(self._group, self.rank, self.engine)
         self._watch = self._group.world.watch
         if self._watch is not None:
@@ -65,23 +65,34 @@ class MockBackend(MessagingBackend):
     def idle(self) -> Idle:
         return self._idle
 
-    def start(self, call: Call) -> Work[Any] | None:
-        if self._watch is not None and self.broken is None and call.name not in ("split", "duplicate"):
+    def launch(self, work: Work[Any]) -> Steps | None:
+        watch = self._watch
+        if watch is None:
+            return super().launch(work)
+        if work.name not in ("split", "duplicate"):
             try:
-                on_discard = self._watch.plan.inject(self._group.world, self._group.members[self.rank], call)
+                on_discard = watch.plan.inject(self._group.world, self._group.members[self.rank], work)
             except CollectiveError as error:
-                raise self.failed(call, error) from None
-            self.transport.discard(self._tag(call) if call.collective else call.operation.message.tag, on_discard)
-        return super().start(call)
+                raise self.failed(work, error) from None
+            self.transport.discard(self._tag(work) if work.collective else work.operation.message.tag, on_discard)
+            if work.collective:
+                watch.delay_collective()
+        watch.record_launch(work, self._group.members[self.rank])
+        steps = super().launch(work)
+        return watch.guard(work, self._run_over_transport) if work.operation.options.overlap else steps
 
-    def _steps(self, call: Call) -> Steps:
-        if self._watch is not None and call.operation.options.overlap:
-            return self._watch.guard(call, self._by_messages)
-        return self._by_messages(call)
+    def report_two_threads(self, error: CollectiveError) -> bool:
+        return self._watch is None or self._watch.report_two_threads(error)
 
-    def absent(self, call: Call) -> list[int]:
+    def synchronize(
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
+        if self._watch is not None:
+            self._watch.record_synchronize(self, self._group.members[self.rank])
+
+    def absent(self, work: Work[Any]) -> list[int]:
         with self._group.world.lock:
-            calls = self._state.calls.get(call.sequence)
+            calls = self._state.calls.get(work.sequence)
             return [rank for rank in range(self.size) if rank not in calls] if calls else []
 
     def unreceived(self) -> list[str]:
@@ -99,22 +110,22 @@ class MockBackend(MessagingBackend):
         self.broken = self.broken or CollectiveError(reason)  # operations cancelled from now on are not reported
         self._group.close(self.rank, reason)
 
-    def agree(self, call: Call) -> Callable[[], bool] | None:
+    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
         if self.size == 1:
             return None
         group, rank = self._group, self.rank
-        mine = call.text, call.fingerprint()
+        mine = work.text, work.fingerprint()
         with group.world.lock:
             group.raise_failure()
-            calls = self._state.calls.setdefault(call.sequence, {})
+            calls = self._state.calls.setdefault(work.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(self.ledger.mismatch(call.group, (peer, *theirs), (rank, *mine)))
+                    group.fail(self.ledger.mismatch(work.group, (peer, *theirs), (rank, *mine)))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
-                del self._state.calls[call.sequence]
+                del self._state.calls[work.sequence]
                 group.notify_all()
 
         def all_arrived() -> bool:
@@ -123,7 +134,7 @@ class MockBackend(MessagingBackend):
                     return True
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
-                    group.raise_end(peer, self.ledger, call)
+                    group.raise_end(peer, self.ledger, work)
             return False
 
         return all_arrived
@@ -131,10 +142,10 @@ class MockBackend(MessagingBackend):
     def find_failure(self) -> KosError | None:
         return self.broken or self._group.find_failure(self.ledger)
 
-    def failed(self, call: Call, error: Exception) -> KosError:
-        first, failure = self.broken is None, super().failed(call, error)
-        if first and ends_group(call, error):
-            self._group.fail(self.ledger.shared(failure, False, None if call.collective else call))
+    def failed(self, work: Work[Any], error: Exception) -> KosError:
+        first, failure = self.broken is None, super().failed(work, error)
+        if first and ends_group(work, error):
+            self._group.fail(self.ledger.shared(failure, False, None if work.collective else work))
         return failure
 
 
@@ -153,7 +164,7 @@ class _Mailboxes:
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         group, key = self.group, (self._rank, peer, tag)
-        message = _Message(self, key, array, peer)
+        message = ThreadMessage(self, key, array, peer)
         with group.world.lock:
             group.raise_failure()
             if on_discard := self._discarded.get(tag):
@@ -172,7 +183,7 @@ class _Mailboxes:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         key = (peer, self._rank, tag)
-        receive = _Message(self, key, array, peer)
+        receive = ThreadMessage(self, key, array, peer)
         with self.group.world.lock:
             message = take(self._state.sent, key)
             if message is not None:
@@ -202,7 +213,7 @@ class _Mailboxes:
             remove(self._state.sent, lambda m: m.src == self._rank and not m.complete and cancelled(m))
 
 
-class _Message:
+class ThreadMessage:
     """One end of a message; ``other`` is the rank at the other end."""
 
     __slots__ = ("_mailboxes", "array", "complete", "dst", "error", "other", "src", "tag")
@@ -213,7 +224,7 @@ class _Message:
         self.complete = False
         self.error: CollectiveMismatch | None = None
 
-    def take(self, message: _Message) -> None:
+    def take(self, message: ThreadMessage) -> None:
         """Receive ``message``; the caller holds the lock of the world."""
         array, sent = self.array, message.array
         message.complete = True
@@ -257,4 +268,4 @@ class _WakeUp:
 
 def _waits_for(work: Work[Any]) -> tuple[str, list[int]]:
     backend: Any = work.backend
-    return str(work.call), backend.waits_for(work.call) if isinstance(backend, MockBackend) else []
+    return str(work), backend.waits_for(work) if isinstance(backend, MockBackend) else []

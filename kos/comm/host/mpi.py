@@ -8,7 +8,7 @@ its arguments.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,27 +16,33 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import SHRINKS, Probe
+from kos.comm.backend import SHRINKS, Backend, Probe
+from kos.comm.control import mpi_job
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.mpi import TAGS, raise_death, wait_for_all
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.mpi_messages import LARGEST, UNSENT, Messages, as_bytes
-from kos.comm.operation import AUTO, Call, Operation
+from kos.comm.host.tcp import TCPBackend
+from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
-from kos.comm.rendezvous import mpi_job
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.mpi import TAGS, SharedComm, wait_for_all
-from kos.comm.work import Engine, Steps
+from kos.comm.work import Engine, Steps, Work
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
+log = logging.getLogger(__name__)
 
 # Above this size kos's ring, whose additions overlap its messages, beats MPI_Iallreduce.  2 ranks on one host, Open MPI
 # 5.0.11, November 2026: 256 KB 43 against 58 us, 4 MB 0.37 against 0.64 ms, 64 MB 18 against 90 ms (best of 40).
 _NATIVE_BYTES = 128 * 1024
 
 _NAMING_SECONDS = 1.0  # seconds of waiting for the name of a rank that MPI reports as lost
+
+_cancelled: list[Array] = []
+"""The numbers of failed comparisons.  Open MPI 5.0.11 writes to such memory even after the request is over: the next
+comparison, in a new array at the same address, got other ranks' numbers of the failed one (4 ranks on 2 cores)."""
 
 _SUMS = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)  # kos scales before or after; other operations have the same name in MPI
 
@@ -49,25 +55,23 @@ class MPIBackend(HostBackend):
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
         self._MPI = mpi_job.load_mpi()
-        group: Any = rendezvous
-        self._failed_ranks: Callable[[], list[int]] = group.failed
         self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
         self._comms: list[Any] = []  # private communicators: for native collectives, and for the comparison of calls
-        notices = None
+        comm = channel = None
         if not self.one_host:
-            self._comms += [self._dup(rendezvous), self._dup(rendezvous)]
-            notices = rendezvous.open_notices([r for r in range(self.size) if r != self.rank], any_thread=False)
-            rendezvous.barrier()  # Open MPI 5.0.11 crashes if a communicator is revoked while a rank still creates it
-        shared, ranks = (group.shared, group.ranks) if self.one_host else (SharedComm(self._comms[0]), range(self.size))
-        self._messages = Messages(self._MPI, shared, ranks, self._calls, notices, self.ledger)
-        self.carry(self._messages)
-        self._fingerprints = self._calls or Fingerprints()
+            self._comms += [comm := self._dup(rendezvous), self._dup(rendezvous)]
+            channel = rendezvous.open_channel()
+        self._messages = Messages(self._MPI, comm, self._calls, channel, self.ledger)
+        if self._node is None:
+            self.transport = self._messages
+        self.fingerprints = self.fingerprints or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
+        self._ends: dict[int, Array] = {}  # the numbers that are compared in them
         at_exit(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        if rendezvous.mpi_comm is None:
+        if rendezvous.mpi is None:
             return Probe(False, "the ranks are not processes of an MPI job (start with mpirun)")
         MPI = mpi_job.load_mpi()
         if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < TAGS:
@@ -82,44 +86,43 @@ class MPIBackend(HostBackend):
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
-        wait = partial(mpi_job.wait_request, request, rendezvous.timeout)
-        wait_for_all(rendezvous, "duplicate", self._failed_ranks, wait)
+        wait = partial(mpi_job.wait_request, request, rendezvous.timeout, partial(raise_death, rendezvous))
+        wait_for_all(rendezvous, "duplicate", wait)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
+
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
+        """After a loss MPI is not used: the survivors go on over TCP."""
+        if rendezvous is not None and rendezvous.mpi is None:
+            return TCPBackend(rendezvous, self.engine)
+        return super().split(rendezvous, color, key)
 
     def close(self) -> None:
         super().close()
         if not self._MPI.Is_finalized():
             cause = self.ledger.closing()
-            self._messages.send_end(self._begun, WHY_CLOSED, cause)
-            for comm in self._comms if cause is None else ():  # Open MPI gives late messages to the next communicator
-                comm.Free()
+            self._messages.send_end(self._begun, WHY_CLOSED, cause, soon=cause is not None)
+            for comm in self._comms if cause is None and self.broken is None else ():
+                mpi_job.free_after_all(comm)
 
     def report_end(self, reason: str) -> None:
         super().report_end(reason)
-        with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
-            if self.ledger.failure is not None:  # perhaps only this rank has received it
-                self._messages.send_failure(*self.ledger.failure)
-            self._messages.send_end(self.stops_at(), reason, self.cause())
+        self._messages.send_end(self.stops_at(), reason, self.cause())
 
     def abort(self, reason: str) -> None:
         super().abort((UNSENT if self._messages.sending() else "") + reason)
-        if mpi_job.fault_tolerant() and not self._MPI.Is_finalized():
-            for comm in self._comms:
-                comm.Revoke()  # ends the waits of ranks on other hosts
 
-    def agree(self, call: Call) -> Callable[[], bool] | None:
+    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
         """Between hosts, an MPI_Iallreduce compares the fingerprints, and ends when all ranks have arrived."""
-        local_poll = super().agree(call)
+        local_poll = super().agree(work)
         if self.one_host:
             return local_poll
         number, self._compared = self._compared, self._compared + 1
-        MPI, messages, prints = self._MPI, self._messages, self._fingerprints
-        mark, agreed, described = prints.mark(call), False, False
-        text = prints.texts[mark]
+        MPI, messages, agreed, described = self._MPI, self._messages, False, False
+        mark, text = work.prepared.fingerprint, work.prepared.text
         ends = np.array([mark, ~mark], np.int64)  # reduced to the maximum and the complement of the minimum
         request = self._comms[-1].Iallreduce(MPI.IN_PLACE, [ends, MPI.INT64_T], MPI.MAX)
-        self._requests[call.sequence] = request
+        self._requests[work.sequence], self._ends[work.sequence] = request, ends
 
         def all_arrived() -> bool:
             nonlocal agreed, described
@@ -127,37 +130,37 @@ class MPIBackend(HostBackend):
                 local_poll()
             if time.monotonic() >= messages.next_check:
                 messages.receive_notices()
-            self.ledger.check(call.sequence, call)
+            self.ledger.check(work.sequence, work)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
                 if self._agreed == number:  # in the order of the calls, as MPI's collectives follow
                     agreed, self._agreed = True, number + 1
-                    del self._requests[call.sequence]
+                    del self._requests[work.sequence], self._ends[work.sequence]
                 return agreed
             if not described:
                 described = True
-                messages.send_notice("call", call.sequence, text.decode())
-            messages.compare(call, text)
+                messages.send_notice("call", work.sequence, text.decode())
+            messages.compare(work, text)
             return False
 
         return all_arrived
 
-    def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+    def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
             return (None for _ in ())  # ``agree`` was the barrier
         if not self._comms:
             return None
-        operation = call.operation
+        operation = work.operation
         if operation.options.deterministic or operation.options.algorithm != AUTO:
             return None
         if not _is_native(collective, operation.reduction, max(x.nbytes for x in spaces.values())):
             return None
-        return self._poll_native(call, self._native_request(operation, spaces, collective))
+        return self._poll_native(work, self._native_request(operation, spaces, collective))
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         reduction = resolve(ReduceOp.SUM, DTYPES["float32"], self.size) if "reduce" in name else None
-        if self._shared is None and _is_native(name, reduction, nbytes * (self.size if name == "all_gather" else 1)):
+        if self._node is None and _is_native(name, reduction, nbytes * (self.size if name == "all_gather" else 1)):
             return "mpi native"
         return super().route_of(name, nbytes)
 
@@ -180,52 +183,55 @@ class MPIBackend(HostBackend):
             return comm.Ireduce(*((MPI.IN_PLACE, data) if self.rank == o.root else (data, None)), op, o.root)
         return comm.Ireduce_scatter_block([spaces["input"], mpi_type], [spaces["output"], mpi_type], op)
 
-    def _poll_native(self, call: Call, request: Any) -> Steps:
-        self._requests[call.sequence] = request
-        while not request.Test():
-            yield
-        del self._requests[call.sequence]
+    def _poll_native(self, work: Work[Any], request: Any) -> Steps:
+        self._requests[work.sequence] = request
+        try:
+            while not request.Test():
+                yield
+        except GeneratorExit:
+            log.warning("%s: MPI may still use the arrays of this call, so they are kept", work)
+            raise
+        del self._requests[work.sequence]
+
+    def find_failure(self) -> KosError | None:
+        if (known := super().find_failure()) is not None:
+            return known
+        gone = self._messages.deaths().items()
+        return next((self.ledger.lost(rank, why, None, None, 0.0) for rank, why in gone), None)
 
     def gone(self) -> Iterator[tuple[int, str]]:
-        """The ranks known to be lost, and why: by shared memory, ULFM, and notices that may follow the error."""
+        """The ranks known to be lost, and why: by shared memory, and by notices that may follow the error."""
         if self._calls is not None:
             yield from self._calls.gone()
         deadline, late = time.monotonic() + _NAMING_SECONDS, False
         while not late:
             late = time.monotonic() > deadline
-            yield from ((rank, "its process failed") for rank in self._failed_ranks())
             self._messages.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
             ends = self.ledger.ends.items()
             yield from ((rank, why) for rank, (_, why, _) in ends if late or why != SHRINKS)
             time.sleep(0.001)
 
-    def failed(self, call: Call, error: Exception) -> KosError:
+    def failed(self, work: Work[Any], error: Exception) -> KosError:
         MPI = self._MPI
-        if call.collective and (request := self._requests.pop(call.sequence, None)) is not None:
+        if work.collective and (request := self._requests.pop(work.sequence, None)) is not None:
             mpi_job.keep_unfinished(request)
+            if (ends := self._ends.pop(work.sequence, None)) is not None:
+                _cancelled.append(ends)
         if isinstance(error, MPI.Exception):
-            named: KosError = CollectiveError(f"{call}: MPI: {error.Get_error_string()}")
+            named: KosError = CollectiveError(f"{work}: MPI: {error.Get_error_string()}")
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 named = CollectiveMismatch(str(named))
-            elif error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED) or (
-                mpi_job.fault_tolerant() and any(self.gone())  # amid a collective Open MPI returns ERR_OTHER
-            ):
-                rank, why = next(self.gone(), (None, ""))
-                if rank is None and (suspects := self.ledger.suspects()):
-                    rank, why = suspects[0], "its process ended"
-                named = RankLost(f"{call}: {error}")
-                if rank is not None:
-                    named = self.ledger.lost(rank, why, call)
+            elif (lost := next(self.gone(), None)) is not None:  # of which MPI may not say what its error is
+                named = self.ledger.lost(*lost, work)
             named.__cause__ = error
             error = named
-        if isinstance(error, RankLost):
-            mpi_job.record_loss(str(error))
-        return super().failed(call, error)
+        if isinstance(error, RankLost) and any(map(self.ledger.board.ended, error.ranks)):
+            mpi_job.record_loss()
+        return super().failed(work, error)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self.ledger.record(sequence, failure)
-        with contextlib.suppress(self._MPI.Exception):
-            self._messages.send_failure(sequence, failure)
+        self._messages.send_failure(sequence, failure)
 
 
 def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> bool:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from kos.comm.control import mpi_job
+from kos.comm.control.notices import Channel
 from kos.comm.failures import Ledger, again, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
-from kos.comm.host.shared.calls import CHECK_SECONDS, Calls
-from kos.comm.operation import COLLECTIVE_TAGS, Call
-from kos.comm.rendezvous import mpi_job
-from kos.comm.rendezvous.mpi import SharedComm
-from kos.comm.rendezvous.notices import Notices
+from kos.comm.host.shared.calls import CHECK_SECONDS, CallRing
+from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
+from kos.comm.work import Work
 from kos.errors import CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
@@ -42,47 +42,35 @@ class Messages:
     Open MPI 5.0.11 writes past the end of the buffer (within a host, from 4 KiB on).  So MPI never holds a receive that
     is cancelled before its match.  A message's dtype is in its tag, above the user's.
 
-    In a group that spans hosts, ranks report failures and ends to each other by ``notices``; on one host, by ``calls``.
-    On one host, groups share a communicator, in which this group has the ranks ``ranks``.  There the shared segment
-    announces each message and its tag, which is unique (``tag_of``).  So that a number is used again only once its
-    message is received, the send is synchronous (MPI_Issend).  A message that is given up keeps its number.
+    Ranks report failures and ends to each other by ``channel``, those of one host also by ``calls``.
     """
 
     def __init__(
-        self, MPI: Any, shared: SharedComm, ranks: Sequence[int], calls: Calls | None, notices: Notices | None,
-        ledger: Ledger,
-    ) -> None:  # fmt: skip
-        self._MPI, self._shared, self._comm, self._ranks = MPI, shared, shared.comm, ranks
-        self._calls, self._status = calls, MPI.Status()
-        self._notices, self._any_tag = notices, MPI.ANY_TAG if notices is not None else None
-        self.active: set[_Message] = set()
-        self._posted: dict[tuple[int, int], deque[_Message]] = {}  # unmatched receives, by peer and tag
+        self, MPI: Any, comm: Any, calls: CallRing | None, channel: Channel | None, ledger: Ledger
+    ) -> None:
+        self._MPI, self._comm, self._calls, self._status = MPI, comm, calls, MPI.Status()
+        self._channel = channel
+        self.active: set[MPIMessage] = set()
+        self._given_up: list[Any] = []  # the requests of cancelled sends, which MPI may still hold
+        self._posted: dict[tuple[int, int], deque[MPIMessage]] = {}  # unmatched receives, by peer and tag
         self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # messages without a receive
         self.checks, self.next_check = 1, 0.0
+        self._deaths: dict[int, str] = {}  # the ranks whose process has ended
         self.ledger = ledger
         self.calls: dict[tuple[int, int], bytes] = {}  # descriptions of mismatched calls, by collective and rank
 
-    def tag_of(self, array: Array, tag: int) -> int:
-        """A tag for a message that the segment announces; no other message in flight between the ranks has it."""
-        while (number := next(self._shared.numbers) % COLLECTIVE_TAGS) in self._shared.unreceived:
-            pass
-        self._shared.unreceived.add(number)
-        return tag & COLLECTIVE_TAGS | number | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
-
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        message = _Message(self, array, peer, tag)
-        send = self._comm.Issend if self._any_tag is None else self._comm.Isend
-        message.post(send(as_bytes(array, self._MPI), self._ranks[peer], message.wire_tag))
+        message = MPIMessage(self, array, peer, tag)
+        message.post(self._comm.Isend(as_bytes(array, self._MPI), peer, message.wire_tag))
         return message
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        message = _Message(self, array, peer, tag)
+        message = MPIMessage(self, array, peer, tag)
         message.receives = True
-        message.probe_tag = tag if self._any_tag is None else self._any_tag
         self._posted.setdefault((peer, message.tag), deque()).append(message)
         return message
 
-    def match(self, message: _Message) -> None:
+    def match(self, message: MPIMessage) -> None:
         """Give a receive to MPI if its message has arrived."""
         key = peer, tag = message.peer, message.tag
         posted = self._posted.get(key)
@@ -90,7 +78,7 @@ class Messages:
             return
         arrival = take(self._arrived, key) if self._arrived else None
         while arrival is None:
-            probed = self._comm.Improbe(self._ranks[peer], message.probe_tag, self._status)
+            probed = self._comm.Improbe(peer, self._MPI.ANY_TAG, self._status)
             if probed is None:
                 return
             wire_tag = self._status.Get_tag()
@@ -108,23 +96,37 @@ class Messages:
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> _DTYPE_SHIFT))
             message.error = wrong_message(self.ledger, self.ledger.rank, expected, peer, got)
 
-    def send_notice(self, kind: str, sequence: int, *what: Any) -> None:
-        """Send all ranks a notice; they read it while they wait."""
-        if self._notices is not None and not self._MPI.Is_finalized():
-            self._notices.send([self.ledger.rank, kind, sequence, *what])
+    def send_notice(self, kind: str, sequence: int, *what: Any, soon: bool = True) -> None:
+        """Send all ranks a notice; they read it while they wait.
+
+        If it says that a rank stops whose memory MPI may still read, it is sent before the rank goes on.
+        """
+        if self._channel is not None:
+            wait = kind != "call" and self.sending()
+            self._channel.send([self.ledger.rank, kind, sequence, *what], soon, wait)
 
     def send_failure(self, sequence: int, failure: KosError) -> None:
         self.send_notice("failed", sequence, *to_record(failure, _REASON_LENGTH))
 
-    def send_end(self, sequence: int, why: str, cause: KosError | None) -> None:
-        """Report that this rank begins no collective from ``sequence`` on."""
-        self.send_notice("gone", sequence, why[:_REASON_LENGTH], None if cause is None else to_record(cause))
+    def send_end(self, sequence: int, why: str, cause: KosError | None, soon: bool = True) -> None:
+        """Report that this rank begins no collective from ``sequence`` on; ``soon`` is as in ``Channel.send``."""
+        record = None if cause is None else to_record(cause)
+        self.send_notice("gone", sequence, why[:_REASON_LENGTH], record, soon=soon)
 
     def receive_notices(self) -> None:
         """Read the notices of other ranks; due after ``next_check``."""
         self.next_check, self.checks = time.monotonic() + CHECK_SECONDS, self.checks + 1
-        for notice in self._notices.receive() if self._notices is not None else ():
+        if self._channel is None:
+            return
+        for notice in self._channel.receive():
             self._read(*notice)
+        self._deaths = self.deaths()
+        for rank, why in self._deaths.items():
+            self.ledger.record_end(rank, 0, why)
+
+    def deaths(self) -> dict[int, str]:
+        """The ranks whose process has ended, as far as the hub knows; any thread may ask."""
+        return {} if self._channel is None else self._channel.deaths()
 
     def _read(self, peer: int, kind: str, sequence: int, *what: Any) -> None:
         """Handle a notice of another rank."""
@@ -136,7 +138,7 @@ class Messages:
         else:
             self.ledger.record(sequence, from_record(what))
 
-    def compare(self, o: Call, text: bytes) -> None:
+    def compare(self, o: Work[Any], text: bytes) -> None:
         """Raise CollectiveMismatch if another rank's call is known to differ from this one."""
         for (sequence, peer), other in self.calls.items():
             mine, theirs = described(text, o.sequence), described(other, o.sequence)
@@ -152,6 +154,8 @@ class Messages:
         if ledger.failure is not None:
             return again(ledger.failure[1])
         _, why, cause = ledger.ends.get(peer, (0, None, None))
+        if why is None and (hub := self._deaths.get(0)) is not None:
+            return ledger.lost(0, hub)  # whatever happens to the peer, nobody reports it
         if calls is not None and peer in calls.segment.ranks:
             try:
                 calls.raise_failure(sys.maxsize)
@@ -171,7 +175,8 @@ class Messages:
 
     def sending(self) -> bool:
         """Whether MPI still holds a send of this rank."""
-        return any(not each.receives and not mpi_job.is_over(each.request) for each in self.active)
+        sends = [*self._given_up, *(each.request for each in self.active if not each.receives)]
+        return not all(map(mpi_job.is_over, sends))
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         active = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.active)
@@ -181,24 +186,24 @@ class Messages:
         active = {message.peer for message in self.active if message.tag == tag}
         return sorted(active | {peer for peer, posted in self._posted if posted == tag})
 
-    def cancel(self, cancelled: Callable[[_Message], bool]) -> None:
+    def cancel(self, cancelled: Callable[[MPIMessage], bool]) -> None:
         """Cancel messages; MPI keeps the memory of those that it holds."""
         remove(self._posted, cancelled)
         for message in [message for message in self.active if cancelled(message)]:
             mpi_job.keep_unfinished(message.request)
             self.active.discard(message)
+            if not message.receives:
+                self._given_up = [*(each for each in self._given_up if not mpi_job.is_over(each)), message.request]
 
 
-class _Message:
+class MPIMessage:
     __slots__ = (
-        "_checks", "_transport", "array", "complete", "error", "peer", "probe_tag", "receives", "request", "tag",
-        "wire_tag",
+        "_checks", "_transport", "array", "complete", "error", "peer", "receives", "request", "tag", "wire_tag",
     )  # fmt: skip
 
     def __init__(self, transport: Messages, array: Array, peer: int, tag: int) -> None:
         self._transport, self.array, self.peer, self.tag = transport, array, peer, tag & _TAG
         self.wire_tag = self.tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
-        self.probe_tag = -1  # of a receive: the tag to probe for
         self.request: Any = None  # while MPI holds the message
         self.complete = self.receives = False
         self.error: CollectiveMismatch | None = None
@@ -223,9 +228,7 @@ class _Message:
             if self.complete:
                 self.request = None
                 transport.active.discard(self)
-                if not self.receives:
-                    transport._shared.unreceived.discard(self.tag % COLLECTIVE_TAGS)
-                elif self.tag < COLLECTIVE_TAGS:
+                if self.receives and self.tag < COLLECTIVE_TAGS:
                     transport.check_sender(self.peer)
         if not self.complete:
             if time.monotonic() >= transport.next_check:

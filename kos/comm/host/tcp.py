@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from kos.comm.backend import UNMADE, Probe
+from kos.comm.control.base import Rendezvous
 from kos.comm.failures import WHY_CLOSED, again
 from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.tcp_messages import ABORT, CLOSE, Mesh, Poller
-from kos.comm.operation import COLLECTIVE_TAGS, Call
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.work import Engine, Idle, Steps
+from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import KosError
 
 _DESCRIBE_SECONDS = 0.05  # seconds of waiting in a collective before a rank describes its call
@@ -37,8 +38,9 @@ class TCPBackend(HostBackend):
             mesh.close(ABORT, UNMADE, None)
             raise
         self._mesh = mesh
-        self.carry(mesh)
-        self._fingerprints = self._calls or Fingerprints()
+        if self._node is None:
+            self.transport = mesh
+        self.fingerprints = self.fingerprints or Fingerprints()
         at_exit(self)
 
     @classmethod
@@ -83,16 +85,16 @@ class TCPBackend(HostBackend):
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
             self._mesh.close(kind, why, cause)
 
-    def _tag(self, call: Call) -> int:
-        return COLLECTIVE_TAGS + call.sequence  # needs no wrap-around, unlike MPI's tags
+    def _tag(self, work: Work[Any]) -> int:
+        return COLLECTIVE_TAGS + work.sequence  # needs no wrap-around, unlike MPI's tags
 
-    def agree(self, call: Call) -> Callable[[], bool] | None:
+    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
         """Between hosts ranks do not wait to agree: messages and descriptions of another call raise."""
-        local_poll, mesh = super().agree(call), self._mesh
+        local_poll, mesh = super().agree(work), self._mesh
         if self.one_host:
             return local_poll
-        tag, describe_at = self._tag(call), time.monotonic() + _DESCRIBE_SECONDS
-        mesh.begin(call, tag, self._fingerprints)
+        tag, describe_at = self._tag(work), time.monotonic() + _DESCRIBE_SECONDS
+        mesh.begin(work, tag)
 
         def all_arrived() -> bool:
             nonlocal describe_at
@@ -101,15 +103,18 @@ class TCPBackend(HostBackend):
                 for rank in mesh.peers:
                     mesh.describe(rank, tag)
             if mesh.ledger.failure is not None:
-                mesh.ledger.check(call.sequence)
-            return local_poll is None or local_poll()
+                mesh.ledger.check(work.sequence)
+            if local_poll is None or local_poll():
+                return True
+            self._poller.progress()  # a rank that waits for one of its host hears what other hosts report
+            return False
 
         return all_arrived
 
-    def _by_messages(self, call: Call, all_arrived: Callable[[], bool] | None = None) -> Steps:
-        yield from super()._by_messages(call, all_arrived)
+    def _run_over_transport(self, work: Work[Any], all_arrived: Callable[[], bool] | None = None) -> Steps:
+        yield from super()._run_over_transport(work, all_arrived)
         if not self.one_host:
-            self._mesh.complete(self._tag(call))
+            self._mesh.complete(self._tag(work))
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)

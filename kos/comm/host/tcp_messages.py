@@ -24,13 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.wire import Waiting, fill
 from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, again, from_record, to_record
-from kos.comm.host.fingerprints import DTYPE_CODES, Fingerprints, described, dtype_of_code
-from kos.comm.operation import COLLECTIVE_TAGS, Call
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.wire import Waiting, fill
+from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
+from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
+from kos.comm.work import Work
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
@@ -99,10 +100,6 @@ class Mesh:
         for peer in self.peers.values():
             poller.add(peer)
 
-    def tag_of(self, array: Array, tag: int) -> int:
-        """The tag of a message that the segment announces."""
-        return tag
-
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         return self.peers[peer].send(array, tag)
 
@@ -119,10 +116,10 @@ class Mesh:
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)
 
-    def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
+    def begin(self, work: Work[Any], tag: int) -> None:
         """Compare ``o`` with the other ranks' collectives of the same tag."""
-        mark, self._group = fingerprints.mark(o), o.group
-        self._calls[tag] = mark, fingerprints.texts[mark]
+        self._group = work.group
+        self._calls[tag] = work.prepared.fingerprint, work.prepared.text
         for rank, call in self._described.pop(tag, {}).items():
             self.compare(tag, rank, *call)
 
@@ -197,7 +194,7 @@ class Mesh:
             self.poller.progress()
 
 
-class _Message:
+class TCPMessage:
     """One end of a message in flight."""
 
     __slots__ = ("call", "complete", "dtype", "error", "peer", "tag", "view")
@@ -233,7 +230,7 @@ class _Outgoing:
 
     __slots__ = ("begun", "kind", "message", "views")
 
-    def __init__(self, kind: int, views: list[memoryview], message: _Message | None) -> None:
+    def __init__(self, kind: int, views: list[memoryview], message: TCPMessage | None) -> None:
         self.kind, self.views, self.message = kind, views, message
         self.begun = False
 
@@ -259,11 +256,11 @@ class Peer:
         self.gone: str | None = None  # the reason, once the rank has closed or is lost
         self._cause: KosError | None = None  # the failure that made it abort
         self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
-        self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
+        self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
         self._arrived: dict[int, deque[_Arrival]] = {}  # messages without a receive, by tag
         self._outgoing: deque[_Outgoing] = deque()
-        self._announced: dict[int, _Message] = {}  # sends that wait for a CTS, by number
-        self._incoming: dict[int, _Message] = {}  # receives whose data is in flight, by number; 0: of a short message
+        self._announced: dict[int, TCPMessage] = {}  # sends that wait for a CTS, by number
+        self._incoming: dict[int, TCPMessage] = {}  # receives whose data is in flight, by number; 0: of a short message
         self._credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
         self._freed = 0  # credits to be returned to the peer
         self._count = 0
@@ -288,9 +285,9 @@ class Peer:
         """The error of a call that waits for this peer, which is gone."""
         return self.mesh.ledger.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
 
-    def send(self, array: Array, tag: int) -> _Message:
+    def send(self, array: Array, tag: int) -> TCPMessage:
         self.check(tag)
-        message = _Message(self, tag, array)
+        message = TCPMessage(self, tag, array)
         nbytes = len(message.view)
         if nbytes <= EAGER_BYTES and nbytes + OVERHEAD_BYTES <= self._credits:
             self._credits -= nbytes + OVERHEAD_BYTES
@@ -301,8 +298,8 @@ class Peer:
             self._queue(RTS, tag, self._count, nbytes, message.call, None, message)
         return message
 
-    def receive(self, array: Array, tag: int) -> _Message:
-        message = _Message(self, tag, array)
+    def receive(self, array: Array, tag: int) -> TCPMessage:
+        message = TCPMessage(self, tag, array)
         arrival = take(self._arrived, tag)
         if arrival is None:
             self._posted.setdefault(tag, deque()).append(message)
@@ -326,7 +323,7 @@ class Peer:
         """Whether a message with that tag is still to be sent."""
         return self.announced(tag) or any(item.message and item.message.tag == tag for item in self._outgoing)
 
-    def cancel(self, cancelled: Callable[[_Message], bool]) -> None:
+    def cancel(self, cancelled: Callable[[TCPMessage], bool]) -> None:
         """Cancel messages; their memory is free afterwards."""
         remove(self._posted, cancelled)
         self._announced = {number: message for number, message in self._announced.items() if not cancelled(message)}
@@ -351,6 +348,8 @@ class Peer:
         except StopIteration as closed:
             self._lose(closed.value, orderly=True)
         except OSError:
+            ledger = self.mesh.ledger
+            ledger.board.await_end(ledger.world[self.rank])  # why it ended may arrive later, through the hub
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
             self._lose(str(error))
@@ -376,7 +375,7 @@ class Peer:
 
     def _queue(
         self, kind: int, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
-        message: _Message | None = None,
+        message: TCPMessage | None = None,
     ) -> None:  # fmt: skip
         """Queue a header and its ``data``, and send them if the socket allows; does nothing for a lost rank."""
         if self.gone is not None:
@@ -468,7 +467,7 @@ class Peer:
         else:
             self._match(message, arrival)
 
-    def _match(self, message: _Message, arrival: _Arrival) -> None:
+    def _match(self, message: TCPMessage, arrival: _Arrival) -> None:
         """Match a receive with its message."""
         collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
         fits = expected == got and message.call == arrival.call

@@ -14,12 +14,11 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from sys import _getframe
 from time import time_ns
 from types import CodeType
 from typing import Any, NamedTuple
 
-from kos.comm.operation import NO_MESSAGE, Call, Message
+from kos.comm.operation import NO_MESSAGE, Message, Operation
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
@@ -31,8 +30,8 @@ VERSION = "2.10"  # of PyTorch's format
 SLOTS = 1024  # a power of two
 """Operations kept per rank."""
 
-_LAST = SLOTS - 1
-COMPLETED, _ERROR = -2, -1  # of an _Entry
+LAST_SLOT = SLOTS - 1
+SEQUENCE, COMPLETED, _ERROR = 4, -2, -1  # of an _Entry
 
 class _Description(NamedTuple):
     """The properties shared by all records of a call."""
@@ -67,26 +66,13 @@ class Group:
         self.recorder, self.name, self.ranks, self.rank, self.backend = recorder, name, ranks, rank, backend
         self.number = recorder.add(self)
 
-    def note(self, call: Call, depth: int) -> None:
-        """Record that the caller ``depth`` frames up launches ``call`` now."""
-        description = call.description
-        if description is None:
-            o = call.operation
-            send, recv = o.send, o.recv
-            call.description = description = (  # a _Description: as a plain tuple it takes a fifth of the time
-                self, None if call.collective else o.message, o.options.timeout, o.name,
-                send and send.shape, recv is not send and recv and recv.shape,
-                send.dtype if send else recv and recv.dtype, o.reduction, o.root,
-            )  # fmt: skip
-        try:
-            frame = _getframe(depth)
-        except ValueError:  # called from C
-            frame = _getframe(depth - 1)
-        recorder = self.recorder
-        count = recorder.count
-        call.record = record = recorder.slots[count & _LAST]  # a new list would be one more cache miss
-        record[:] = description, time_ns(), frame.f_code, frame.f_lasti, call.sequence, None, None
-        recorder.count = count + 1
+    def describe(self, o: Operation) -> tuple[Any, ...]:
+        """What the records of all starts of ``o`` share: a _Description, which takes five times as long to make."""
+        send, recv = o.send, o.recv
+        return (
+            self, None if o.collective else o.message, o.options.timeout, o.name, send and send.shape,
+            recv is not send and recv and recv.shape, send.dtype if send else recv and recv.dtype, o.reduction, o.root,
+        )  # fmt: skip
 
 
 class Recorder:
@@ -130,7 +116,7 @@ class Recorder:
         KOS_RECORDER_TIMING=1 operations that a GPU has completed have ``duration_ms``.
         """
         numbers = range(max(0, self.count - SLOTS), self.count)
-        copied = [(n, tuple(slot), self._duration(slot)) for n in numbers for slot in [self.slots[n & _LAST]]]
+        copied = [(n, tuple(slot), self._duration(slot)) for n in numbers for slot in [self.slots[n & LAST_SLOT]]]
         described = ((_describe(number, _Entry(*slot)), timed) for number, slot, timed in copied if slot[0])
         return [entry | timed for entries, timed in described for entry in entries]
 
@@ -156,6 +142,14 @@ class Recorder:
             "pg_status": {str(g.number): _status(g, entries) for g in groups},
             "entries": entries,
         }
+
+    def last_call(self) -> str:
+        """The last operation and its call site, such as ``world: all_reduce #2 at train.py:6``; "" for none."""
+        if not self.count:
+            return ""
+        entry = _Entry(*self.slots[self.count - 1 & LAST_SLOT])
+        call, site = _Description(*entry.description), _frame(entry.code, entry.instruction)
+        return f"{call.group.name}: {call.name} #{entry.sequence} at {site['filename']}:{site['line']}"
 
     def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
         """Write the record as JSON to ``path``, atomically; returns the file.
@@ -191,25 +185,38 @@ recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 """The open recorders of this process; a signal dumps them."""
 
 
-def started(call: Call) -> None:
+def started(work: Any) -> None:
     """Record that the call is in progress and has to wait."""
-    completed(call, 0)
+    completed(work, 0)
 
 
-def completed(call: Call, when: int) -> None:
+def completed(work: Any, when: int) -> None:
     """Record when the call was complete (0: in progress), unless its slot was reused."""
-    record = call.record
-    if record is not None and record[0] is call.description:
+    record = work.record
+    if record is not None and record[0] is work.prepared.description and record[SEQUENCE] == work.sequence:
         record[COMPLETED] = when
 
 
-def failed(call: Call, error: Exception) -> None:
+def failed(work: Any, error: Exception) -> None:
     """Record that the call failed; dumps if dumps are enabled."""
-    record, description = call.record, call.description
-    if record is not None and description is not None and (record[0] is not description or record[_ERROR] is None):
-        if record[0] is description:
+    record, description = work.record, work.prepared.description
+    if record is None:
+        return
+    mine = record[0] is description and record[SEQUENCE] == work.sequence
+    if not mine or record[_ERROR] is None:
+        if mine:
             record[COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
         description[0].recorder.fail(error)
+
+
+def call_site(work: Any) -> str:
+    """``file:line`` of the launch of ``work``, unless its slot was reused."""
+    record = work.record
+    if record is None or record[0] is not work.prepared.description or record[SEQUENCE] != work.sequence:
+        return "an unknown line"
+    entry = _Entry(*record)
+    frame = _frame(entry.code, entry.instruction)
+    return f"{frame['filename']}:{frame['line']}"
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:

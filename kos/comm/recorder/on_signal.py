@@ -12,10 +12,13 @@ from kos.comm.recorder import recorders
 from kos.errors import InvalidArgument
 
 _previous: dict[int, Any] = {}
+_TERMINATING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def dump_on_signal(number: int) -> None:
     """Dump every recorder of this process when signal ``number`` arrives, then call the previous handler.
+
+    Without a previous handler, SIGTERM, SIGHUP and SIGQUIT then end the process.
 
     Call it from the main thread.  ``kos.init`` calls it for the signal of KOS_RECORDER_SIGNAL (``USR2`` or ``12``).
     Python runs handlers between its own instructions: a rank that is stuck inside a C function writes no dump.
@@ -31,6 +34,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         recorder.try_dump(f"signal {signal.Signals(number).name}", always=True)
     if callable(previous := _previous[number]):
         previous(number, frame)
+    elif previous is signal.SIG_DFL and number in _TERMINATING:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
 
 
 def dump_on_env_signal() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ EXAMPLES = """examples:
   python -m kos.comm.schedules ring --ranks 8 --draw ring.png
   python -m kos.comm.schedules pairwise --collective all_to_all --ranks 6
   python -m kos.comm.schedules --predict --scales 8,64,1024
+  python -m kos.comm.schedules mine --import my_schedules --ranks 4    an algorithm that my_schedules.py registers
   python -m kos.comm.schedules hierarchical --predict --scales 16384 --sizes 1M,1G
 
 In the steps of a schedule, + marks a message that is added to what the receiver has; others replace it.
@@ -64,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=program("kos.comm.schedules"), description=__doc__, epilog=EXAMPLES,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("algorithm", nargs="?", help="the name of an algorithm; default: list or predict all")
+    p.add_argument("--import", dest="modules", action="append", default=[], metavar="MODULE",
+                   help="first import this module, which registers algorithms; the working folder is searched too")
     p.add_argument("--collective", help="default: all_reduce; for a list of algorithms: all")
     p.add_argument("--ranks", type=int, default=8, help="default: 8; --predict uses --scales")
     p.add_argument("--chunks", type=int, help=f"number of pipelined chunks, up to {MAX_CHUNKS:,} (default: "
@@ -87,9 +91,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.draw and (args.predict or args.algorithm is None):
         parser.error("--draw: expected the name of an algorithm, and no --predict")
-    listed = [args.collective] if args.collective else collectives()
-    args.collective = args.collective or "all_reduce"
     try:
+        for name in args.modules:
+            _import(name)
+        listed = [args.collective] if args.collective else collectives()
+        args.collective = args.collective or "all_reduce"
         if (args.chunks or 0) > MAX_CHUNKS:
             raise InvalidArgument(f"--chunks: expected up to {MAX_CHUNKS:,}, got {args.chunks:,}")
         if args.draw:
@@ -108,6 +114,20 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"kos: error: {e}", file=sys.stderr)
         return 2
     return 0
+
+
+def _import(name: str) -> None:
+    """Import the user's module.  Raises InvalidArgument if it cannot be imported."""
+    sys.path.insert(0, "")  # console scripts do not search the working folder
+    try:
+        importlib.import_module(name)
+    except KosError:
+        raise
+    except Exception as error:
+        got = f"{type(error).__name__}: {error}"
+        raise InvalidArgument(f"--import: expected a module such as my_schedules, got {name!r}: {got}") from error
+    finally:
+        sys.path.remove("")
 
 
 def _build(args: argparse.Namespace, name: str, ranks: int, chunks: int) -> Schedule:

@@ -38,7 +38,12 @@ class Request(Protocol):
     """A send or receive in flight."""
 
     def done(self) -> bool:
-        """Whether the buffer may be reused (send) or read (receive).  Makes progress, never blocks; raises."""
+        """Whether the buffer may be reused (send) or read (receive).  Never blocks; raises.
+
+        It advances all messages of this rank, since a wait may poll only one request.  A send is done only if its
+        message arrives without further calls of this rank, which may compute for a long time.  Bytes that wait in a
+        buffer of the transport are not sent yet.
+        """
 
 
 class Transport(Protocol):

@@ -30,6 +30,13 @@ def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = 
               ordered: bool = False) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
     """Register a pure function of n ranks, c chunks and, if it names them, root and local (ranks a node).
 
+    ``parts(n, c)`` is the number of chunks of a unit; ``Moves`` number the chunks of a unit.  The default is c.  A unit
+    is the whole vector for collectives in place (all_reduce, reduce, broadcast, scan, exscan), else one rank's block.
+    An all_reduce that splits the vector into one block for each rank has ``parts=lambda n, c: n * c``.
+
+    ``ordered`` promises that contributions are added in rank order, ((x0 + x1) + x2) + ...; ``verify`` proves it.
+    Calls with ``deterministic=True`` accept only such schedules.
+
     It replaces an earlier registration of the program under that name.  Raises InvalidArgument for a collective
     without schedules, the name of an algorithm of kos, and other parameters.
     """

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.launches import DEFAULT, TABLES, Launches, by_size, pick
-from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda.devices import device_info, nvlinks
 from kos.errors import InvalidArgument
 from kos.files import cache_folder

@@ -11,8 +11,10 @@ A group finds its ranks by torch's Store.  kos sets no hooks of the process.
 from __future__ import annotations
 
 from kos.interop import autoload
+from kos.interop.torch import anysource, dynamo, group, operations, works
 from kos.interop.torch.group import Options, ProcessGroupKos
 
 __all__ = ["Options", "ProcessGroupKos"]
 
 autoload.register()
+dynamo.disable(anysource, group, operations, works)

@@ -1,6 +1,6 @@
 """ProcessGroupKos: what torch.distributed calls.
 
-``operations.py`` has the operations.  ``ProcessGroupKos._launch`` runs one, or starts a cached call (``launch.py``).
+``operations.py`` has the operations.  ``ProcessGroupKos._launch`` runs one (``launch.py``).
 On host memory it returns a Work that a wait advances.  On a GPU it runs on the current stream, or on the group's stream
 ``side`` after the current stream.  An event after it is recorded only if its Work is polled, or still alive when the
 next operation begins.
@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,19 +27,18 @@ import torch.distributed as dist
 import kos
 from kos.comm import timeouts
 from kos.comm.arguments import check_timeout
-from kos.comm.rendezvous.foreign import StoreRendezvous
+from kos.comm.control.store import StoreRendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource
-from kos.interop.torch.launch import Cache, Launch, add, cache_key, run, start
+from kos.interop.torch.launch import Launch, run
 from kos.interop.torch.operations import Operations
-from kos.interop.torch.tensors import Arrays, Tensor, as_array, check_dense
+from kos.interop.torch.tensors import Tensor, as_array, check_dense
 from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
 
 log = logging.getLogger(__name__)
 
 _C: Any = torch._C
 _profiled = _C._autograd._profiler_enabled  # whether torch profiles
-_ASIDE = "side"  # the stream of a call with ``async_op``, for its cache key
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,6 @@ class ProcessGroupKos(Operations):
         self.events: list[Any] = []  # of torch, that nobody uses
         self._last: Callable[[], DeviceWork | None] = lambda: None  # the last Work on ``side``, if alive
         self._streams: dict[int, Any] = {}  # torch's streams by their handle
-        self._cache: Cache = {}
         self._messages: list[DeviceMessage] = []  # on the GPU, to be launched together
         self._scalars: deque[Any] = deque(maxlen=16)  # keeps Works alive of which DDP's join() holds only the C++ part
         self._coalesced: list[Any] | None = None  # the Works of a coalescing context
@@ -194,7 +193,6 @@ class ProcessGroupKos(Operations):
         for comm in filter(None, (self._host, self._gpu)):
             comm.timeout = timeout.total_seconds()
         self._timeout = timeout.total_seconds()
-        self._cache.clear()
 
     _set_default_timeout = set_timeout
 
@@ -227,7 +225,6 @@ class ProcessGroupKos(Operations):
     def shutdown(self) -> None:
         """Wait for the operations in flight, and free all resources; other ranks may do it later.  Raises nothing."""
         self.send_all()
-        self._cache.clear()
         self._scalars.clear()
         self._any.close()
         for comm in filter(None, (self._gpu, self._host)):
@@ -244,20 +241,18 @@ class ProcessGroupKos(Operations):
     # Launching.
 
     def _launch(
-        self, call: Callable[[Launch], None], tensors: Sequence[Tensor], opts: Any, what: str,
-        arguments: tuple[Any, ...] | None = None, batch: bool = False,
-    ) -> Any:  # fmt: skip
-        """Launch ``call`` on ``tensors``, or start the cached call; ``opts`` are torch's options.
+        self, call: Callable[[Launch], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False
+    ) -> Any:
+        """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
-        ``arguments`` are the other arguments of the call; with None it is not cached.  A ``batch`` has several
-        operations of kos.
+        A ``batch`` has several operations of kos.
         """
         timeout, overlap = None if opts is None else opts.timeout, getattr(opts, "asyncOp", True)
         launch = self._launch_on_gpu if tensors[0].is_cuda else self._launch_on_host
         if _profiled():
             launch = torch.profiler.record_function(f"kos:{what}")(launch)
         try:
-            work = launch(call, tensors, overlap, timeout, what, arguments, batch)
+            work = launch(call, tensors, overlap, timeout, what, batch)
         except KosError as error:
             raise self.translated(error) from error
         if overlap and tensors[0].numel() == 1 == len(tensors):
@@ -277,24 +272,15 @@ class ProcessGroupKos(Operations):
             self.send_all()
 
     def _launch_on_gpu(
-        self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, arguments: Any, batch: bool
+        self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
     ) -> DeviceWork:
         with self.lock:
-            key = prepared = None
-            if arguments is not None:
-                stream = _ASIDE if overlap else _C._cuda_getCurrentRawStream(tensors[0].get_device())
-                key = cache_key((what, timeout, stream, *arguments), tensors)
-                prepared = self._cache.get(key)
-            if not prepared:
-                check_dense(tensors, what)
-                self._connect_gpu(tensors[0].device)
+            check_dense(tensors, what)
+            self._connect_gpu(tensors[0].device)
             self._begin()
             if overlap:
                 self._follow_current()
-            if prepared:
-                start(self._gpu, prepared)
-            else:
-                self._run_on_gpu(call, overlap, self._options(timeout), batch, key)
+            self._run_on_gpu(call, overlap, self._options(timeout), batch)
             work = DeviceWork(self, tensors, overlap)
             if overlap:
                 for tensor in tensors:
@@ -302,13 +288,17 @@ class ProcessGroupKos(Operations):
                 self._last = weakref.ref(work)
             return work
 
-    def _run_on_gpu(self, call: Any, overlap: bool, options: Any, batch: bool, key: Any = None) -> None:
+    def _run_on_gpu(self, call: Any, overlap: bool, options: Any, batch: bool) -> None:
         """Run ``call`` on the stream of the group, or on the current one."""
         comm: Any = self._gpu
-        with torch.cuda.stream(self.side if overlap else None):
-            launch = run(call, comm, options, False, batch)
-            launch.copy()
-            add(self._cache, key, launch)
+
+        def launch() -> None:
+            run(call, comm, options, False, batch).copy()
+
+        if overlap:
+            self._on_side(launch)
+        else:
+            launch()
 
     def _follow_current(self) -> None:
         """Make the stream of the group wait for the current stream, after an event for the last Work on it."""
@@ -329,13 +319,17 @@ class ProcessGroupKos(Operations):
 
     def complete_aside(self, future: Any, result: Any) -> None:
         """Complete a Future on the stream of the group."""
+        self._on_side(lambda: future.set_result(result))
+
+    def _on_side(self, function: Callable[[], None]) -> None:
+        """Call ``function`` while the stream of the group is the current one."""
         if _C._cuda_getDevice() != self._index:
             with torch.cuda.stream(self.side):
-                return future.set_result(result)
-        former = _C._cuda_getCurrentStream(self._index)
+                return function()
+        former = _C._cuda_getCurrentStream(self._index)  # a tenth of the time of torch.cuda.stream
         _C._cuda_setStream(*self._side_ids)
         try:
-            future.set_result(result)
+            function()
         finally:
             _C._cuda_setStream(*former)
 
@@ -350,27 +344,18 @@ class ProcessGroupKos(Operations):
         return stream
 
     def _launch_on_host(
-        self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, arguments: Any, batch: bool
+        self, call: Any, tensors: Sequence[Tensor], overlap: bool, timeout: Any, what: str, batch: bool
     ) -> HostWork:
-        cached = not (overlap or batch or arguments is None)
-        key = cache_key((what, timeout, *arguments), tensors) if cached else None
-        with self.lock:
-            prepared = self._cache.get(key)
-            if not prepared:
-                check_dense(tensors, what)
-                self._begin()
-                launch = run(call, self._host, self._options(timeout), True, batch)
-                add(self._cache, key, launch)
-                return HostWork(self, launch.works, launch, tensors)
-            self._cache[key] = []  # until it may be started again
-        with self._host.backend.engine.paused():  # this thread polls
+        check_dense(tensors, what)
+        waits = not overlap and self._coalesced is None
+        with self._host.backend.engine.paused() if waits else nullcontext():  # this thread polls
             with self.lock:
                 self._begin()
-                work = prepared[0].start()
-            work.wait()  # the cached call does not keep its memory alive, so it ends before this returns
-        if key in self._cache:
-            self._cache[key] = prepared
-        return HostWork(self, (), Arrays(), tensors)
+                launch = run(call, self._host, self._options(timeout), True, batch)
+            work = HostWork(self, launch.works, launch, tensors)
+            if waits:
+                work.wait()
+        return work
 
     # Messages and coalescing.
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from kos.errors import InvalidArgument
 from kos.interop.torch.anysource import AnySourceWork
 from kos.interop.torch.launch import Launch
-from kos.interop.torch.tensors import Tensor, as_array, check_parts, op_id, reduce_op, split_counts
+from kos.interop.torch.tensors import Tensor, as_array, check_parts, reduce_op, split_counts
 from kos.interop.torch.works import NONE
 
 _C: Any = torch._C
@@ -79,7 +79,7 @@ class Operations(_ProcessGroup):
             for tensor in tensors:
                 launch("all_reduce", launch.in_place(tensor), reduce_op(op, tensor))
 
-        return self._launch(call, tensors, opts, "allreduce", op_id(op), len(tensors) > 1)
+        return self._launch(call, tensors, opts, "allreduce", len(tensors) > 1)
 
     allreduce_coalesced = allreduce
 
@@ -92,7 +92,7 @@ class Operations(_ProcessGroup):
             for tensor in tensors:
                 launch("broadcast", launch.in_place(tensor), root)
 
-        return self._launch(call, tensors, opts, "broadcast", (root,), len(tensors) > 1)
+        return self._launch(call, tensors, opts, "broadcast", len(tensors) > 1)
 
     @_overloaded(_C._distributed_c10d.ReduceOptions, "tensor root op timeout")
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
@@ -102,7 +102,7 @@ class Operations(_ProcessGroup):
         def call(launch: Launch) -> None:
             launch("reduce", launch.in_place(tensors[0]), root, reduce_op(op, tensors[0]))
 
-        return self._launch(call, tensors, opts, "reduce", (root, *op_id(op)))
+        return self._launch(call, tensors, opts, "reduce")
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         """``output`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
@@ -115,7 +115,7 @@ class Operations(_ProcessGroup):
                 launch("all_gather", as_array(input), launch.output(output))
 
         count = len(inputs)
-        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", (count,), count > 1)
+        return self._launch(call, [*outputs, *inputs], opts, "all_gather_single", count > 1)
 
     @_overloaded(_C._distributed_c10d.AllgatherOptions, "output_tensors input_tensor timeout")
     def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any) -> Any:
@@ -132,7 +132,7 @@ class Operations(_ProcessGroup):
                     launch("all_gather_v", as_array(input), sizes, joined)
 
         tensors = [*(part for parts in output_tensors for part in parts), *input_tensors]
-        return self._launch(call, tensors, opts, "allgather", (), len(input_tensors) > 1)
+        return self._launch(call, tensors, opts, "allgather", len(input_tensors) > 1)
 
     def allgather_coalesced(self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None) -> Any:
         """``output_lists[r][i]`` receives input i of rank r.  Raises DistBackendError, InvalidArgument."""
@@ -149,7 +149,7 @@ class Operations(_ProcessGroup):
         def call(launch: Launch) -> None:
             launch("gather", as_array(input_tensors[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
 
-        return self._launch(call, [*parts, *input_tensors], opts, "gather", (opts.rootRank,))
+        return self._launch(call, [*parts, *input_tensors], opts, "gather")
 
     def gather_single(self, output: Tensor, input: Tensor, opts: Any) -> Any:
         """``output`` of ``rootRank`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
@@ -158,7 +158,7 @@ class Operations(_ProcessGroup):
         def call(launch: Launch) -> None:
             launch("gather", as_array(input), opts.rootRank, launch.output(output) if outputs else None)
 
-        return self._launch(call, [*outputs, input], opts, "gather_single", (opts.rootRank,))
+        return self._launch(call, [*outputs, input], opts, "gather_single")
 
     gather_into_tensor = gather_single
 
@@ -172,7 +172,7 @@ class Operations(_ProcessGroup):
         def call(launch: Launch) -> None:
             launch("scatter", launch.joined(parts) if parts else None, launch.output(output_tensors[0]), opts.rootRank)
 
-        return self._launch(call, [*output_tensors, *parts], opts, "scatter", (opts.rootRank,))
+        return self._launch(call, [*output_tensors, *parts], opts, "scatter")
 
     @_overloaded(_C._distributed_c10d.ReduceScatterOptions, "output input op timeout")
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Any:
@@ -187,7 +187,7 @@ class Operations(_ProcessGroup):
             else:
                 launch("reduce_scatter_v", launch.joined(parts), sizes, launch.output(output), reduce_op(op, output))
 
-        return self._launch(call, [output, *parts], opts, "reduce_scatter", op_id(op))
+        return self._launch(call, [output, *parts], opts, "reduce_scatter")
 
     def reduce_scatter_single(self, outputTensor: Tensor, inputTensor: Tensor, opts: Any = None) -> Any:
         """Rank r receives shard r of the reduction along dimension 0.  Raises DistBackendError, InvalidArgument."""
@@ -202,15 +202,14 @@ class Operations(_ProcessGroup):
             for output, input in zip(outputs, inputs, strict=True):
                 launch("reduce_scatter", as_array(input), launch.output(output), reduce_op(op, output))
 
-        tensors, arguments = [*outputs, *inputs], (count, *op_id(op))
-        return self._launch(call, tensors, opts, "reduce_scatter_single", arguments, count > 1)
+        return self._launch(call, [*outputs, *inputs], opts, "reduce_scatter_single", count > 1)
 
     @_overloaded(_C._distributed_c10d.AllToAllOptions, "output input output_split_sizes input_split_sizes timeout")
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int], opts: Any
     ) -> Any:
         """Shard r goes to rank r; splits are rows, none: equal ones.  Raises DistBackendError, InvalidArgument."""
-        splits = output_splits, input_splits = tuple(output_split_sizes), tuple(input_split_sizes)
+        output_splits, input_splits = tuple(output_split_sizes), tuple(input_split_sizes)
 
         def call(launch: Launch) -> None:
             x, out = as_array(input), launch.output(output)
@@ -220,7 +219,7 @@ class Operations(_ProcessGroup):
             counts = (split_counts(input, input_splits, self.size()), split_counts(output, output_splits, self.size()))
             launch("all_to_all_v", x, *counts, out)
 
-        return self._launch(call, [output, input], opts, "all_to_all_single", splits)
+        return self._launch(call, [output, input], opts, "all_to_all_single")
 
     def alltoall(self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None) -> Any:
         """``output_tensors[r]`` receives what rank r has for this one.  Raises DistBackendError, InvalidArgument."""
@@ -231,7 +230,7 @@ class Operations(_ProcessGroup):
             send, recv = ([part.numel() for part in parts] for parts in (input_tensors, output_tensors))
             launch("all_to_all_v", launch.joined(input_tensors), send, recv, launch.joined_output(output_tensors))
 
-        return self._launch(call, [*output_tensors, *input_tensors], opts, "alltoall", ())
+        return self._launch(call, [*output_tensors, *input_tensors], opts, "alltoall")
 
     # The names of torch 2.11 and 2.12.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
@@ -243,7 +242,7 @@ class Operations(_ProcessGroup):
         """Wait for all ranks and for their current streams.  Raises DistBackendError, InvalidArgument."""
         if self._gpu is not None:
             torch.cuda.current_stream(self.device).synchronize()
-        return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier", ())
+        return self._launch(lambda launch: launch("barrier"), [torch.empty(0)], opts, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the first missing rank after ``timeout``, or with ``wait_all_ranks`` all of them.

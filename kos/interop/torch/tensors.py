@@ -21,16 +21,10 @@ _OF_NUMPY = {
     )
 }  # fmt: skip
 _OPS = "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"
-_BY_NUMBER = {getattr(dist.ReduceOp, name).value: kos.ReduceOp[name] for name in _OPS}  # to hash torch's own takes 1 us
+_BY_NUMBER = {getattr(dist.ReduceOp, name).value: kos.ReduceOp[name] for name in _OPS}
 _PREMUL_SUM = dist.ReduceOp.PREMUL_SUM.value
 _OPS_OF_BOOL = {dist.ReduceOp.SUM.value: kos.ReduceOp.MAX, dist.ReduceOp.PRODUCT.value: kos.ReduceOp.MIN}
 """The sum of truth values is "or", as in NCCL, and their product "and"."""
-
-
-def op_id(op: Any) -> tuple[Any, ...]:
-    """torch's number of an operation, and the factor of a premultiplied sum."""
-    number = hash(op)  # the value of its enumeration, in one call
-    return (number,) if number != _PREMUL_SUM else (number, float(op.__getstate__()[1]))
 
 
 def reduce_op(op: Any, tensor: Tensor) -> Any:

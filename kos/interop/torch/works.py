@@ -79,7 +79,7 @@ class HostWork(_Work):
         return self._failure
 
     def source_rank(self) -> int:
-        source = self._works[0].call.operation.message.src
+        source = self._works[0].operation.message.src
         assert source is not None
         return source
 

@@ -18,14 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TextIO
 
 import kos
-from kos.comm.rendezvous.choose import launched_place
-from kos.comm.rendezvous.mpi_job import under_mpirun
+from kos.comm.arguments import check_timeout
+from kos.comm.control.bootstrap import launched_place
+from kos.comm.control.mpi_job import under_mpirun
 from kos.errors import KosError
 from kos.files import printing
 from kos.testing import spawn
 from kos.testing.conformance import log, run
-
-TIMEOUT = 60.0  # seconds
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
@@ -36,14 +35,19 @@ class _OutputHandler(logging.StreamHandler[TextIO]):
 def on_threads(options: argparse.Namespace) -> dict[str, str]:
     """The failures, on ranks that are threads."""
     if options.backend == "mock":
-        return spawn(lambda comm: run(comm, options.full, options.seed, options.only), options.ranks, 3600)[0]
+
+        def body(comm: kos.Communicator) -> dict[str, str]:
+            comm.timeout = options.timeout
+            return run(comm, options.full, options.seed, options.only)
+
+        return spawn(body, options.ranks, 3600)[0]
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     job = {"size": options.ranks, "address": f"127.0.0.1:{port}", "secret": secrets.token_hex(16)}
 
     def rank(number: int) -> dict[str, str]:
-        with kos.init(options.backend, rendezvous={**job, "rank": number}, timeout=TIMEOUT) as world:
+        with kos.init(options.backend, rendezvous={**job, "rank": number}, timeout=options.timeout) as world:
             return run(world, options.full, options.seed, options.only)
 
     with ThreadPoolExecutor(options.ranks) as pool:
@@ -57,19 +61,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=3, metavar="N", help="number of threads without a launcher")
     parser.add_argument("--full", action="store_true", help="every dtype, size and schedule: minutes")
     parser.add_argument("--only", default="", metavar="TEXT", help="only promises whose names contain TEXT")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="limit of a wait; default: 60")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), metavar="N")
     parser.add_argument("--verbose", action="store_true", help="whole tracebacks")
     options = parser.parse_args(arguments)
     for name, least in (("ranks", 1), ("seed", 0)):
         if (got := getattr(options, name)) < least:
             parser.error(f"--{name}: expected a number from {least} on, got {got}")
+    try:
+        check_timeout(options.timeout)
+    except KosError as error:
+        parser.error(f"--{error}")
     rank, began = launched_place()[0], time.monotonic()
     shown = _OutputHandler(sys.stdout)
     log.addHandler(shown)
     log.setLevel(logging.INFO)
     try:
         if under_mpirun() or launched_place()[1] > 1:
-            with kos.init(options.backend, timeout=TIMEOUT) as world:
+            with kos.init(options.backend, timeout=options.timeout) as world:
                 options.seed = int(world.all_gather_bytes(str(options.seed).encode())[0])
                 rank, broken = world.rank, run(world, options.full, options.seed, options.only)
         else:

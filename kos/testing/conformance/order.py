@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
 from kos.comm.backend import Backend
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, InvalidArgument
-from kos.testing.conformance.values import raises
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument
+from kos.testing.conformance.failures import GRACE
+from kos.testing.conformance.values import LARGE, assert_bits, raises
+
+POLL_SECONDS = 0.1  # within which a send that copies its message is done
+PROGRESS_CONTRACT = "done(): expected to advance all messages of its rank"
+SEND_CONTRACT = "done() of a send: expected True only if the message arrives without further calls of its rank"
+
+
+def sends_need_no_further_call(comm: Communicator) -> None:
+    """If ``done()`` of a send is True, its message arrives without further calls of the sender.
+
+    Some of the messages are too long for the buffers of a network.
+    """
+    for count in (1, 1000, LARGE, 1 << 21):
+        x, out = np.arange(count, dtype=np.float32), np.zeros(count, np.float32)
+        work = comm.send(x, 1, async_op=True) if comm.rank == 0 else None
+        deadline = time.monotonic() + POLL_SECONDS
+        while work is not None and not work.done() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        comm.rendezvous.barrier()  # moves no message, nor does the next one
+        if work is not None:
+            work.wait()  # does nothing if it is done
+        elif comm.rank == 1:
+            try:
+                comm.recv(out, 0, timeout=min(GRACE, comm.timeout / 2))
+            except CollectiveTimeout as error:
+                raise AssertionError(f"{SEND_CONTRACT}, got one that needs its sender: {error}") from error
+            assert_bits(out, x, "a message whose sender makes no further call")
+        comm.rendezvous.barrier()
+
+
+def one_poll_advances_all_messages(comm: Communicator) -> None:
+    """A rank that polls its receive from one rank also continues its send to another."""
+    right, left = ((comm.rank + step) % comm.size for step in (1, -1))
+    x, out = np.full(1 << 21, comm.rank, np.float32), np.empty(1 << 21, np.float32)
+    try:
+        comm.send_recv(x, out, right, left, timeout=min(GRACE, comm.timeout / 2))
+    except CollectiveTimeout as error:
+        raise AssertionError(f"{PROGRESS_CONTRACT}, got one that advances its own: {error}") from error
+    assert (out == left).all(), out
 
 
 def barrier_waits_for_all_ranks(comm: Communicator) -> None:
@@ -60,8 +100,9 @@ def messages_of_duplicates_do_not_match(comm: Communicator) -> None:
         return
     other = comm.duplicate()
     if comm.rank == 0:
-        comm.send(np.array(1), 1, async_op=True)
-        other.send(np.array(2), 1, async_op=True)
+        works = [comm.send(np.array(1), 1, async_op=True), other.send(np.array(2), 1, async_op=True)]
+        for work in works:
+            work.wait()
     elif comm.rank == 1:
         x = np.array(0)
         assert other.recv(x, 0) == 2

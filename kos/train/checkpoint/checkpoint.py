@@ -1,7 +1,7 @@
 """Checkpoints that are either complete or absent.
 
 ``step-N/`` holds the weights (``model.safetensors``, or one file of several ranks each and an index), ``config.json``
-and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), both Adam moments
+and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), optimizer state
 (``optimizer*.safetensors``) and ``manifest.json``: step, layout, run configuration, the size and SHA-256 of every file.
 Tensors are whole in the files, whatever the layout. All is written under a temporary name, every file and folder is
 fsynced, and one rename makes it appear; a kill of any rank at any moment leaves the checkpoints before it as they were.
@@ -22,14 +22,16 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.errors import CheckpointError
-from kos.files import sync
+from kos.files import replace_file, sync
 from kos.train.checkpoint import huggingface
+from kos.train.checkpoint.extra_files import MANIFEST, Extra, merge_extra
 from kos.train.checkpoint.saving import Files, Saving, write_json
-from kos.train.checkpoint.shards import MOMENTS
 from kos.train.checkpoint.state import ShardedState
+from kos.train.checkpoint.write_plan import State, state_shapes
 from kos.train.data.corpus import Show
 from kos.train.data.tokenizers import SAVED, Tokenizer
 from kos.train.model.parameters import Shape
@@ -38,7 +40,6 @@ from kos.train.parallel.failures import alone
 FORMAT = 2
 FORMATS = (1, FORMAT)
 """That can be read; in the first one rank wrote all."""
-MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer"
 FILES = ("config.json", SAVED, "model", OPTIMIZER)
 """Beginnings of the names of the files that a checkpoint must have."""
@@ -55,24 +56,25 @@ class Checkpoint(NamedTuple):
     config: Mapping[str, Any]
 
 
-def moment_files(path: Path, shapes: Mapping[str, Shape]) -> huggingface.TensorFiles:
-    """Both Adam moments of a checkpoint of a model of these shapes: ``exp_avg.NAME`` and ``exp_avg_sq.NAME``."""
+def state_files(path: Path, shapes: Mapping[str, Shape], state: State) -> huggingface.TensorFiles:
+    """What an optimizer keeps, by name, in a checkpoint of a model of these shapes: ``exp_avg.NAME``."""
     with _whole(path):
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    expected = {f"{moment}.{name}": shape for moment in MOMENTS for name, shape in shapes.items()}
-    return huggingface.TensorFiles(path, (name for name in files if name.startswith(OPTIMIZER)), expected)
+    files = (name for name in files if name.startswith(OPTIMIZER))
+    return huggingface.TensorFiles(path, files, state_shapes(state, shapes))
 
 
 def save(
     folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
-    before: int, run: str = "", show: Show | None = lambda what, share: None,
+    before: int, run: str = "", extra: Extra = MappingProxyType({}), show: Show | None = lambda what, share: None,
 ) -> Saving:  # fmt: skip
     """Begin to write ``folder/step-N``, and copy the state. ``Saving.finish`` waits for it. Collective.
 
     Once it is there, all but the newest ``keep`` up to it are deleted. Those later than ``before``, the step that the
     run saved or went on from last, are deleted too: the run went back behind them, or they are damaged. ``run`` is a
-    name that no other run on this folder has. This writes nearly all before it returns, and shows how far it is; with
-    ``show=None`` it copies the rank's part of the state to host memory and returns.
+    name that no other run on this folder has. ``extra`` are the files that ``read_extra`` read. This writes nearly all
+    before it returns, and shows its progress. With ``show=None`` it only copies the rank's part of the state to host
+    memory.
     """
     world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
     alone(world, lambda: _begin(folder, temporary))
@@ -81,11 +83,12 @@ def save(
         """Complete ``temporary``, in which all ranks have written ``files``, and rename it to ``folder/step-N``."""
         tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
         written: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
-        if len(state.shards.ranks) > 1:
-            written[huggingface.INDEX] = state.shards.index()
-        written |= tokenizer.files()
+        if len(state.plan.ranks) > 1:
+            written[huggingface.INDEX] = state.plan.index()
+        written = merge_extra(written | tokenizer.files(), extra, tokenizer)
         for name, content in written.items():
-            write_json(temporary / name, content)
+            write = replace_file if isinstance(content, bytes) else write_json
+            write(temporary / name, content)
         files = files | {name: _fingerprint(temporary / name) for name in written}
         layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
         manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
@@ -93,7 +96,7 @@ def save(
         _rename(temporary, final)
         _remove_others(final, keep, min(step - 1, before))
 
-    final, contents = folder / f"step-{step}", state.shards.contents(world.rank)
+    final, contents = folder / f"step-{step}", state.plan.contents(world.rank)
     saving = Saving(final, temporary, step, contents, world, publish, ahead=0 if show is None else 1)
     whole, done = 4 * sum(math.prod(shape) for file in contents.values() for shape in file.values()), 0
     try:

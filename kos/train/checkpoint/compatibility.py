@@ -12,12 +12,12 @@ from kos.errors import CheckpointError
 from kos.train.checkpoint.checkpoint import Checkpoint
 from kos.train.config.options import TrainConfig
 from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.llama import LlamaConfig
 
 _log = logging.getLogger(__name__)
 
 EXACT = (
-    *("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic"),
+    *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "deterministic"),
     *("device", "dtype", "master_weights", "grad_dtype"),
 )
 """Settings that must not change if a resumed run is to give the bits of an uninterrupted one."""
@@ -47,14 +47,23 @@ def check_tokenizer(source: Path, ours: Tokenizer) -> None:
         raise CheckpointError(f"{source}: expected the tokenizer of this run, {ours.name}, got {got}")
 
 
+def check_optimizer(found: Checkpoint, config: TrainConfig) -> None:
+    """Raise CheckpointError if the state in a checkpoint is that of another optimizer."""
+    if (theirs := found.config.get("config", {}).get("optimizer", "adamw")) != config.optimizer:
+        raise CheckpointError(
+            f"{found.path}: expected the state of --optimizer {config.optimizer}, got that of {theirs}; "
+            f"--init-from {found.path} takes its weights alone"
+        )
+
+
 def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, Any]) -> None:
     """Log warnings about settings that change the results of a run resumed from ``found``.
 
     ``now`` describes this run, and ``found.config`` describes the run that wrote the checkpoint.  A learning rate that
-    rises gives a warning too, since this is seldom intended.
+    jumps gives a warning too, since this is seldom intended.
     """
     before = found.config
-    asked = {"grad_dtype": "float32", **before.get("config", {})}
+    asked = {"grad_dtype": "float32", "documents": "cross", **before.get("config", {})}
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)
     if other_layout:  # their defaults depend on the layout
@@ -70,9 +79,10 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     of_rate = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
     was = config.model_copy(update={name: theirs[name] for name in of_rate if name in theirs})
     old, new = (each.learning_rate()(found.step) for each in (was, config))
-    if found.step < config.steps and new > 1.1 * old:
+    if found.step < config.steps and max(old, new) > 1.1 * min(old, new):
+        jumps = f"{'rises' if new > old else 'falls'} from {old:.2e} to {new:.2e} at step {found.step + 1}"
         even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
-        _log.warning("the learning rate rises from %.2e to %.2e at step %d%s", old, new, found.step + 1, even)
+        _log.warning("the learning rate %s%s", jumps, even)
     if changed:
         what, differ = ", ".join(changed), "its results will differ from those of an uninterrupted run"
         _log.warning("resuming with another %s: %s", what, differ)

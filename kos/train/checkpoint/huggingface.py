@@ -1,6 +1,6 @@
 """Weights and configurations as Hugging Face transformers writes and reads them.
 
-``config.json`` of a ``LlamaForCausalLM`` or ``GPT2LMHeadModel`` both ways, in the spelling of transformers v4
+``config.json`` of a model of ``kos.train.model.families`` both ways, in the spelling of transformers v4
 (``rope_theta``, ``rope_scaling``, ``torch_dtype``) and of v5 (``rope_parameters``, ``dtype``); weights from
 ``model.safetensors`` or its shards.
 """
@@ -18,10 +18,12 @@ import numpy as np
 from pydantic import ValidationError
 
 from kos.errors import CheckpointError
-from kos.train.config.model_section import ModelSection, one_line
+from kos.train.config.model_section import ModelSection, closest, one_line
+from kos.train.model.families import FAMILIES
 from kos.train.model.gpt2 import TRANSPOSED
-from kos.train.model.llama_config import LlamaConfig, RopeScaling
+from kos.train.model.llama import FAMILY_SETTINGS, FULL, SLIDING, LlamaConfig
 from kos.train.model.parameters import Parameters, Shape
+from kos.train.model.rope import KEYS
 
 INDEX = "model.safetensors.index.json"
 _GPT2 = {  # their settings and ours
@@ -30,16 +32,20 @@ _GPT2 = {  # their settings and ours
     "initializer_range": "initializer_range", "tie_word_embeddings": "tie_word_embeddings",
 }  # fmt: skip
 _FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    **{kind: {"hidden_act": ("silu",)} for kind in FAMILIES},
     "gpt2": {
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
     },
 }  # fmt: skip
 _REQUIRED = {
-    "llama": ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    **dict.fromkeys(
+        FAMILIES, ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    ),
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
 }
+_LLAMAS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+"""What transformers takes for settings that are not there."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of the names of what is no weight
 
@@ -50,11 +56,16 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
     if kind == "gpt2":
         settings = {theirs: settings[ours] for theirs, ours in _GPT2.items()}
     else:
-        scaling = config.rope_scaling and config.rope_scaling.model_dump()
+        scaling = config.rope_scaling and config.rope_scaling.settings()
         rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
         settings |= {"rope_scaling": scaling, "rope_parameters": rope}
+        layers, window = config.num_hidden_layers, config.sliding_window
+        types = config.layer_types or (FULL if window is None else SLIDING,) * layers
+        settings |= {"layer_types": [*types], "no_rope_layers": [*(config.no_rope_layers or [1] * layers)]}
+        settings = {key: value for key, value in settings.items() if key not in FAMILY_SETTINGS or key in config.takes}
+        settings |= {"use_sliding_window": window is not None} if "layer_types" in config.takes else {}
     return {
-        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else "LlamaForCausalLM"],
+        "architectures": [config.architecture],
         "model_type": kind,
         **{key: values[0] for key, values in _FIXED[kind].items()},
         **settings,
@@ -66,7 +77,9 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
     """The model that a ``config.json`` describes; ``source`` names it in errors.  Raises CheckpointError."""
     kind = settings.get("model_type") if isinstance(settings, dict) else None
     if not isinstance(kind, str) or kind not in _REQUIRED:
-        raise CheckpointError(f"{source}: expected model_type 'llama' or 'gpt2', got {kind!r}")
+        near = closest(kind, _REQUIRED) if isinstance(kind, str) else ""
+        known = f"one of {', '.join(_REQUIRED)}{near or ' (closest: llama)'}"
+        raise CheckpointError(f"{source}: expected model_type {known}, got {kind!r}")
     for key in _REQUIRED[kind]:
         if not isinstance(settings.get(key), int):
             raise CheckpointError(f"{source}: expected an integer {key}, got {settings.get(key)!r}")
@@ -78,16 +91,36 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
         shape = {"intermediate_size": 4 * given["n_embd"]}
         shape |= {ours: given[theirs] for theirs, ours in _GPT2.items() if theirs in given}
     else:
-        shape = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
-        shape |= {name: given[name] for name in ModelSection.model_fields if name in given} | _rope(given, source)
+        null = {key: settings[key] for key in ("num_key_value_heads", "sliding_window") if key in settings}
+        shape = _of_family(FAMILIES[kind], {**_LLAMAS, **FAMILIES[kind].defaults, **null, **given})
+        shape |= _rope({**FAMILIES[kind].defaults, **given}, shape["max_position_embeddings"], source)
     try:
         return ModelSection.model_validate({**shape, "model_type": kind}).resolve(0, 0)
     except ValidationError as error:
         raise CheckpointError(f"{source}: {one_line(error)}") from None
 
 
-def _rope(given: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` in either spelling."""
+def _of_family(family: type[LlamaConfig], settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a model section; which layers have a window and rotary positions as transformers works it out."""
+    layers = range(settings["num_hidden_layers"])
+    if "no_rope_layers" in family.takes:
+        every = settings["no_rope_layer_interval"]
+        flags = settings.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in layers]
+        settings["no_rope_layers"] = [] if all(flags[: len(layers)]) else flags[: len(layers)]
+    if "layer_types" in family.takes:
+        window = settings.get("sliding_window") if settings["use_sliding_window"] else None
+        first, rotated = settings.get("max_window_layers", 0), settings.get("no_rope_layers")
+        windowed = [layer >= first and (rotated is None or (bool(rotated) and not rotated[layer])) for layer in layers]
+        types = settings.get("layer_types") or [SLIDING if each and window else FULL for each in windowed]
+        alike = isinstance(types, list) and len(set(map(str, types))) == 1 and types[0] in (FULL, SLIDING)
+        settings["sliding_window"] = None if alike and types[0] == FULL else window
+        settings["layer_types"] = [] if alike else types
+    names = [name for name in ModelSection.model_fields if name not in FAMILY_SETTINGS or name in family.takes]
+    return {name: settings[name] for name in names if settings.get(name) is not None}
+
+
+def _rope(given: Mapping[str, Any], context: Any, source: str) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` in either spelling; ``context`` is the model's."""
     rope, scaling = given.get("rope_parameters", {}), given.get("rope_scaling", {})
     for settings in (rope, scaling):
         if not isinstance(settings, dict):
@@ -95,14 +128,19 @@ def _rope(given: Mapping[str, Any], source: str) -> dict[str, Any]:
     theta = {"rope_theta": rope.get("rope_theta", given.get("rope_theta", 10_000.0))}
     scaling = rope if rope.get("rope_type", "default") != "default" else scaling
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if (part := rope.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))) != 1:
+        raise CheckpointError(f"{source}: expected partial_rotary_factor 1.0, got {part!r}")
     if kind == "default":
         return theta | {"rope_scaling": None}
-    if kind != "llama3":
-        raise CheckpointError(f"{source}: expected rope_type 'llama3' or 'default', got {kind!r}")
-    names = [name for name in RopeScaling.model_fields if name != "rope_type"]
-    if missing := [name for name in names if name not in scaling]:
+    if not isinstance(kind, str) or kind not in KEYS:
+        known = f"one of default, {', '.join(KEYS)}"
+        raise CheckpointError(f"{source}: expected rope_type {known} (closest: yarn), got {kind!r}")
+    if kind == "yarn":
+        scaling = {"original_max_position_embeddings": context, **scaling}
+    if missing := [name for name in KEYS[kind] if name not in scaling and (kind != "yarn" or name == "factor")]:
         raise CheckpointError(f"{source}: expected {missing[0]} of the RoPE scaling, got none")
-    return theta | {"rope_scaling": {name: scaling[name] for name in names}}
+    found = {name: scaling[name] for name in KEYS[kind] if scaling.get(name) is not None}
+    return theta | {"rope_scaling": {"rope_type": kind, **found}}
 
 
 def read_config(directory: Path) -> LlamaConfig:
@@ -111,7 +149,7 @@ def read_config(directory: Path) -> LlamaConfig:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        missing = "file" if directory.is_dir() else "folder"
+        missing = "file" if directory.is_dir() else "folder; kos downloads no models from hubs"
         raise CheckpointError(f"{path}: expected a Hugging Face config.json, got no such {missing}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a Hugging Face config.json, got {error}") from error
@@ -132,6 +170,17 @@ def read_weights(directory: Path, weights: Parameters) -> None:
     files = weight_files(directory, weights.shapes)
     for name, target in weights.items():
         target[...] = files.read(name)
+
+
+def check_weights(directory: Path) -> None:
+    """CheckpointError if ``directory`` has no safetensors; it names the weights of torch that are there instead."""
+    if any((directory / name).exists() for name in ("model.safetensors", INDEX)):
+        return
+    got = "none" if directory.is_dir() else "no such folder"
+    if found := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
+        folder, load = str(directory), "from transformers import AutoModelForCausalLM as Model; Model.from_pretrained"
+        got = f'{found[0]}; to convert it, run: python -c "{load}({folder!r}).save_pretrained({folder!r})"'
+    raise CheckpointError(f"{directory}: expected model.safetensors, got {got}")
 
 
 def weight_files(directory: Path, shapes: Mapping[str, Shape]) -> TensorFiles:

@@ -1,4 +1,4 @@
-"""Weights and Adam moments of a rank: conversion between the layout of training and the whole tensors of files.
+"""Weights and optimizer state of a rank: conversion between the layout of training and the whole tensors of files.
 
 A rank holds tensors in part: those of its pipeline stage, their tensor-parallel ``Placement``, and of these, with
 ZeRO-1, its part of each bucket. To be saved, a tensor is gathered to the one rank that writes it, bucket by bucket.
@@ -7,17 +7,16 @@ To be loaded, each rank reads the slices that it needs. Neither takes more host 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from kos.memory.arena import Arena
 from kos.memory.array import as_dtype
-from kos.train.checkpoint.shards import MOMENTS, Shards
-from kos.train.model.llama_config import LlamaConfig
-from kos.train.model.parameters import Parameters, Shard
+from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Stages
 from kos.train.ops import Array
 from kos.train.parallel.data import DataParallel
@@ -48,29 +47,31 @@ class ShardedState:
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
         self.placements = model.placements(*self.parts)
         self.spans = parallel.gradients.spans
-        self.shards = Shards(model, mesh.layout, stages)
+        self.plan = WritePlan(model, mesh.layout, stages, optimizer.names_of_state)
 
     # --- to files ------------------------------------------------------------------------------------
 
     def gather(self) -> Iterator[np.ndarray]:
-        """The tensors that this rank writes, whole, in host memory, in the order of ``Shards.contents``. Collective.
+        """The tensors that this rank writes, whole, in host memory, in the order of ``WritePlan.contents``. Collective.
 
         Their first dimension and the order of their elements are those of the tensor, not always their shape.
         """
-        for held in (self.optimizer.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
-            yield from self._gather(held)
+        yield from self._gather(self.optimizer.weights, self.placements)
+        for kept, held in self.optimizer.state.items():
+            yield from self._gather(held, self.plan.state[kept])
 
-    def _gather(self, held: Parameters | Shard) -> Iterator[np.ndarray]:
+    def _gather(self, held: Parameters | OwnedSlices, names: Container[str]) -> Iterator[np.ndarray]:
         mesh, here = self.mesh, self.mesh.world.rank
         first = here - mesh.tp.rank
-        near = {name for name, rank in self.shards.writers.items() if first <= rank < first + mesh.tp.size}
+        writers = self.plan.writers.items()
+        near = {name for name, rank in writers if first <= rank < first + mesh.tp.size and name in names}
         tensor = np.empty(0, FLOAT32)
         for bucket, values, buffer in self._buckets(held):
             for name, span in self.spans.items():
                 start, stop = max(span.start, bucket.start), min(span.stop, bucket.stop)
                 if name not in near or start >= stop:
                     continue
-                placement, mine = self.placements[name], self.shards.writers[name] == here
+                placement, mine = self.placements[name], self.plan.writers[name] == here
                 if start == span.start and mine:
                     tensor = np.empty((placement.shards, span.stop - span.start), FLOAT32)
                 each = len(buffer) // placement.shards if placement.shards > 1 else stop - start
@@ -92,45 +93,45 @@ class ShardedState:
         self.mesh.tp.comm.synchronize()
         return [buffer[shard * size : (shard + 1) * size] for shard in range(shards)]
 
-    def _buckets(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array]]:
+    def _buckets(self, held: Parameters | OwnedSlices) -> Iterator[tuple[slice, Array, Array]]:
         """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""
         parallel, ops, tp = self.parallel, self.ops, self.mesh.tp.size
-        parts = held.parts() if isinstance(held, Shard) else [
-            (part, part) for part in (parallel.parts() if parallel.sharded else parallel.buckets)
-        ]
         largest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
         with ops.step(self.arena):
             whole = self.arena.take((largest,), FLOAT32)
             buffer = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
-            for bucket, (part, local) in zip(parallel.buckets, parts, strict=True):
+            for bucket in parallel.buckets:
                 values = whole[: bucket.stop - bucket.start]
-                mine = values[part.start - bucket.start : part.stop - bucket.start]
-                ops.copy(held.flat[local], mine)
+                for start, stop, at in self._held(held, bucket):
+                    ops.copy(held.flat[at : at + stop - start], values[start - bucket.start : stop - bucket.start])
                 if parallel.sharded:
-                    parallel.axis.comm.all_gather(mine, values)
-                    parallel.axis.comm.synchronize()  # what waits for a GPU next knows no timeout
+                    parallel.all_gather(bucket, values)
+                    parallel.replicas.comm.synchronize()  # what waits for a GPU next knows no timeout
                 yield bucket, values, buffer
 
     # --- from files, or drawn ------------------------------------------------------------------------
 
     def read(
-        self, weights: Tensors, moments: Tensors | None = None, step: int = 0,
+        self, weights: Tensors, state: Tensors | None = None, step: int = 0,
         show: Callable[[float], object] = lambda share: None,
     ) -> None:  # fmt: skip
-        """Fill the weights, and the moments unless they begin as zeros. Waits for no other rank.
+        """Fill the weights, and the optimizer's state unless it begins as zeros. Waits for no other rank.
 
         Calls ``show`` before each tensor, with the share that is done.
         """
         sources = [(self.optimizer.weights, weights, "")]
-        if moments is not None:
-            sources += [(getattr(self.optimizer, moment), moments, f"{moment}.") for moment in MOMENTS]
-        parts = [*product(sources, self.placements)]
+        if state is not None:
+            sources += [(held, state, f"{kept}.") for kept, held in self.optimizer.state.items()]
+        parts = [
+            (source, name) for source in sources for name in self.placements
+            if not source[2] or name in self.plan.state[source[2][:-1]]
+        ]  # fmt: skip
         for index, ((held, tensors, prefix), name) in enumerate(parts):
             show(index / len(parts))
             self._read(held, tensors, prefix, name)
         self.optimizer.step_count = step
 
-    def _read(self, held: Parameters | Shard, tensors: Tensors, prefix: str, name: str) -> None:
+    def _read(self, held: Parameters | OwnedSlices, tensors: Tensors, prefix: str, name: str) -> None:
         placement, dtype = self.placements[name], as_dtype(held.flat.dtype).numpy
         first, row = self.spans[name].start, max(1, int(np.prod(placement.local[1:])))
         for start, stop, at in self._held(held, self.spans[name]):
@@ -141,7 +142,7 @@ class ShardedState:
             self.ops.copy(flat[skipped : skipped + stop - start], held.flat[at : at + stop - start])
 
     @staticmethod
-    def _held(held: Parameters | Shard, span: slice) -> Iterator[tuple[int, int, int]]:
+    def _held(held: Parameters | OwnedSlices, span: slice) -> Iterator[tuple[int, int, int]]:
         """What is held of a span of the layout: from where to where, and its place in ``held.flat``."""
         for part, local in held.parts():
             start, stop = max(span.start, part.start), min(span.stop, part.stop)

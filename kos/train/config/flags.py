@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import glob
 import json
+import math
 import os
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -20,22 +22,44 @@ from kos.commands import program
 from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint.huggingface import read_config
-from kos.train.config.options import KEYS, TrainConfig, build, closest, flag_of, flatten, preset_values
+from kos.train.config.model_section import closest
+from kos.train.config.options import KEYS, TrainConfig, build, flag_of, flatten, preset_values
 from kos.train.config.presets import PRESETS
 
 METAVARS = {
-    "out": "DIR", "resume": "DIR|auto", "init_from": "DIR", "data": "NAME|PATH", "tokenizer": "NAME|PATH",
-    "prompt": "TEXT", "timeout": "SECONDS",
+    "resume": "DIR|auto", "init_from": "DIR", "prompt": "TEXT",
+    "data": "NAME|PATH", "val_data": "NAME|PATH", "tokenizer": "NAME|PATH",
 }  # fmt: skip
 
 
+FINE_TUNING_LR, FINE_TUNING_WARMUP = 2e-5, 0.03
+"""The peak learning rate with ``--init-from``, and the warm-up as a fraction of ``--steps``.  Source: Stanford Alpaca
+(tatsu-lab/stanford_alpaca)."""
+
+FINE_TUNING_SEQ_LEN = 1024
+"""The largest default of ``--seq-len`` with ``--init-from``. A model's context may be 131,072 tokens, for which few
+machines have the memory. The default does not depend on the machine, so that results do not either."""
+
+PATHS = ("data", "val_data", "tokenizer", "init_from")
+NAMES = ("stdlib", "tinyshakespeare", "auto", "bytes", "chars")
+"""Values of ``PATHS`` that are names, not paths."""
+
 GROUPS = {
     "preset": "Model", "data": "Data", "device": "Ranks and layout", "steps": "Length and output",
-    "lr": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
+    "optimizer": "Optimizer", "eval_every": "Validation and sample", "dtype": "Precision", "save_every": "Checkpoints",
     "log_every": "Logging", "micro_batch_size": "Performance", "debug": "Debugging",
     "model.model_type": "Shape of the model (a preset or --init-from gives it)",
 }  # fmt: skip
 """The groups of ``--help``: the first setting of each, and its title."""
+
+
+class _Once(argparse.Action):
+    """Stores the value of a flag.  ConfigError if the flag is given twice: a user may expect both values to count."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if hasattr(namespace, self.dest):
+            raise ConfigError(f"{option_string}: expected one value, got {getattr(namespace, self.dest)} and {values}")
+        setattr(namespace, self.dest, values)
 
 
 def _type_of(field: FieldInfo) -> Any:
@@ -50,16 +74,15 @@ def _value(field: FieldInfo, text: str) -> Any:
     return text
 
 
-def _default(key: str, field: FieldInfo) -> str:
-    values: Mapping[str, Any] = PRESETS["tiny"].values
-    section, _, name = key.rpartition(".")
-    value = (values[section] if section else values).get(name, None if field.is_required() else field.default)
-    if value in (None, "", ()) and isinstance(field.json_schema_extra, dict):
-        value = field.json_schema_extra["unset"]
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
+def _help(field: FieldInfo, default: Any) -> str:
+    """The docstring of the field and its default."""
+    if default in (None, "", ()) and isinstance(field.json_schema_extra, dict):
+        default = field.json_schema_extra["unset"]
+    shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
+    return " ".join(f"{field.description} Default: {shown}.".split()).replace("%", "%%")
 
 
-def _add_plan(group: Any) -> None:
+def add_plan(group: Any) -> None:
     """Add the flags of ``--plan`` that are not settings of a run."""
     about = "Train nothing: list the layouts of --ranks N, with memory, bytes sent and predicted time of a step."
     group.add_argument("--plan", action="store_true", help=f"{about} Default: train.")
@@ -73,44 +96,27 @@ def make_parser() -> argparse.ArgumentParser:
         prog=program("kos.train"),
         usage=f"[mpirun -n RANKS] {program('kos.train')} [--preset NAME] [--config FILE] [flags]",
         description="Train a LLaMA. A preset gives the values, a file overrides it, flags override both.",
-        epilog=_preset_table(),
+        epilog="\n".join(["Presets (above: those of tiny):", *(f"  {x:<10} {y.about}" for x, y in PRESETS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    groups: dict[str, Any] = {}
+    groups, defaults = dict[str, Any](), TrainConfig.from_preset()
     for key, field in KEYS.items():
         if key in GROUPS:
             groups[key] = group = parser.add_argument_group(GROUPS[key])
         if not isinstance(field.json_schema_extra, dict):
             continue
-        about = f"{field.description}. Default: {_default(key, field)}.".replace("%", "%%")
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
-            metavar = METAVARS.get(key, {int: "N", float: "X"}.get(_type_of(field), "NAME"))
-            kind = {"metavar": metavar, "type": functools.partial(_value, field)}
-        if key == "tracker":
-            kind["action"] = "append"
-        group.add_argument(flag_of(key), dest=key, help=about, **kind)
+            metavar = METAVARS.get(key, {int: "N", float: "X", Path: "DIR"}.get(_type_of(field), "NAME"))
+            action = {"tracker": "append", "data": _Once, "val_data": _Once}.get(key, "store")
+            kind = {"metavar": metavar, "type": functools.partial(_value, field), "action": action}
+        group.add_argument(flag_of(key), dest=key, help=_help(field, attrgetter(key)(defaults)), **kind)
     config = "Read settings from a TOML or JSON file, or from the config.json of a run. Default: none."
     groups["preset"].add_argument("--config", metavar="FILE", help=config)
-    _add_plan(groups["device"])
+    add_plan(groups["device"])
     return parser
-
-
-def _preset_table() -> str:
-    """Two lines per preset."""
-    lines = ["Presets (the defaults above are those of tiny):"]
-    for name, (about, values) in PRESETS.items():
-        shape = values["model"]
-        heads = shape["num_attention_heads"]
-        lines.append(f"  {name:<10} {about}")
-        lines.append(
-            f"{'':13}{shape['num_hidden_layers']} layers × {shape['hidden_size']}, "
-            f"{heads}/{shape.get('num_key_value_heads', heads)} heads, T {values['seq_len']}, "
-            f"batch {values['batch_size']}, {values['steps']} steps, lr {values['lr']:g}"
-        )
-    return "\n".join(lines)
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -119,29 +125,23 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
     """
     layers = read_command_line(argv)
-    preset = "tiny"
-    for _, values in layers:
-        preset = values.get("preset", preset)
-    return build([(f"preset {preset}", preset_values(preset)), *layers])
+    preset = next((values["preset"] for _, values in reversed(layers) if "preset" in values), "tiny")
+    first = [(f"preset {preset}", preset_values(preset))]
+    return build([*first, *fine_tuning([*first, *layers]), *layers])
 
 
-def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], int, str | None]:
-    """As ``parse``, for a command line with ``--plan``.
-
-    Returns the config, the names of the settings that were given, the words of the command line for the trainer, the
-    number of ranks and the GPU.  A setting of a file counts as given if it differs from its default, since the
-    config.json of a run has every setting.
-    """
-    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    _add_plan(parser)
-    arguments, words = parser.parse_known_args(argv)
-    config, ranks = parse(words), getattr(arguments, "ranks", None)
-    defaults = {key: field.default for key, field in TrainConfig.model_fields.items()}
-    given = {key for source, values in read_command_line(words) for key, value in values.items()
-             if value is not None and (source == "flags" or value != defaults[key])}  # fmt: skip
-    if ranks is None or ranks < 1:
-        raise ConfigError(f"--plan: expected --ranks N of at least 1, got {'none' if ranks is None else ranks}")
-    return config, given, words, ranks, getattr(arguments, "gpu", None)
+def fine_tuning(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The defaults with ``--init-from``, above those of the preset, which are for random weights."""
+    merged = {key: value for source, values in layers for key, value in flatten(source, values).items()}
+    if merged.get("init_from") is None:
+        return []
+    steps, context = merged.get("steps"), merged.get("model.max_position_embeddings")
+    values: dict[str, Any] = {"lr": FINE_TUNING_LR}
+    if isinstance(steps, int):  # else refused by ``build``
+        values["warmup_steps"] = math.ceil(FINE_TUNING_WARMUP * steps)
+    if isinstance(context, int):
+        values["seq_len"] = min(context, FINE_TUNING_SEQ_LEN)
+    return [("preset of fine-tuning", values)]
 
 
 def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -170,15 +170,14 @@ def read_command_line(argv: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]
 def set_by_file(argv: Sequence[str], message: str) -> str:
     """A note for an error in settings of the ``--config`` file: which flags it sets, and how to override them.
 
-    The flags are those that ``message`` names before ``: expected`` or in parentheses.
+    The flags are those that ``message`` names.
     """
     layers = read_command_line(argv)
     (source, values), typed = layers[0], {key for label, given in layers if label == "flags" for key in given}
     if source == "flags" or source in message:
         return ""
     set_there = [key for key, value in flatten(source, values).items() if value is not None and key not in typed]
-    named = re.findall(r"--[\w-]+", " ".join([message.partition(": expected")[0], *re.findall(r"\((.*?)\)", message)]))
-    flags = [flag for flag in map(flag_of, set_there) if flag in named]
+    flags = [flag for flag in map(flag_of, set_there) if flag in {word.strip("(),:;") for word in message.split()}]
     wanted = " ".join(f"{flag} {1 if flag in ('--tp', '--pp', '--cp') else '…'}" for flag in flags)
     return f"; {source} sets {' and '.join(flags)}: type {wanted} to override it" if flags else ""
 
@@ -219,10 +218,23 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+def _resolve_paths(folder: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with absolute paths for files in ``folder``; others may have been moved to the current folder."""
+    values = dict(values)
+    if isinstance(folder, str) and not (os.path.isdir(folder) and os.path.samefile(folder, ".")):
+        for key in PATHS:
+            path = values.get(key)
+            if isinstance(path, str) and path not in NAMES:
+                absolute = os.path.join(folder, path)
+                values[key] = absolute if os.path.exists(absolute) or glob.glob(absolute) else path
+    return values
+
+
 def read_config_file(path: Path) -> Mapping[str, Any]:
     """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part).
 
     If the folder ``checkpoints`` is beside that config.json, ``out`` is the folder of the file: it may have been moved.
+    Its relative paths are resolved in the folder in which that run was started.
     """
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")
@@ -234,7 +246,7 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
     if isinstance(values, dict) and isinstance(values.get("config"), dict):
-        values = dict(values["config"])
+        values = _resolve_paths(values.get("cwd"), values["config"])
         if values.get("resume") != "auto":
             values.pop("resume", None)  # the checkpoint from which that run resumed
         if os.path.isdir(path.parent / "checkpoints"):

@@ -1,63 +1,90 @@
-"""The ``model`` section of a configuration: the shape of the LLaMA, with Hugging Face's key names.
+"""The ``model`` section of a configuration: the shape of the model, with Hugging Face's key names.
 
 Both sections of a configuration use ``option``, a field that is also a flag, and ``one_line``, the text of an error.
 """
 
 from __future__ import annotations
 
-import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from kos.errors import ConfigError
-from kos.train.model.gpt2 import GPT2Config
-from kos.train.model.llama_config import LlamaConfig, RopeScaling, Section
+from kos.train.model.families import FAMILIES
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.rope import RopeScaling
+from kos.train.model.section import Section, SettingError
+
+EXPECTED = {"path_type": "a path", "model_type": "a table of keys"}
+"""Of the types of pydantic's errors that have no such word in their text."""
 
 
-def option(about: str, default: Any = ..., unset: str = "", **constraints: Any) -> Any:
+def option(default: Any = ..., unset: str = "", **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value.
 
-    ``about`` is a sentence. ``unset`` says what the default of None, or an empty one, stands for.
+    The field's docstring is the help of the flag. ``unset`` says what the default of None, or an empty one, stands for.
     """
-    return Field(default, description=about, json_schema_extra={"unset": unset}, **constraints)
+    return Field(default, json_schema_extra={"unset": unset}, **constraints)
 
 
-class ModelSection(Section):
+class ModelSection(Section, use_attribute_docstrings=True):
     """Shape of the model, with the key names that Hugging Face's config.json has for a LLaMA."""
 
-    # fmt: off
-    model_type: Literal["llama", "gpt2"] = option("Kind of model: llama, or gpt2 (LayerNorm, GELU and biases)", "llama")
-    vocab_size: int | None = option(
-        "Rows of the embedding", None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
-    hidden_size: int = option("Width of the residual stream", ge=2, lt=2**63)
-    num_hidden_layers: int = option("Number of decoder layers", ge=1, le=100_000)
-    num_attention_heads: int = option("Number of query heads", ge=1, lt=2**63)
-    num_key_value_heads: int | None = option("Number of key/value heads", None, "as many as query heads", ge=1)
-    head_dim: int | None = option("Width of a head", None, "hidden size / query heads", ge=2, lt=2**63)
-    intermediate_size: int = option("Width of the MLP", ge=1, lt=2**63)
-    max_position_embeddings: int | None = option("Longest context in tokens", None, "--seq-len", ge=1)
-    rms_norm_eps: float = option("Epsilon of the norms", 1e-5, gt=0)
-    rope_theta: float = option("Base of the rotary frequencies", 10_000.0, gt=0)
+    model_type: Literal["llama", "gpt2", "mistral", "qwen2", "qwen3", "smollm3"] = option("llama")
+    """Family of the model: llama, mistral, qwen2, qwen3, smollm3, or gpt2 (LayerNorm, GELU and biases)."""
+    vocab_size: int | None = option(None, "as many as the tokenizer has tokens", ge=1, lt=2**63)
+    """Rows of the embedding."""
+    hidden_size: int = option(ge=2, lt=2**63)
+    """Width of the residual stream."""
+    num_hidden_layers: int = option(ge=1, le=100_000)
+    """Number of decoder layers."""
+    num_attention_heads: int = option(ge=1, lt=2**63)
+    """Number of query heads."""
+    num_key_value_heads: int | None = option(None, "as many as query heads", ge=1)
+    """Number of key/value heads."""
+    head_dim: int | None = option(None, "hidden size / query heads", ge=2, lt=2**63)
+    """Width of a head."""
+    intermediate_size: int = option(ge=1, lt=2**63)
+    """Width of the MLP."""
+    max_position_embeddings: int | None = option(None, "--seq-len", ge=1)
+    """Longest context in tokens."""
+    rms_norm_eps: float = option(1e-5, gt=0)
+    """Epsilon of the norms."""
+    rope_theta: float = option(10_000.0, gt=0)
+    """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    tie_word_embeddings: bool = option("Use one matrix for embedding and head", True)
-    initializer_range: float = option("Standard deviation of the initial weights", 0.02, gt=0)
-    # fmt: on
+    tie_word_embeddings: bool = option(True)
+    """Use one matrix for embedding and head."""
+    initializer_range: float = option(0.02, gt=0)
+    """Standard deviation of the initial weights."""
+    attention_bias: bool = option(False)
+    """Add biases to the matrices of attention (llama, qwen3, smollm3)."""
+    mlp_bias: bool = option(False)
+    """Add biases to the matrices of the MLP (llama, smollm3)."""
+    sliding_window: int | None = option(None, "no window", ge=1)
+    """Keys that a token sees at most, its own included (mistral, qwen2, qwen3, smollm3)."""
+    layer_types: tuple[str, ...] = ()
+    no_rope_layers: tuple[int, ...] = ()
+
+    @field_validator("layer_types", "no_rope_layers", mode="before")
+    @classmethod
+    def _tuple(cls, given: Any) -> Any:
+        return tuple(given) if isinstance(given, list) else given
 
     def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
         """The model's shape; sizes that were left open follow from the tokenizer's vocabulary and the run's context."""
         width, heads = self.hidden_size, self.num_attention_heads
         if self.head_dim is None and width % heads:
-            raise ConfigError(f"hidden_size: expected a multiple of {heads} (num_attention_heads), got {width}")
+            raise SettingError("hidden_size", f"a multiple of {heads}", width, "num_attention_heads")
         values: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": context,
             "num_key_value_heads": heads, "head_dim": width // heads, "rope_scaling": self.rope_scaling,
         }  # fmt: skip
         values |= self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
-        return (GPT2Config if self.model_type == "gpt2" else LlamaConfig)(**values)
+        return FAMILIES[self.model_type](**values)
 
     @model_validator(mode="after")
     def _check(self) -> ModelSection:
@@ -65,23 +92,29 @@ class ModelSection(Section):
         return self
 
 
-def one_line(error: ValidationError, label: Mapping[str, str] = MappingProxyType({})) -> str:
+def closest(word: str, known: Iterable[str]) -> str:
+    """`` (closest: X)``, or nothing."""
+    near = get_close_matches(word, known, n=1)
+    return f" (closest: {near[0]})" if near else ""
+
+
+def one_line(error: ValidationError, labels: Mapping[str, str] = MappingProxyType({})) -> str:
     """The first error that pydantic found, as ``where: expected X, got Y``.
 
-    ``label`` maps a key to the name that the text gives it.
+    ``labels`` gives the name of each key that the text has.
     """
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    key = ".".join(path[: 2 if path[:1] == ["model"] else 1])
-    if first["type"] == "value_error":  # of several values: the message names them
-        return str(first["ctx"]["error"])
-    where = ".".join([label.get(key, key), *path[key.count(".") + 1 :]])
-    if first["type"] == "missing":
+    kind, got, path = first["type"], first["input"], [x for x in first["loc"] if isinstance(x, str)]
+    if kind == "value_error":
+        wrong, names = first["ctx"]["error"], {key.rpartition(".")[2]: label for key, label in labels.items()}
+        key, because_of = (names.get(key, key) for key in (wrong.key, wrong.because_of))
+        return str(SettingError(key, wrong.expected, wrong.got, because_of))
+    depth = 2 if path[0] == "model" else 1
+    key = ".".join(path[:depth])
+    where = ".".join([labels.get(key, key), *path[depth:]])
+    if kind == "missing":
         return f"{where}: expected a value, got none"
-    if first["type"] == "extra_forbidden":
-        return f"{where}: expected a known key, got {path[-1]!r}"
-    expected = re.sub(r"^(Input|String) should (be |have )?", "", first["msg"])
-    expected = re.sub(r"^Input is not a valid path.*", "a path", expected)
-    expected = re.sub(r"valid dictionary or instance of \w+", "table of keys", expected)
-    number = "a number " if expected.startswith(("greater", "less")) else ""
-    return f"{where}: expected {number}{expected}, got {reprlib.repr(first['input'])}"
+    if kind == "extra_forbidden":
+        return f"{where}: expected a known key{closest(key, [x for x in labels if x != key])}, got {path[-1]!r}"
+    expected = EXPECTED.get(kind) or first["msg"].partition(" should ")[2].removeprefix("be ").removeprefix("have ")
+    return f"{where}: expected {'a number ' * kind.startswith(('greater', 'less'))}{expected}, got {reprlib.repr(got)}"

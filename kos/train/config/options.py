@@ -7,9 +7,8 @@ line that names the flag or the file's key, what was expected and what was got.
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,9 +17,13 @@ from pydantic import ValidationError, field_validator, model_validator
 from kos.errors import ConfigError
 from kos.train.config.model_section import ModelSection, one_line, option
 from kos.train.config.presets import PRESETS
-from kos.train.model.llama_config import LlamaConfig, Section
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.section import Section, SettingError
+from kos.train.model.shapes import Local
 from kos.train.ops.learning_rate import LearningRate
-from kos.train.tools.trackers import PACKAGES
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import Group, decay_matrices, state_of
+from kos.train.optim.muon import Muon
 
 DETERMINISTIC_MICRO_BATCHES = 8
 """``--deterministic`` splits the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
@@ -32,133 +35,168 @@ MICRO_BATCH_TOKENS = 2048
 CUDA_MICRO_BATCH_TOKENS = 32_768
 """The same on a GPU, whose matrix products gain nothing from more rows."""
 
-ON_CPU: dict[str, tuple[Any, ...]] = {
-    "dtype": ("auto", "float32"), "master_weights": ("float32",), "grad_dtype": ("float32",),
-    "graph": (True,),
-}  # fmt: skip
-"""Options that mean something on GPUs only, and what they may be on a CPU."""
-
 LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling")
 """Keys that a preset gives to a LLaMA; ``--model-type gpt2`` leaves them to GPT-2."""
 
 
-class TrainConfig(Section):
-    """All settings of a run.  Build one with ``parse`` or ``from_preset``."""
+REMOVED_SCHEDULES = ("gpipe", "zero-bubble")
+"""Values of ``pp_schedule`` that are read as ``1f1b``, which has the same stages and adds in the same order."""
 
-    # fmt: off
-    preset: str = option(f"Start from the settings of a preset: {', '.join(PRESETS)}", "tiny")
-    init_from: str | None = option(
-        "Start from the shape and weights of a Hugging Face folder", None, "the preset's shape, random weights")
+_log = logging.getLogger(__name__)
 
-    data: str = option(
-        "Train on stdlib (the sources of Python's standard library), tinyshakespeare, or the PATH of a text file, "
-        "a folder of text files, or llm.c token files", "stdlib", min_length=1)
-    tokenizer: str = option(
-        "Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of "
-        "--init-from, else bytes, and bare numbers for token files", "auto", min_length=1)
-    seq_len: int = option("Tokens in a sequence", ge=1)
-    batch_size: int = option("Sequences in a step, over all ranks", ge=1, le=1_000_000)
 
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "Compute on cpu or cuda; auto takes cuda if every rank has its own GPU", "auto")
-    dp: int | None = option("Data-parallel ranks", None, "ranks / (tp × pp × cp)", ge=1)
-    tp: int = option("Tensor-parallel ranks, which split each layer", 1, ge=1)
-    pp: int = option("Pipeline-parallel ranks, which split the list of layers", 1, ge=1)
-    cp: int = option("Context-parallel ranks, which split each sequence", 1, ge=1)
-    zero: int = option(
-        "Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0", 0, ge=0, le=1)
-    backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
-        "Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works", "auto")
+class TrainConfig(Section, use_attribute_docstrings=True):
+    """All settings of a run.  Build one with ``parse`` or ``from_preset``. The text of a field is that of its flag."""
 
-    steps: int = option("Optimizer steps of the whole run", ge=1, lt=2**63)
+    preset: str = option("tiny")
+    """Start from the settings of a preset: tiny, baby, 124m, gpt2-124m, 1b or 8b."""
+    init_from: str | None = option(None, "the preset's shape, random weights")
+    """Start from the shape and weights of a Hugging Face folder."""
+
+    data: str = option("stdlib", min_length=1)
+    """Train on stdlib (the sources of Python's standard library), tinyshakespeare, or the PATH of a text or .jsonl
+    file, a folder of such files, or llm.c token files."""
+    val_data: str | None = option(None, "a part that is held out of --data", min_length=1)
+    """Validate on other data: the same NAMEs and PATHs as --data."""
+    text_field: str = option("text", min_length=1)
+    """Field of a line of a .jsonl file that holds its text."""
+    tokenizer: str = option("auto", min_length=1)
+    """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
+    --init-from, else bytes, and bare numbers for token files."""
+    split_special_tokens: bool = option(True)
+    """Read special tokens that are spelled out in the data, such as <|endoftext|>, as text."""
+    documents: Literal["pack", "cross"] = option("pack")
+    """Keep attention within each document of a sequence (pack), or let it cross documents (cross)."""
+    seq_len: int = option(ge=1)
+    """Tokens in a sequence; with --init-from the model's context, up to 1024."""
+    batch_size: int = option(ge=1, le=1_000_000)
+    """Sequences in a step, over all ranks."""
+
+    device: Literal["auto", "cpu", "cuda"] = option("auto")
+    """Compute on cpu or cuda; auto takes cuda if every rank has its own GPU."""
+    dp: int | None = option(None, "ranks / (tp × pp × cp)", ge=1)
+    """Data-parallel ranks."""
+    tp: int = option(1, ge=1)
+    """Tensor-parallel ranks, which split each layer."""
+    pp: int = option(1, ge=1)
+    """Pipeline-parallel ranks, which split the list of layers."""
+    cp: int = option(1, ge=1)
+    """Context-parallel ranks, which split each sequence."""
+    zero: int = option(0, ge=0, le=1)
+    """Split the optimizer's state over the data-parallel ranks (ZeRO-1): 1, or 0."""
+    backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option("auto")
+    """Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
+
+    steps: int = option(ge=1, lt=2**63)
+    """Optimizer steps of the whole run."""
     out: Path | None = option(
-        "Folder of metrics and checkpoints", None,
-        "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False)
-    resume: str | None = option(
-        "Resume from the checkpoint in DIR; auto takes the newest complete one of the run", None, "start a new run",
-        min_length=1)
+        None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False
+    )
+    """Folder of metrics and checkpoints."""
+    resume: str | None = option(None, "start a new run", min_length=1)
+    """Resume from the checkpoint in DIR; auto takes the newest complete one of the run."""
 
-    lr: float = option("Peak learning rate", gt=0)
-    min_lr: float | None = option("Learning rate at the end", None, "--lr / 10", ge=0)
-    schedule: Literal["cosine", "wsd", "constant"] = option(
-        "Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant", "cosine")
-    warmup_steps: int = option("Steps of linear warm-up", 0, ge=0, lt=2**63)
-    decay_fraction: float = option("Part of --steps over which wsd decays", 0.2, ge=0, le=1)
-    weight_decay: float = option("Decoupled weight decay of matrices", 0.1, ge=0)
-    beta1: float = option("AdamW's beta1", 0.9, ge=0, lt=1)
-    beta2: float = option("AdamW's beta2", 0.95, ge=0, lt=1)
-    eps: float = option("AdamW's epsilon", 1e-8, gt=0)
-    grad_clip: float = option("Largest global gradient norm; 0 turns clipping off", 1.0, ge=0)
-    skip_outliers: float = option(
-        "Skip steps whose gradient norm is above X or not finite; 0 ends the run if the norm is not finite", 0.0,
-        ge=0)
+    optimizer: Literal["adamw", "muon"] = option("adamw")
+    """Update weights by adamw, or the matrices of layers by muon and the others by AdamW."""
+    lr: float = option(gt=0)
+    """Peak learning rate; 2e-5 with --init-from."""
+    muon_lr: float | None = option(None, "--lr", gt=0)
+    """Peak learning rate of Muon's matrices, on the same schedule."""
+    momentum: float = option(0.95, ge=0, lt=1)
+    """Muon's momentum (Nesterov's)."""
+    min_lr: float | None = option(None, "--lr / 10", ge=0)
+    """Learning rate at the end."""
+    schedule: Literal["cosine", "wsd", "constant"] = option("cosine")
+    """Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant."""
+    warmup_steps: int = option(0, ge=0, lt=2**63)
+    """Steps of linear warm-up; 3% of --steps with --init-from."""
+    decay_fraction: float = option(0.2, ge=0, le=1)
+    """Part of --steps over which wsd decays."""
+    weight_decay: float = option(0.1, ge=0)
+    """Decoupled weight decay of matrices."""
+    beta1: float = option(0.9, ge=0, lt=1)
+    """AdamW's beta1."""
+    beta2: float = option(0.95, ge=0, lt=1)
+    """AdamW's beta2."""
+    eps: float = option(1e-8, gt=0)
+    """AdamW's epsilon."""
+    grad_clip: float = option(1.0, ge=0)
+    """Largest global gradient norm; 0 turns clipping off."""
+    skip_outliers: float = option(0.0, ge=0)
+    """Skip steps whose gradient norm is above X or not finite; 0 ends the run if the norm is not finite."""
 
-    eval_every: int = option("Steps between validations; 0 validates before and after training only", 100, ge=0)
-    eval_batches: int = option(
-        "Batches of a validation, of up to --batch-size sequences; 0 turns it off", 8, ge=0)
-    sample_tokens: int = option("Tokens of text generated at the end; 0 generates none", 200, ge=0)
-    prompt: str = option("Text that the sample continues", "", "none")
-    temperature: float = option("Temperature of the sample; 0 takes the likeliest token", 0.8, ge=0)
-    top_k: int = option("Sample among the N likeliest tokens; 0 takes all", 40, ge=0)
+    eval_every: int = option(100, ge=0)
+    """Steps between validations; 0 validates before and after training only."""
+    eval_batches: int = option(8, ge=0)
+    """Batches of a validation, of up to --batch-size sequences; 0 turns it off."""
+    sample_tokens: int = option(200, ge=0)
+    """Tokens of text generated at the end; 0 generates none."""
+    prompt: str = option("", "none")
+    """Text that the sample continues."""
+    temperature: float = option(0.8, ge=0)
+    """Temperature of the sample; 0 takes the likeliest token."""
+    top_k: int = option(40, ge=0)
+    """Sample among the N likeliest tokens; 0 takes all."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "Compute in float32 or bfloat16; auto takes bfloat16 on GPUs", "auto")
-    master_weights: Literal["float32", "none"] = option(
-        "Weights that AdamW updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding", "float32")
-    grad_dtype: Literal["float32", "bfloat16"] = option(
-        "Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes (several "
-        "micro-batches of a rank still add up in float32)", "float32")
-    deterministic: bool = option(
-        "Give the same bits for any number of ranks, and on CPUs in any layout; slower", False)
-    seed: int = option("Seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto")
+    """Compute in float32 or bfloat16; auto takes bfloat16 on GPUs."""
+    master_weights: Literal["float32", "none"] = option("float32")
+    """Weights that AdamW updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
+    grad_dtype: Literal["float32", "bfloat16"] = option("float32")
+    """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes (several micro-batches of
+    a rank still add up in float32)."""
+    deterministic: bool = option(False)
+    """Give the same bits for any number of ranks, and on CPUs in any layout; slower."""
+    seed: int = option(1337, ge=0, lt=2**63)
+    """Seed of initial weights, batches and samples."""
 
-    save_every: int = option("Steps between checkpoints; 0 saves at the end only", 200, ge=0)
-    keep: int = option("How many of the newest checkpoints to keep", 2, ge=1)
-    save_async: bool = option(
-        "Continue training while a checkpoint is written; takes host memory for the rank's shard", False)
+    save_every: int = option(200, ge=0)
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: int = option(2, ge=1)
+    """How many of the newest checkpoints to keep."""
+    save_async: bool = option(False)
+    """Continue training while a checkpoint is written; takes host memory for the rank's shard."""
 
-    log_every: int = option("Steps between printed lines", 1, ge=1)
-    tracker: tuple[str, ...] = option(
-        f"Also send metrics to {', '.join(PACKAGES)}; repeat the flag, or separate names by commas", (),
-        "metrics.jsonl only")
+    log_every: int = option(1, ge=1)
+    """Steps between printed lines."""
+    tracker: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option((), "metrics.jsonl only")
+    """Also send metrics to tensorboard, wandb or trackio; repeat the flag, or separate names by commas."""
 
-    micro_batch_size: int | None = option(
-        "Sequences that a rank computes at once", None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
-    recompute: Literal["none", "norms", "block"] = option(
-        "Save memory by computing again in the backward: none, norms (and SwiGLU) or block (whole layers)", "none")
-    pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] = option(
-        "Order of a pipeline's forwards and backwards: gpipe, 1f1b, interleaved, zero-bubble or zero-bubble-v", "1f1b")
-    pp_chunks: int | None = option("Stages of a rank with --pp-schedule interleaved", None, "2", ge=1)
-    graph: bool = option("Replay each step as one CUDA graph, on GPUs", True)
-    profile: int = option(
-        "Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains", 0, ge=0)
+    micro_batch_size: int | None = option(None, "up to 2,048 tokens, on GPUs 32,768", ge=1)
+    """Sequences that a rank computes at once."""
+    recompute: Literal["none", "norms", "block"] = option("none")
+    """Save memory by computing again in the backward: none, norms (and SwiGLU) or block (whole layers)."""
+    pp_schedule: Literal["1f1b", "interleaved", "zero-bubble-v"] = option("1f1b")
+    """Order of a pipeline's forwards and backwards: 1f1b, interleaved or zero-bubble-v."""
+    pp_chunks: int | None = option(None, "2", ge=1)
+    """Stages of a rank with --pp-schedule interleaved."""
+    graph: bool = option(True)
+    """Replay each step as one CUDA graph, on GPUs."""
+    profile: int = option(0, ge=0)
+    """Only time N steps after 3 others, then print a table and write a Perfetto trace to --out; 0 trains."""
 
-    debug: bool = option("Show tracebacks of errors", False)
-    timeout: float = option("Seconds that a rank waits for the others before it reports them", 300.0, gt=0)
+    debug: bool = option(False)
+    """Show tracebacks of errors."""
+    timeout: float = option(300.0, gt=0)
+    """Seconds that a rank waits for the others before it reports them."""
 
     model: ModelSection
-    # fmt: on
 
     @field_validator("tracker", mode="before")
     @classmethod
     def _names(cls, given: Any) -> tuple[str, ...]:
-        words = [given] if isinstance(given, str) else given if isinstance(given, list | tuple) else [repr(given)]
-        names = [name.strip() for word in words for name in str(word).split(",")]
-        if unknown := [name for name in names if name not in PACKAGES]:
-            raise ValueError(f"tracker: expected {', '.join(PACKAGES)}, got {unknown[0]!r}")
-        return tuple(dict.fromkeys(names))
+        words = given if isinstance(given, list | tuple) else [given]
+        return tuple(dict.fromkeys(name.strip() for word in words for name in str(word).split(",")))
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if self.min_lr is not None and self.min_lr > self.lr and self.schedule != "constant":
-            raise ValueError(f"expected min_lr ≤ lr, got {self.min_lr:g} and {self.lr:g}")
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"expected batch_size divisible by micro_batch_size, got {self.batch_size} and {self.micro_batch_size}"
-            )
+            raise SettingError("min_lr", f"at most {self.lr:g}", f"{self.min_lr:g}", "lr")
+        if self.muon_lr is not None and self.optimizer != "muon":
+            raise SettingError("muon_lr", "none", f"{self.muon_lr:g}", "optimizer")
         longest = self.model.max_position_embeddings
         if longest is not None and self.seq_len > longest:
-            raise ValueError(f"expected seq_len ≤ max_position_embeddings, got {self.seq_len} and {longest}")
+            raise SettingError("seq_len", f"at most {longest}", self.seq_len, "max_position_embeddings")
         return self
 
     @classmethod
@@ -181,16 +219,12 @@ class TrainConfig(Section):
 
         ConfigError: the batch cannot be split evenly; an option that the device does not have.
         """
-        dtype, most = self.dtype, CUDA_MICRO_BATCH_TOKENS
-        if device == "cpu":
-            most = MICRO_BATCH_TOKENS
-            for name, allowed in ON_CPU.items():
-                if (got := getattr(self, name)) is False:
-                    raise ConfigError(f"--no-{name}: expected a GPU, got the CPU")
-                if got not in allowed:
-                    raise ConfigError(f"{flag_of(name)}: expected {allowed[-1]} on the CPU, got {got}")
-        if dtype == "auto":
-            dtype = "float32" if device == "cpu" else "bfloat16"
+        on_cpu = device == "cpu"
+        dtype = self.dtype if self.dtype != "auto" else "float32" if on_cpu else "bfloat16"
+        if on_cpu and not self.graph:
+            raise ConfigError("--no-graph: expected a GPU, got the CPU")
+        if on_cpu and dtype == "bfloat16":
+            raise ConfigError(f"--dtype: expected float32 on the CPU, got {dtype}")
         for name in ("master_weights", "grad_dtype"):
             if (got := getattr(self, name)) != "float32" and dtype != "bfloat16":
                 raise ConfigError(f"{flag_of(name)}: expected float32 with --dtype {dtype}, got {got}")
@@ -199,23 +233,19 @@ class TrainConfig(Section):
         batch, micro = self.batch_size, self.micro_batch_size
         ranks = "ranks" if self.tp * self.pp * self.cp == 1 else "data-parallel ranks"
         if micro is None:
-            if batch % size:
-                raise ConfigError(f"--batch-size: expected a multiple of {size} ({ranks}), got {batch}")
             whole = batch if self.deterministic else batch // size
             parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1 if self.pp == 1 else 2 * self.pp
-            limit = min(whole // parts, most // self.seq_len)
+            limit = min(whole // parts, (MICRO_BATCH_TOKENS if on_cpu else CUDA_MICRO_BATCH_TOKENS) // self.seq_len)
             in_groups = self.pp_schedule == "interleaved" and whole % self.pp == 0 and not self.deterministic
-            micro = _largest_divisor(whole // self.pp if in_groups else whole, limit)
+            whole = 1 if batch % size else whole // self.pp if in_groups else whole
+            micro = next((n for n in range(limit, 1, -1) if whole % n == 0), 1)
         if batch % (micro * size):
-            raise ConfigError(
-                f"--batch-size: expected a multiple of {micro * size} (--micro-batch-size {micro} × {size} {ranks}), "
-                f"got {batch}"
-            )
+            why = f"--micro-batch-size {micro} × {size} {ranks}" if micro > 1 else ranks
+            raise ConfigError(f"--batch-size: expected a multiple of {micro * size} ({why}), got {batch}")
         if self.pp_schedule == "interleaved" and (steps := batch // (micro * size)) % self.pp:
-            raise ConfigError(
-                f"--pp-schedule interleaved: expected the micro-batches of each data-parallel rank to be a multiple of "
-                f"{self.pp} (--pp), got {steps} (--batch-size {batch}, --micro-batch-size {micro})"
-            )
+            expected = f"a multiple of {self.pp} (--pp) micro-batches of each data-parallel rank"
+            got = f"{steps} (--batch-size {batch}, --micro-batch-size {micro})"
+            raise ConfigError(f"--pp-schedule interleaved: expected {expected}, got {got}")
         grad_dtype = self.grad_dtype if batch == micro * size else "float32"
         chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}
         return self.model_copy(update=chosen)
@@ -231,6 +261,29 @@ class TrainConfig(Section):
         last = self.lr / 10 if self.min_lr is None else self.min_lr
         return LearningRate(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
 
+    def update_rule(self) -> AdamW:
+        """What the optimizer does with a weight that no group has a rule for."""
+        return AdamW((self.beta1, self.beta2), self.eps)
+
+    def groups(self, model: LlamaConfig, *parts: Local) -> list[Group]:
+        """The parameter groups of a rank's parts of ``model``, or of the whole."""
+        placements = model.placements(*parts)
+        if self.optimizer == "adamw":
+            return decay_matrices(model.parameter_shapes(*parts), self.weight_decay)
+        matrices = {name: at for name, at in placements.items() if len(at.shape) == 2}
+        hidden = {name: at for name, at in matrices.items() if name not in (*model.tables, model.head)}
+        rule = Muon(hidden, model.stacked, self.momentum)
+        return [
+            Group(hidden, self.weight_decay, (self.muon_lr or self.lr) / self.lr, rule),
+            Group(matrices.keys() - hidden, self.weight_decay), Group(placements.keys() - matrices),
+        ]  # fmt: skip
+
+    def state_of(self, model: LlamaConfig) -> dict[str, set[str]]:
+        """What the optimizer keeps of the whole ``model``, by name, and of which tensors."""
+        spans = dict.fromkeys(model.parameter_shapes(), slice(0, 0))
+        kept = state_of(self.update_rule(), self.groups(model), spans, [])
+        return {name: each.names for name, each in kept.items()}
+
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
         if self.model.vocab_size is not None and self.model.vocab_size < vocab_size:
@@ -245,12 +298,6 @@ KEYS = {
 }
 """Every key of a configuration; those of the nested section as ``model.hidden_size``."""
 
-_FIELD = re.compile(rf"\b({'|'.join(key.rpartition('.')[2] for key in KEYS)})\b")
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return next((d for d in range(limit, 1, -1) if number % d == 0), 1)
-
 
 def preset_values(preset: Any) -> dict[str, Any]:
     """The values of a preset.  Raises ConfigError with the list of presets if no preset has that name."""
@@ -264,54 +311,40 @@ def flag_of(key: str) -> str:
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
-def closest(word: str, known: Sequence[str]) -> str:
-    """`` (closest: X)``, or nothing."""
-    near = get_close_matches(word, known, n=1)
-    return f" (closest: {near[0]})" if near else ""
-
-
 def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
 
     ConfigError: an unknown key or a refused value; names the layer that set it.
     """
     merged: dict[str, Any] = {}
-    label: dict[str, str] = {}
-    origin: dict[str, str] = {}  # of a key in the midst of a sentence
+    sources: dict[str, str] = {}
     for source, values in layers:
-        for key, value in flatten(source, values).items():
-            merged[key] = value
-            label[key] = flag_of(key) if source == "flags" else f"{source}: {key}"
-            plain = source in ("flags", "argument") or source.startswith("preset")
-            origin[key.rpartition(".")[2]] = "" if plain else f" of {source}"
+        flat = flatten(source, values)
+        merged |= flat
+        sources |= dict.fromkeys(flat, source)
+
+    labels = {key: flag_of(key) for key in KEYS}
+    labels |= {key: f"{at}: {key}" for key, at in sources.items() if at != "flags" and not at.startswith("preset")}
     if merged.get("model.model_type") == "gpt2":
-        for key in (f"model.{name}" for name in LLAMAS):
-            if label.get(key, "").startswith("preset"):
-                del merged[key]
+        of_preset = [key for key in merged if sources[key].startswith("preset")]
+        merged = {key: merged[key] for key in merged if key not in of_preset or key.rpartition(".")[2] not in LLAMAS}
+    if (old := merged.get("pp_schedule")) in REMOVED_SCHEDULES:
+        merged["pp_schedule"] = "1f1b"
+        _log.warning("%s: %s is no longer available, 1f1b is used instead: same results", labels["pp_schedule"], old)
     nested: dict[str, Any] = {"model": {}}
     for key, value in merged.items():
         section, _, name = key.rpartition(".")
-        (nested[section] if section else nested)[name] = value
+        (nested["model"] if section else nested)[name] = value
     try:
         return TrainConfig.model_validate(nested)
     except ValidationError as error:
-        line = one_line(error, label)
-        if error.errors()[0]["type"] == "value_error":
-            line = _FIELD.sub(lambda name: flag_of(name[0]) + origin.get(name[0], ""), line)
-        raise ConfigError(line) from None
+        raise ConfigError(one_line(error, labels)) from None
 
 
 def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if key == "model":
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"{source}: model: expected a table of keys, got {value!r}")
-            flat |= {f"model.{name}": item for name, item in value.items()}
-        else:
-            flat[key] = value
-    for key in flat:
-        if key not in KEYS:
-            near = closest(key, list(KEYS))
-            raise ConfigError(f"{source}: expected a known key{near}, got {key!r}")
-    return flat
+    """``values`` with the keys of the nested section as ``model.hidden_size``."""
+    section = values.get("model", {})
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{source}: model: expected a table of keys, got {section!r}")
+    flat = {key: value for key, value in values.items() if key != "model"}
+    return flat | {f"model.{name}": value for name, value in section.items()}

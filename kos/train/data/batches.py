@@ -8,24 +8,27 @@ easy as 1, 2, 3", SC11).
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import ConfigError, DataError
 from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
 from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.prepared import prepared
+from kos.train.data.token_files import BEGINS
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
     has_tokenizer,
     make_tokenizer,
-    portions,
     tokenizer_from_json,
 )
 
@@ -35,20 +38,31 @@ EVAL_BATCH_TOKENS = 16_384
 HASHED_BYTES = 64 << 20
 """Larger shards are fingerprinted by this many bytes of each end."""
 
+READ_FIELDS = ("tokens", "targets", "document_starts")
+"""The fields of a batch that operations read."""
+
 LEFT_OUT = -1  # a target that no loss counts
 
-Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
-"""Tokens and targets, both (sequences, seq_len): the target of a token is the one that follows it."""
-
+SCANNED = 1 << 24  # tokens that are searched for a separator at once
 
 Shards = Sequence[NDArray[Any]]
 
 
-class Tokens:
-    """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory."""
+class Separator(NamedTuple):
+    """A token that begins documents, or that ``ends`` them."""
 
-    def __init__(self, shards: Shards) -> None:
-        self.shards = shards
+    token: int
+    ends: bool
+
+
+class Tokens:
+    """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory.
+
+    ``documents`` are the places where documents begin, from 0 on and increasing, or the token between them.
+    """
+
+    def __init__(self, shards: Shards, documents: NDArray[np.int64] | Separator | None = None) -> None:
+        self.shards, self.documents = shards, documents
         self._ends = np.cumsum([len(shard) for shard in self.shards])
 
     def __len__(self) -> int:
@@ -65,6 +79,18 @@ class Tokens:
             shard, start = shard + 1, 0
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
+        """Where the document of each token of ``window``, from ``start`` on, begins in it: 0 if it began before."""
+        at = np.arange(len(window), dtype=np.int32)
+        if isinstance(self.documents, Separator):
+            begins = window == self.documents.token
+            if self.documents.ends:
+                begins[1:] = begins[:-1]
+            return np.maximum.accumulate(np.where(begins, at, 0), dtype=np.int32)
+        assert self.documents is not None
+        begun = self.documents[np.searchsorted(self.documents, start + at, side="right") - 1]
+        return np.maximum(begun - start, 0).astype(np.int32)
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -80,13 +106,33 @@ class Dataset:
     eval_batches: int
     fingerprint: str
     """SHA-256 of the tokens (of very large shards: of their ends), compared when resuming."""
+    held_out: str = ""
+    """A line for the log: which data is held out for validation, and the special tokens between documents."""
+    trained_on: str = ""
+    """A phrase for the same line: the files of the training data."""
+    note: str = ""
+    """A line for the log on special tokens that are spelled out in the text, if there are any."""
+    sources: tuple[str, str] = ("--data", "--data")
+    """The flags and paths, as typed, of ``train`` and ``val``, for errors."""
+
+    packs: bool = False
+    """Whether batches say where documents begin, so that attention stays within them."""
+
+    masks_targets: ClassVar[bool] = False
+    """Whether ``rows`` masks targets with -1. If so, each rank reads the whole batch to count the other targets."""
 
     def __post_init__(self) -> None:
         least = self.seq_len + 1
         for tokens, use in ((self.train, "train"), (self.val, "validate")):
             if len(tokens) < least:
                 expected = f"at least --seq-len + 1 = {least} tokens to {use} on"
-                raise DataError(f"--data {self.name}: expected {expected}, got {len(tokens)}")
+                held_out = f" ({self.held_out.partition(';')[0]})" * (tokens is self.val)
+                raise DataError(f"{self._source(tokens)}: expected {expected}, got {len(tokens)}{held_out}")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Those of ``Batch`` that all batches have."""
+        return ("tokens", "targets", *["document_starts"] * self.packs)
 
     def batch(self, step: int) -> Batch:
         """The whole batch of ``step`` (counted from 0)."""
@@ -103,7 +149,9 @@ class Dataset:
 
         It is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks.
         """
-        counted = int(np.count_nonzero(self.batch(step)[1] != LEFT_OUT))
+        if not self.masks_targets:
+            return micro_batch_size * self.seq_len
+        counted = int(np.count_nonzero(self.batch(step).targets != LEFT_OUT))
         return max(1, counted) * micro_batch_size / self.batch_size
 
     def val_starts(self) -> NDArray[np.int64]:
@@ -122,14 +170,31 @@ class Dataset:
         """One phrase for the log."""
         return f"{len(self.train):,} + {len(self.val):,} tokens of {self.name} ({self.tokenizer.name})"
 
+    def _source(self, tokens: Tokens) -> str:
+        return self.sources[tokens is self.val]
+
     def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
         """The sequences that start at ``starts``."""
-        windows = np.stack([tokens.window(int(start), self.seq_len + 1) for start in starts])
+        starts = [*map(int, starts)]
+        windows = np.stack([tokens.window(start, self.seq_len + 1) for start in starts])
         if (largest := int(windows.max())) >= self.tokenizer.vocab_size:
             expected = f"tokens below the vocabulary's {self.tokenizer.vocab_size}"
-            raise DataError(f"--data {self.name}: expected {expected}, got {largest}")
+            raise DataError(f"{self._source(tokens)}: expected {expected}, got {largest}")
+        documents = None
+        if self.packs:
+            each = zip(starts, windows[:, :-1], strict=True)
+            documents = np.stack([tokens.document_starts(start, window) for start, window in each])
         windows = windows.astype(np.int32)
-        return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+        return Batch(windows[:, :-1], windows[:, 1:], document_starts=documents).map(np.ascontiguousarray)
+
+
+def check_fields(data: Dataset) -> Dataset:
+    """``data`` itself. DataError if its batches have a field that no operation reads: it would count for nothing."""
+    present = data.rows(0, [0])._asdict()
+    if ignored := [name for name, field in present.items() if field is not None and name not in READ_FIELDS]:
+        expected = f"batches of {', '.join(READ_FIELDS)}, which training reads"
+        raise DataError(f"{data.sources[0]}: expected {expected}, got also {', '.join(ignored)}")
+    return data
 
 
 def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
@@ -144,19 +209,41 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a prompt that the
     tokenizer cannot encode.  ConfigError: a tokenizer that does not fit the data.
     """
-    corpus = read_corpus(config.data, show)
+    corpus = read_corpus(config.data, show, val_data=config.val_data, text_field=config.text_field)
     if corpus.vocab_size is None:
         spec = _tokenizer_of_text(config, weights or config.init_from)
-        train, val, tokenizer, fingerprint = _load_text(corpus, spec, show)
+        train, val, tokenizer, about = _load_text(corpus, spec, config, show)
+        between = f"; {tokenizer.separators()}"
+        several = about["documents"] > 1
     else:
         tokenizer = _tokenizer_of_tokens(config, corpus)
-        train, val = corpus.splits
-        with prepared(corpus.files, "tokens", lambda folder: {"sha256": _fingerprint([*train, *val], show)}) as found:
-            fingerprint = found[1]["sha256"]
+        separator = _separator_of_tokens(tokenizer, corpus)
+        shards, val_shards, held_out, trained_on = corpus.splits
+
+        def make(folder: Path) -> dict[str, Any]:
+            every = [*shards, *val_shards]
+            found = separator is not None and any(_has(shard, separator.token) for shard in every)
+            about = {"held_out": held_out, "trained_on": trained_on, "separated": found}
+            return {"sha256": _fingerprint(every, show), **about}
+
+        with prepared(corpus.files, ["tokens", separator], make, corpus.val_files) as (_, about):
+            several = about["separated"]
+        train, val = (Tokens(each, separator) for each in (shards, val_shards))
+        between = "; no documents are marked"
+        if separator is not None and several:
+            between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
+    if several:
+        stays = config.documents == "pack"
+        between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"
     tokenizer.encode(config.prompt)
+    source = f"--data {config.data}"
     return Dataset(
-        name=corpus.name, train=Tokens(train), val=Tokens(val), tokenizer=tokenizer, seed=config.seed,
-        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, fingerprint=fingerprint,
+        name=corpus.name, train=train, val=val, tokenizer=tokenizer, seed=config.seed,
+        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches,
+        fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
+        trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
+        sources=(source, f"--val-data {config.val_data}" if config.val_data else source),
+        packs=several and config.documents == "pack",
     )  # fmt: skip
 
 
@@ -169,6 +256,20 @@ def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
     return make_tokenizer(config.tokenizer)
 
 
+def _separator_of_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Separator | None:
+    """What is between documents of token files: what the tokenizer adds; of bare numbers what llm.c writes."""
+    before, after = tokenizer.document_affixes
+    if before or after:
+        return Separator(before[0], False) if before else Separator(after[-1], True)
+    size = corpus.vocab_size or 0
+    padded = range(size, -(-size // 128) * 128 + 1)  # rows of an embedding, of which some are no tokens
+    return Separator(BEGINS[size], False) if tokenizer.vocab_size in padded else None
+
+
+def _has(shard: NDArray[Any], token: int) -> bool:
+    return any(bool((shard[at : at + SCANNED] == token).any()) for at in range(0, len(shard), SCANNED))
+
+
 def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
     """The tokenizer that ``--tokenizer`` names.  ``auto`` is that of the weights in ``folder``, or ``bytes``."""
     if config.tokenizer != "auto":
@@ -178,30 +279,50 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
     return folder or "bytes"
 
 
-def _load_text(corpus: Corpus, spec: str, show: Show) -> tuple[Shards, Shards, Tokenizer, str]:
-    """Tokens of ``corpus``, mapped from files, with their tokenizer and fingerprint."""
+def _load_text(
+    corpus: Corpus, spec: str, config: TrainConfig, show: Show
+) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
+    """Training and validation tokens, mapped from files, their tokenizer, and the JSON that ``prepared`` keeps."""
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
-    how = "chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}
+    how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
+    how += [config.split_special_tokens, config.text_field]
+    sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
+    how += [name for name, files in sources if not files]  # others are known by their files
 
     def make(folder: Path) -> dict[str, Any]:
         encoder = tokenizer or make_tokenizer(spec, text=[*corpus.train, *corpus.val])
         total, done = sum(map(len, (*corpus.train, *corpus.val))), 0
-        for name, texts in zip(("train", "val"), corpus.splits, strict=True):
-            with (folder / name).open("wb") as file:
-                for text in texts:
-                    for portion in portions(text):
-                        show("tokenizing the data", done / total)
-                        file.write(encoder.encode(portion).data)
-                        done += len(portion)
-                    if encoder.eos is not None:  # ends each text
-                        file.write(np.array([encoder.eos], encoder.dtype).data)
+        files: dict[str, Any] = {"documents": max(len(corpus.train), len(corpus.val))}
+        for name, texts in (("train", corpus.train), ("val", corpus.val)):
+            show("tokenizing the data", done / total)
+            size = 0
+            with (folder / name).open("wb") as file, (folder / f"{name}_documents").open("wb") as documents:
+                for length, tokens, begins in encoder.encode_documents(texts, config.split_special_tokens):
+                    file.write(tokens.data)
+                    documents.write((size + begins).data)
+                    size, done = size + len(tokens), done + length
+                    show("tokenizing the data", done / total)
         shards = [_map(folder / name, encoder.dtype) for name in ("train", "val")]
-        return {"tokenizer": encoder.to_json(), "sha256": _fingerprint(shards)}
+        files |= {"held_out": corpus.splits.held_out, "trained_on": corpus.splits.trained_on}
+        texts = chain(corpus.train, corpus.val) if config.split_special_tokens else ()
+        files["spelled_out"] = encoder.spelled_out(texts)
+        return {"tokenizer": encoder.to_json(), "sha256": _fingerprint(shards), **files}
 
-    with prepared(corpus.files, how, make) as (folder, about):
+    with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
         tokenizer = tokenizer or tokenizer_from_json(about["tokenizer"])
-        train, val = (_map(folder / name, tokenizer.dtype) for name in ("train", "val"))
-    return [train], [val], tokenizer, about["sha256"]
+        train, val = (
+            Tokens([_map(folder / name, tokenizer.dtype)], _map(folder / f"{name}_documents", np.dtype(np.int64)))
+            for name in ("train", "val")
+        )
+    return train, val, tokenizer, about
+
+
+def _note(spelled_out: dict[str, int]) -> str:
+    if not spelled_out:
+        return ""
+    most = [f"{token} {count:,}" for token, count in Counter(spelled_out).most_common(3)]
+    found = f"special tokens spelled out in the text and read as text: {sum(spelled_out.values()):,} ({', '.join(most)}"
+    return f"{found}{', …' * (len(spelled_out) > 3)}); --no-split-special-tokens reads them as special tokens"
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -1,197 +1,302 @@
-"""Where training data comes from: what ``--data`` names, as texts or as token files.
-
-Token files are llm.c's: a header of 256 little-endian int32 (magic, version, count of tokens, zeros) and the tokens,
-uint16 for GPT-2's vocabulary, uint32 for LLaMA-3's.  Source: karpathy/llm.c, dev/data/data_common.py.
-"""
+"""Finds the data that ``--data`` and ``--val-data`` name, and splits it into training and validation."""
 
 from __future__ import annotations
 
 import glob
 import logging
 import os
-import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kos.errors import DataError
+from kos.errors import DataError, plural
 from kos.train.data import download
-from kos.train.data.stdlib import read_stdlib
+from kos.train.data.documents import check_kind, is_converted, is_jsonl, read_documents
+from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
+from kos.train.data.token_files import VOCAB_SIZES, is_token_file, map_tokens
+from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
 
 HELD_OUT = 10
-"""One part in this many is for validation: of a text or a token file, of the files of a folder."""
+"""One part in this many is held out for validation: of a file, or of the files of a folder."""
 
-Splits = tuple[Sequence[Any], Sequence[Any]]
+SPLIT_WORDS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+"""Words in the name of a file or of its folder, and the split that the file belongs to."""
+
+NOTED = re.compile(r"(?<![a-z])(dev|eval|held[-_]?out)(?![a-z])")
+"""In names of files that a user may expect to be held out, but which are trained on."""
+
+SHOWN = 3  # files that the log names, at most
+
 Show = Callable[[str, float], object]
 """Called now and then, with what is being done and the share that is done."""
-T = TypeVar("T")
 
-HEADER_BYTES = 256 * 4
-FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, what a token is
-VOCAB_SIZES = {2: 50_257, 4: 128_256}  # by the bytes of a token
+
+class File(NamedTuple):
+    """One file: its name for the log, the split that its name says, and its documents or its array of tokens."""
+
+    name: str
+    split: str
+    path: Path | None
+    content: Sequence[Any]
+
+    @property
+    def key(self) -> str:
+        """Equal for two paths of one file."""
+        return os.path.realpath(self.path) if self.path else self.name
+
+
+class Splits(NamedTuple):
+    """The data for training and for validation: documents, or memory-mapped arrays of tokens.
+
+    ``held_out`` describes the validation data for the log, and ``trained_on`` the files of the training data.
+    """
+
+    train: Sequence[Any]
+    val: Sequence[Any]
+    held_out: str
+    trained_on: str
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The data that ``--data`` or ``--val-data`` names."""
+
+    name: str
+    paths: Sequence[Path]  # empty for data without files of its own
+    read: Callable[[], list[File]]
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The data for training, and the data held out for validation: texts, or memory-mapped arrays of tokens."""
+    """The data of a run."""
 
     name: str
-    files: Sequence[Path]  # that it is read from; none of what comes with a program
+    files: Sequence[Path]  # of --data; empty for data without files of its own
     read: Callable[[], Splits]
     vocab_size: int | None = None  # of tokens; None: text
+    val_files: Sequence[Path] = ()  # of --val-data
 
     @cached_property
     def splits(self) -> Splits:
-        """``train`` and ``val``, read when they are first asked for.  Raises DataError as ``read_corpus``."""
+        """Training and validation data, read when they are first asked for.  Raises DataError as ``read_corpus``."""
         return self.read()
 
-    train = property(lambda self: self.splits[0])
-    val = property(lambda self: self.splits[1])
+    train = property(lambda self: self.splits.train)
+    val = property(lambda self: self.splits.val)
 
 
-def read_corpus(data: str, show: Show = lambda what, share: None) -> Corpus:
-    """The corpus that ``--data`` names.
+def read_corpus(
+    data: str, show: Show = lambda what, share: None, *, val_data: str | None = None, text_field: str = "text"
+) -> Corpus:
+    """The corpus that ``--data`` names.  Its validation data is what ``--val-data`` names, or a part that is held out.
 
-    ``stdlib``, ``tinyshakespeare``, or a path: a text or token file (its last tenth is held out), a folder of
-    text files (every tenth is held out, in the order of their names, at least one), or a folder or glob pattern
-    of token files (those named ``*val*`` are held out).
+    Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, JSON Lines or tokens, or a folder or glob
+    pattern of such files.  ``split`` has the rules of what is held out.  ``text_field`` is the field of JSON Lines that
+    holds the text.
 
-    DataError: missing, unreadable, empty or binary.
+    DataError: missing, unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
     """
-    corpus = _readable(data, lambda: _read(data, show))
-    return replace(corpus, read=lambda: _readable(data, corpus.read))
+    with _errors_with("--data", data):
+        source = _find(data, show, text_field)
+    if val_data is None:
+        other = None
+    else:
+        with _errors_with("--val-data", val_data):
+            other = _find(val_data, show, text_field)
+        if other.vocab_size != source.vocab_size:
+            kinds = [
+                "text" if each.vocab_size is None else f"tokens below {each.vocab_size}" for each in (source, other)
+            ]
+            raise DataError(f"--val-data {val_data}: expected {kinds[0]} as --data {data}, got {kinds[1]}")
+
+    def read() -> Splits:
+        with _errors_with("--data", data):
+            files = source.read()
+        if other is None:
+            return split(data, files)
+        with _errors_with("--val-data", str(val_data)):
+            val_files = other.read()
+        return split(data, files, val_files, f"{val_data} (--val-data)")
+
+    return Corpus(source.name, source.paths, read, source.vocab_size, other.paths if other else ())
 
 
-def _readable(data: str, action: Callable[[], T]) -> T:
+@contextmanager
+def _errors_with(flag: str, data: str) -> Iterator[None]:
+    """A context whose errors are DataErrors that begin with the flag."""
     try:
-        return action()
+        yield
     except OSError as error:
         got = f"{error.filename or data}: {error.strerror}"
-        raise DataError(f"--data {data}: expected readable files, got {got}") from None
+        raise DataError(f"{flag} {data}: expected readable files, got {got}") from None
+    except DataError as error:
+        raise DataError(re.sub(r"^--data\b", flag, str(error))) from None
 
 
-def _read(data: str, show: Show) -> Corpus:
+def _find(data: str, show: Show, text_field: str) -> _Source:
     if data == "stdlib":
-        return Corpus(data, [], read_stdlib)
+        return _Source(data, [], _stdlib)
     if data == download.NAME:
-        return Corpus(data, [], lambda: _cut(_read_text(download.tinyshakespeare())))
+        return _Source(data, [], lambda: [File(data, "", None, read_documents(download.tinyshakespeare()))])
     path = Path(data)
     if path.is_dir():
-        return _read_folder(path, show)
+        return _of_files(path.name or data, _visible_files(path), path, show, text_field)
     if path.is_file():
-        if not _is_token_file(path):
-            return Corpus(path.name, [path], lambda: _cut(_read_text(path)))
-        tokens = _map_tokens(path)
-        return Corpus(path.name, [path], lambda: _cut(tokens), VOCAB_SIZES[tokens.itemsize])
+        if is_token_file(path):
+            return _of_files(path.name, [path], None, show, text_field)
+        check_kind(path)
+        return _Source(path.name, [path], lambda: [File(path.name, "", path, read_documents(path, text_field))])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
-    matches = [Path(match) for match in sorted(glob.glob(data))] if glob.has_magic(data) else []
-    if not matches:
-        names = f"stdlib, {download.NAME}, or the path of a file or folder"
-        raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
-    if other := next((match for match in matches if not _is_token_file(match)), None):
-        raise DataError(f"--data: expected a pattern of token files, got {data!r} ({other} is none)")
-    return _token_corpus(data, matches)
+    if matches := [Path(match) for match in sorted(glob.glob(data, recursive=True))] if glob.has_magic(data) else []:
+        home = Path(os.path.commonpath([match.parent for match in matches]))
+        return _of_files(data, [match for match in matches if match.is_file()], home, show, text_field)
+    names = f"stdlib, {download.NAME}, or the path of a file or folder"
+    raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
 
 
-def _cut(whole: Any) -> Splits:
-    """The first nine tenths of a text or of tokens, and the rest (nanoGPT's data/shakespeare_char/prepare.py)."""
+def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, text_field: str) -> _Source:
+    """The source of several files, or of one token file.  The path of a file below ``home`` tells its split."""
+
+    def file(path: Path, content: Sequence[Any]) -> File:
+        below = path.name if home is None else str(path.relative_to(home))
+        return File(below, "" if home is None else split_of(below), path, content)
+
+    def read_texts() -> list[File]:
+        files = []
+        for number, path in enumerate(texts):
+            show("reading the data", number / len(texts))
+            try:
+                files.append(file(path, read_documents(path, text_field)))
+            except DataError as error:
+                if is_jsonl(path):
+                    raise
+                _log.warning("skipped: %s", error)
+        if not files:
+            raise DataError(
+                f"--data {home}: expected a folder with text files, got {len(paths)} files, none of them text"
+            )
+        return files
+
+    tokens = [path for path in paths if path.suffix in (".bin", "") and is_token_file(path)] if home else paths
+    texts = sorted({*paths} - {*tokens})
+    if tokens:
+        if texts:
+            _log.warning("skipped, since there are token files: %s", _names([str(path) for path in texts]))
+        files = [file(path, [map_tokens(path)]) for path in tokens]
+        sizes = [each.content[0].itemsize for each in files]
+        if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
+            raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")
+        return _Source(name, tokens, lambda: files, VOCAB_SIZES[sizes[0]])
+    if converted := [path for path in texts if is_converted(path)]:
+        _log.warning("skipped, since their converted files are there: %s", _names([str(path) for path in converted]))
+        texts = sorted({*texts} - {*converted})
+    for path in texts:
+        check_kind(path)
+    return _Source(name, texts, read_texts)
+
+
+def split_of(name: str) -> str:
+    """``val``, ``test`` or ``train`` if a word of a file's path is one of SPLIT_WORDS, else the empty string."""
+    splits = {SPLIT_WORDS.get(word) for word in re.findall("[a-z]+", name.lower())}
+    return next((split for split in ("val", "test", "train") if split in splits), "")
+
+
+def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = None, val_name: str = "") -> Splits:
+    """Split files into training data and validation data.
+
+    Held out are the files named for validation, or else those named for test.  If there are none, every tenth file
+    whose name does not say ``train`` is held out, at least one.  If there is no such file, or only a single file, the
+    last tenth of each file is held out.  With ``val_files``, those are held out instead: the ones named for validation
+    or test, or else all.  A file named for validation or test is never trained on.
+    """
+    held, text = _validation_files(files), ""
+    if val_files is not None:
+        held, text = _validation_files(val_files) or [*val_files], val_name
+    elif not held and len(files) > 1:
+        numbered = [each for each in files if each.split == ""]
+        held, text = numbered[HELD_OUT - 1 :: HELD_OUT] or numbered[-1:], f" (of {len(files)} files)"
+    apart = {each.key for each in held}
+    train = [each for each in files if each.split not in ("val", "test") and each.key not in apart]
+    if not train:
+        got = f"only files that are held out: {_names([each.name for each in files])}"
+        raise DataError(f"--data {data}: expected files to train on, got {got}")
+    kept = apart | {each.key for each in train}
+    left = [each.name for each in files if each.key not in kept]
+    if held:
+        parts = [each.content for each in train], [each.content for each in held]
+        text = text if val_files is not None else _names([each.name for each in held]) + text
+    else:
+        cuts = [_cut(each.content) for each in train]
+        parts = [before for before, _ in cuts], [after for _, after in cuts]
+        text = f"the last tenth of {_names([each.name for each in train])}"
+    text += f"; left out: {_names(left)}" * bool(left)
+    return Splits([*chain(*parts[0])], [*chain(*parts[1])], text, _trained_on([each.name for each in train]))
+
+
+def _trained_on(names: Sequence[str]) -> str:
+    noted = _names([name for name in names if NOTED.search(name.lower())])
+    note = f" (also on {noted}: only val, valid, validation or test in a name holds a file out)" * bool(noted)
+    return f"{plural(len(names), 'file')}: {_names(names)}{note}"
+
+
+def _validation_files(files: Sequence[File]) -> list[File]:
+    """The files named for validation, or else those named for test."""
+    val, test = ([each for each in files if each.split == name] for name in ("val", "test"))
+    return val or test
+
+
+def _cut(content: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The first nine tenths and the rest, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens."""
+    whole = content if len(content) > 1 else content[0]
     at = int(len(whole) * (1 - 1 / HELD_OUT))
-    return [whole[:at]], [whole[at:]]
+    return (whole[:at], whole[at:]) if whole is content else ([whole[:at]], [whole[at:]])
 
 
-def _read_folder(folder: Path, show: Show) -> Corpus:
-    paths = _visible_files(folder)
-    if tokens := [path for path in paths if path.suffix == ".bin" and _is_token_file(path)]:
-        return _token_corpus(str(folder), tokens)
-    return Corpus(folder.name, paths, lambda: _read_texts(folder, paths, show))
+def _names(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _read_texts(folder: Path, paths: Sequence[Path], show: Show) -> Splits:
-    texts = []
-    for number, path in enumerate(paths):
-        show("reading the data", number / len(paths))
-        try:
-            texts.append(_read_text(path))
-        except DataError as error:
-            _log.warning("skipped: %s", error)
-    if not texts:
-        raise DataError(
-            f"--data {folder}: expected a folder with text files, got {len(paths)} files, none of them text"
-        )
-    if len(texts) == 1:
-        return _cut(texts[0])
-    val = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
-    train = [text for i, text in enumerate(texts) if i % HELD_OUT != HELD_OUT - 1][: len(texts) - len(val)]
-    return train, val
+def _stdlib() -> list[File]:
+    texts = zip(("train", "val"), (TRAIN, VAL), read_stdlib(), strict=True)
+    return [
+        File(f"{name}.py", split, None, [text])
+        for split, names, each in texts
+        for name, text in zip(names, each, strict=True)
+    ]
 
 
 def _visible_files(folder: Path) -> list[Path]:
     def fail(error: OSError) -> None:
         raise error
 
-    found = []
+    found, skipped = [], []
     for where, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(where, name) for name in files if not name.startswith(".")]
+        ours = [name for name in folders if _is_run(Path(where, name)) or _is_checkpoint(Path(where, name))]
+        if where == str(folder) and _is_run(folder):
+            ours += ["checkpoints", "config.json", "metrics.jsonl"]
+        skipped += [path for name in ours if (path := Path(where, name)).exists()]
+        folders[:] = [name for name in folders if name not in ours]
+        found += [Path(where, name) for name in files if not name.startswith(".") and name not in ours]
+    if skipped:
+        _log.warning("skipped, as parts of runs or checkpoints: %s", ", ".join(map(str, sorted(skipped))))
     return sorted(path for path in found if path.is_file())
 
 
-def _token_corpus(name: str, paths: Sequence[Path]) -> Corpus:
-    """Token files; their names say which are for validation."""
-    val = [path for path in paths if "val" in path.name]
-    train = [path for path in paths if "train" in path.name and path not in val]
-    if not train or not val:
-        names = ", ".join(path.name for path in paths[:4])
-        raise DataError(f"--data {name}: expected token files named *train* and *val*, got {names}")
-    shards = {path: _map_tokens(path) for path in (*train, *val)}
-    size = shards[train[0]].itemsize
-    if other := next((path for path, tokens in shards.items() if tokens.itemsize != size), None):
-        raise DataError(f"--data {other}: expected the token format of {train[0].name}, got another")
-    splits = [shards[path] for path in train], [shards[path] for path in val]
-    return Corpus(name, [*train, *val], lambda: splits, VOCAB_SIZES[size])
+def _is_run(folder: Path) -> bool:
+    has_config = (folder / "config.json").is_file()
+    return has_config and ((folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file())
 
 
-def _read_text(path: Path) -> str:
-    """A UTF-8 file.  DataError where it is empty or no text."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:  # of which that of a read has no name
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    if not content:
-        raise DataError(f"--data {path}: expected text, got an empty file")
-    if (nul := content.find(b"\0")) >= 0:
-        raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got a NUL at byte {nul}")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        got = f"byte 0x{content[error.start]:02x} at {error.start}"
-        raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got {got}") from None
-
-
-def _is_token_file(path: Path) -> bool:
-    """Whether a file starts with one of the format's magic numbers."""
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(4), "little") in FORMATS
-
-
-def _map_tokens(path: Path) -> NDArray[Any]:
-    """The tokens of a file, memory-mapped.  DataError: another version, empty, not as long as its header says."""
-    with path.open("rb") as file:
-        magic, version, count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
-    known, dtype = FORMATS[magic]
-    if version != known:
-        raise DataError(f"--data {path}: expected version {known} of token file {magic}, got {version}")
-    if count < 1:
-        raise DataError(f"--data {path}: expected a token file with tokens, got a count of {count}")
-    expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
-    if (size := path.stat().st_size) != expected:
-        raise DataError(f"--data {path}: expected {expected} bytes ({count} tokens after the header), got {size}")
-    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset=HEADER_BYTES, shape=(count,))
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / "manifest.json").is_file() and (folder / SAVED).is_file()

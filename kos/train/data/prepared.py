@@ -17,20 +17,23 @@ from typing import Any
 
 from kos.files import cache_folder, sync
 
-FORMAT = 1
+FORMAT = 4
 ABOUT = "about.json"
 LEAST = 1 << 20  # bytes of files; less is read again faster than it is looked up
 
 
 @contextmanager
-def prepared(files: Sequence[Path], how: Any, make: Callable[[Path], dict[str, Any]]) -> Iterator[tuple[Path, Any]]:
-    """The folder that ``make(folder)`` fills, and the JSON that it returns: kept for these ``files``, read ``how``.
+def prepared(
+    files: Sequence[Path], how: Any, make: Callable[[Path], dict[str, Any]], val_files: Sequence[Path] = ()
+) -> Iterator[tuple[Path, Any]]:
+    """The folder that ``make(folder)`` fills, and the JSON that it returns: kept for these files, read ``how``.
 
-    Open what is in there before the context ends: a folder that cannot be kept is deleted then.
+    It is kept beside ``files``, or beside ``val_files`` if ``files`` is empty.  Open its files before the context ends:
+    a folder that cannot be kept is deleted then.
     """
-    status = [file.stat() for file in files]
+    status = [file.stat() for file in (*files, *val_files)]
     state = [[each.st_size, each.st_mtime_ns] for each in status]
-    places = _places(files, how) if files and sum(each.st_size for each in status) >= LEAST else []
+    places = _places(files, val_files, how) if status and sum(each.st_size for each in status) >= LEAST else []
     found = next((place for place in places if _state_of(place) == state), None)
     found = found or next((place for place in places if _keep(place, state, make)), None)
     with tempfile.TemporaryDirectory() as temporary:
@@ -68,9 +71,9 @@ def _keep(place: Path, state: Any, make: Callable[[Path], dict[str, Any]]) -> bo
     return False
 
 
-def _places(files: Sequence[Path], how: Any) -> list[Path]:
+def _places(files: Sequence[Path], val_files: Sequence[Path], how: Any) -> list[Path]:
     """A folder beside the files, which may be moved together with them, and one in the user's cache."""
-    home = Path(os.path.commonpath([file.absolute().parent for file in files]))
-    names = [str(file.absolute().relative_to(home)) for file in files]
+    home = Path(os.path.commonpath([file.absolute().parent for file in files or val_files]))
+    names = [[os.path.relpath(file, home) for file in each] for each in (files, val_files)]
     key = hashlib.sha256(json.dumps([FORMAT, how, names]).encode()).hexdigest()[:24]
     return [home / ".kos" / key, cache_folder() / "data" / hashlib.sha256(os.fsencode(home)).hexdigest()[:24] / key]

@@ -9,8 +9,8 @@ import json
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +24,8 @@ SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 PIECE = 1 << 20
 """Characters that a Hugging Face tokenizer is given at once: longer text is split, at a line's end."""
 
-PORTION = 32  # pieces, which it encodes side by side
+PORTION = 32 * PIECE
+"""Characters that it encodes in parallel, at least."""
 
 
 class Tokenizer(ABC):
@@ -37,6 +38,8 @@ class Tokenizer(ABC):
     bos: int | None = None  # begins a document, where the vocabulary has such a token
     eos: int | None = None  # ends one
     start = 0  # what generation starts from when there is no prompt
+    prefix: Sequence[int] = ()  # the special tokens that ``encode`` adds before a text,
+    suffix: Sequence[int] = ()  # and after it
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -45,7 +48,56 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[Any]:
-        """Token numbers, of ``dtype``.  DataError if the text has a part that the vocabulary cannot encode."""
+        """Token ids, of ``dtype``, as ``tokenizer(text)`` of transformers gives them.
+
+        ``prefix`` and ``suffix`` are added.  Special tokens that are spelled out in the text become special tokens.
+        DataError if the text has a part that the vocabulary cannot encode.
+        """
+
+    def encode_prompt(self, prompt: str) -> list[int]:
+        """As ``encode``, without ``suffix``, since the model continues the text; ``start`` if there are no ids."""
+        ids = self.encode(prompt).tolist()
+        return ids[: len(ids) - len(self.suffix)] or [self.start]
+
+    @property
+    def document_affixes(self) -> tuple[list[int], list[int]]:
+        """The tokens before and after a document of training data: what ``encode`` adds, and ``eos`` at the end."""
+        ends = [] if self.eos is None or self.eos in self.suffix else [self.eos]
+        return [*self.prefix], [*self.suffix, *ends]
+
+    def encode_documents(
+        self, documents: Iterable[str], split_special_tokens: bool
+    ) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
+        """The tokens of documents, with ``document_affixes``, in parts.
+
+        Of each part the number of characters, the tokens, and where documents begin among these.
+        With ``split_special_tokens``, special tokens that are spelled out in a document are encoded as text.
+        """
+        before, after = (np.array(ids, self.dtype) for ids in self.document_affixes)
+        for portion in _portions(documents):
+            texts = [piece for piece, _, _ in portion]
+            encoded = self._encode_pieces(texts, split_special_tokens)
+            parts = [
+                np.concatenate([*[before] * first, ids, *[after] * last])
+                for ids, (_, first, last) in zip(encoded, portion, strict=True)
+            ]
+            places = np.cumsum([0, *map(len, parts)])
+            begins = [at for at, (_, first, _) in zip(places, portion, strict=False) if first]
+            yield sum(map(len, texts)), np.concatenate(parts), np.array(begins, np.int64)
+
+    def _encode_pieces(self, pieces: Sequence[str], split_special_tokens: bool) -> list[NDArray[Any]]:
+        """The tokens of each piece of a text, without those that ``encode`` adds."""
+        return [self.encode(piece) for piece in pieces]
+
+    def spelled_out(self, documents: Iterable[str]) -> Counter[str]:
+        """How often each special token is spelled out in documents."""
+        return Counter()
+
+    def separators(self) -> str:
+        """A phrase for the log: the special tokens between documents."""
+        roles = zip(("begin", "end"), self.document_affixes, strict=True)
+        said = [f"{role} with {self.decode(ids)}" for role, ids in roles if ids]
+        return f"documents {' and '.join(said)}" if said else "nothing between documents"
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -183,12 +235,23 @@ class HuggingFaceTokenizer(Tokenizer):
             self._tokenizer = library.Tokenizer.from_str(json.dumps(tokenizer))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{name}: expected a Hugging Face tokenizer.json, got {error}") from None
+        self._tokenizer.no_truncation()  # as transformers by default
+        self._tokenizer.no_padding()
         self.name = name
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self.bos, self.eos = self._number("bos", bos), self._number("eos", eos)
         self.start = next((token for token in (self.bos, self.eos) if token is not None), 0)
+        self.prefix, self.suffix = self._added_tokens()
         source = json.loads(self._tokenizer.to_str())
         self.arguments = {"name": name, "bos": bos, "eos": eos, "tokenizer": source}
+
+    def _added_tokens(self) -> tuple[list[int], list[int]]:
+        """The ids that the post-processor adds before and after a text, found with an id that no vocabulary has."""
+        none = 2**32 - 1
+        text = self._tokenizer.encode("", add_special_tokens=False)
+        text.pad(1, pad_id=none, pad_token="")
+        ids = self._tokenizer.post_process(text).ids
+        return ids[: ids.index(none)], ids[ids.index(none) + 1 :]
 
     def _number(self, role: str, token: str | None) -> int | None:
         number = None if token is None else self._tokenizer.token_to_id(token)
@@ -199,26 +262,51 @@ class HuggingFaceTokenizer(Tokenizer):
     def huggingface(self) -> dict[str, Any]:
         return dict(self.arguments["tokenizer"])
 
+    def spelled_out(self, documents: Iterable[str]) -> Counter[str]:
+        added = self.arguments["tokenizer"].get("added_tokens", ())
+        special = sorted((token["content"] for token in added if token["special"]), key=len, reverse=True)
+        found = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+        return Counter(match[0] for document in documents for match in found.finditer(document))
+
     def encode(self, text: str) -> NDArray[Any]:
+        pieces = self._encode_pieces([*_pieces(text)], split_special_tokens=False)
+        prefix, suffix = (np.array(ids, self.dtype) for ids in (self.prefix, self.suffix))
+        return np.concatenate([prefix, *pieces, suffix])
+
+    def _encode_pieces(self, pieces: Sequence[str], split_special_tokens: bool) -> list[NDArray[Any]]:
+        self._tokenizer.encode_special_tokens = split_special_tokens
         try:
-            encodings = self._tokenizer.encode_batch(list(_pieces(text)), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
-        return np.concatenate([np.array(encoding.ids, self.dtype) for encoding in encodings])
+        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces of up to PIECE characters, split at the ends of lines where there are any."""
-    return (match[0] for match in re.finditer(rf"(?s).{{0,{PIECE - 1}}}(?:\n|\Z)|.{{{PIECE}}}", text))
+    """``text`` in pieces of up to PIECE characters.
+
+    They end with lines, if possible with lines that have no space on either side of the line end, since pre-tokenizers
+    combine several spaces.
+    """
+    up_to = rf".{{0,{PIECE - 1}}}"
+    return (match[0] for match in re.finditer(rf"(?s){up_to}(?:(?<=\S)\n(?=\S)|\Z)|{up_to}\n|.{{{PIECE}}}", text))
 
 
-def portions(text: str) -> Iterator[str]:
-    """``text`` in portions of PORTION pieces, of which ``encode`` makes the tokens of the whole."""
-    pieces = _pieces(text)
-    while portion := "".join(islice(pieces, PORTION)):
+def _portions(documents: Iterable[str]) -> Iterator[list[tuple[str, bool, bool]]]:
+    """The pieces of documents in portions, each piece with whether it is the first and the last of its document."""
+    portion, size = [], 0
+    for document in documents:
+        pieces = [piece for piece in _pieces(document) if piece] or [""]
+        for number, piece in enumerate(pieces):
+            portion.append((piece, number == 0, number == len(pieces) - 1))
+            size += len(piece)
+            if size >= PORTION:
+                yield portion
+                portion, size = [], 0
+    if portion:
         yield portion
 
 

@@ -51,8 +51,10 @@ def sample_text(
     next_logits: NextLogits, context: int, tokenizer: Tokenizer, prompt: str, count: int, **options: Any
 ) -> str:
     """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
-    ids = tokenizer.encode(prompt).tolist()
-    tokens = [*generate(next_logits, context, ids or [tokenizer.start], count, stop=tokenizer.eos, **options)]
+    ids = tokenizer.encode_prompt(prompt)
+    tokens = [*generate(next_logits, context, ids, count, stop=tokenizer.eos, **options)]
+    if not prompt:
+        return tokenizer.decode(tokens)
     before = tokenizer.decode(ids)
     whole = tokenizer.decode([*ids, *tokens])  # with the space between prompt and sample
     return prompt + (whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(tokens))

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 
 BLOCK = 1 << 26  # elements with a random generator of their own: half a second of one core

@@ -1,12 +1,13 @@
 """Named tensors inside one flat array.
 
-Weights, gradients and both Adam moments share one layout: the order in which the backward finishes the
+Weights, gradients and the state of the optimizer share one layout: the order in which the backward finishes the
 gradients. A bucket of gradients is then a slice of the flat array and is communicated as it lies, the
 optimizer walks each array once from end to end, and neighbours (q, k, v) can be seen as one matrix.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class Parameters(Mapping[str, np.ndarray]):
         return len(self.shapes)
 
 
-class Shard:
+class OwnedSlices:
     """Parts of a layout that one rank holds, one after another in ``flat``."""
 
     def __init__(self, layout: Parameters, slices: Sequence[slice], dtype: Any = np.float32) -> None:
@@ -81,14 +82,16 @@ class Shard:
         self.shapes, self.spans = layout.shapes, layout.spans
         self.flat = layout.zeros(sum(part.stop - part.start for part in self.slices), dtype)
 
-    def like(self, dtype: Any = None) -> Shard:
+    def like(self, dtype: Any = None) -> OwnedSlices:
         """Zeros for the same parts, of the same dtype or another."""
-        return Shard(self.layout, self.slices, self.flat.dtype if dtype is None else dtype)
+        return OwnedSlices(self.layout, self.slices, self.flat.dtype if dtype is None else dtype)
 
     def parts(self) -> list[tuple[slice, slice]]:
         """The parts of the layout that are held here, and their places in ``flat``."""
-        found, at = [], 0
-        for part in self.slices:
-            found.append((part, slice(at, at + part.stop - part.start)))
-            at = found[-1][1].stop
-        return found
+        return packed(self.slices)
+
+
+def packed(slices: Sequence[slice]) -> list[tuple[slice, slice]]:
+    """Each of ``slices``, and its place where they lie one after another."""
+    ends = list(itertools.accumulate((part.stop - part.start for part in slices), initial=0))
+    return [*zip(slices, map(slice, ends, ends[1:]), strict=True)]

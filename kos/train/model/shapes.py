@@ -1,4 +1,4 @@
-"""The part of a model that one rank holds and computes: ``Local`` of its layers, ``Placement`` of a tensor."""
+"""The part of a model that one rank holds and computes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ Stages = tuple[tuple[int, ...], ...]
 
 
 class Local(NamedTuple):
-    """Shapes of one rank's part: its stage's layers, and of each layer its tensor-parallel part.
+    """One rank's part: its stage's layers, and of each layer its tensor-parallel part.
 
-    ``up`` counts the columns that the activation function takes. ``vocabulary`` are rows of the embedding and the head.
+    ``vocabulary`` are rows of the embedding and the head.
     """
 
     layers: range
-    heads: int
-    kv_heads: int
-    intermediate: int
-    up: int
     vocabulary: range
     first: bool = True
     """Whether this stage looks up the tokens."""
@@ -32,34 +28,6 @@ class Local(NamedTuple):
     """Which of the ``shards``, the tensor-parallel parts, this is."""
 
     shards: int = 1
-
-
-class Placement(NamedTuple):
-    """Where a rank's part of a tensor lies: ``size`` from ``start`` on along ``dim``; all of it if that is None."""
-
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-
-    dim: int | None = None
-    start: int = 0
-    size: int = 0
-
-    @property
-    def local(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(self.shape))
-
-    @property
-    def shards(self) -> int:
-        return 1 if self.dim is None else self.shape[self.dim] // self.size
-
-    def rows(self, start: int, stop: int) -> tuple[slice, ...]:
-        """The index, into the whole tensor, of these rows of the part."""
-        index = [slice(0, size) for size in self.shape]
-        if self.dim is not None:
-            index[self.dim] = slice(self.start, self.start + self.size)
-        first = index[0].start
-        return (slice(first + start, first + stop), *index[1:])
 
 
 @cache

@@ -16,13 +16,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Of the steps of ``orthogonalize``: these times x, (x x^T) x and (x x^T)^2 x (Jordan et al. 2024)."""
+NEWTON_SCHULZ_STEPS = 5
+LEAST_NORM = 1e-7  # of a matrix that is divided by it
+
+
+class Mask(NamedTuple):
+    """Which keys queries see in attention, as ``attention_mask`` writes it: two arrays of int32, in tokens of a sample.
+
+    A query sees no key before its first one. Of causal attention it sees those up to itself.  Neither array decreases
+    along a sample: what queries see moves on with them.  So a block of queries has the first key of its first query,
+    and a block of keys the last query of its last key; kernels skip all other blocks.
+    """
+
+    first_key: Array  # (B, T), of each query: 0 to T
+    last_query: Array  # (B, T), of each key: the last query whose first key is not after it, or -1
+
+    def check(self, samples: int, length: int) -> None:
+        """InvalidArgument unless this is of ``samples`` of ``length`` tokens."""
+        if tuple(self.first_key.shape) != (samples, length):
+            raise InvalidArgument(
+                f"attention: expected a mask of {samples} x {length} tokens, as qkv has, "
+                f"got one of {' x '.join(map(str, self.first_key.shape))}"
+            )
+
+    def check_sources(self, document_starts: Array | None, window: int | None, *positions: Array | None) -> None:
+        """InvalidArgument if this cannot be written from these arguments of ``attention_mask``."""
+        if window is not None and window < 1:
+            raise InvalidArgument(f"attention_mask: expected a window of at least 1 token, got {window}")
+        names = ("document_starts", "positions", "key_positions")
+        shapes = (self.first_key.shape, self.first_key.shape[1:], self.last_query.shape[1:])
+        for name, array, shape in zip(names, (document_starts, *positions), shapes, strict=True):
+            if array is not None and tuple(array.shape) != tuple(shape):
+                raise InvalidArgument(
+                    f"attention_mask: expected {name} of shape {tuple(shape)}, got {tuple(array.shape)}"
+                )
 
 
 class Ops(Protocol):
@@ -44,7 +81,7 @@ class Ops(Protocol):
         """The dtype of ``rstd``, ``log_sum_exp``, losses and counts where activations are of ``dtype``."""
 
     def indices(self, source: Array, arena: Arena) -> Array:
-        """int32 tokens or targets, of the host or the dialect's own, as the operations take them."""
+        """A field of a ``Batch``, of the host or the dialect's own, as the operations take it."""
 
     def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
         """An uninitialised array, in the memory order that ``rope``, ``attention`` and ``swiglu`` require."""
@@ -105,8 +142,25 @@ class Ops(Protocol):
     ) -> None:  # fmt: skip
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight, d_bias (D,).  Overwrites ``d_out``."""
 
-    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-        """cos and sin (T, d / 2) of position x frequency, in radians a token; ``rope`` takes the first T rows."""
+    def head_norm(self, x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
+        """Each of ``heads`` of x (N, W), of the size d of ``weight`` (d,), becomes its RMS norm times ``weight``.
+
+        What it was goes to the same heads of ``raw`` (N, R), for the backward. Both are of ``empty_columns``.
+        """
+
+    def head_norm_backward(
+        self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        """Replaces the gradient of the normed ``heads`` in dx (N, W) by that of ``raw``; d_weight (d,)."""
+
+    def rope_tables(
+        self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any, length: float = 1.0
+    ) -> tuple[Array, Array]:
+        """cos and sin (T, d / 2) of position x frequency, in radians a token; ``rope`` takes the first T rows.
+
+        Both are multiplied by ``length``.
+        """
 
     def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
         """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, by halves (Hugging Face's order)."""
@@ -114,18 +168,36 @@ class Ops(Protocol):
     def rope_backward(self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
         """Rotate back, in place."""
 
-    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+    def attention_mask(
+        self, document_starts: Array | None, window: int | None, mask: Mask, positions: Array | None = None,
+        key_positions: Array | None = None,
+    ) -> None:  # fmt: skip
+        """Write ``mask``: a query sees keys of its document, and of the last ``window`` positions, its own included.
+
+        ``document_starts`` (B, T), int32, are a ``Batch``'s: where each query's document begins in the sequence, which
+        must not decrease along a sample; None: one document.  ``window``, in tokens, is Hugging Face's
+        ``sliding_window``; None: no window.  ``positions`` and ``key_positions`` (T,), int32, increasing: of the
+        queries and the keys of every sample, where those are parts of a sequence; the keys' are by default the
+        queries', and those 0 to T - 1.  InvalidArgument if the window is below 1, or the host sees that the starts are
+        wrong: on a GPU they are not looked at, and a query that does not see itself has no result.
+        """
+
+    def attention(
+        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena,
+        mask: Mask | None = None,
+    ) -> None:  # fmt: skip
         """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
         ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_columns``.
-        ``log_sum_exp`` (B, H, T), of the scaled scores, is kept for the backward.
+        ``log_sum_exp`` (B, H, T), of the scaled scores, is kept for the backward.  With ``mask``, in which every query
+        must see itself, time and work are those of the blocks that it leaves.
         """
 
     def attention_backward(
         self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
-        arena: Arena,
+        arena: Arena, mask: Mask | None = None,
     ) -> None:  # fmt: skip
-        """d_qkv (N, W) from d_out (N, H d); the probabilities are computed again, not kept."""
+        """d_qkv (N, W) from d_out (N, H d) and the forward's ``mask``; probabilities are computed again, not kept."""
 
     def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
         """k and v of ``qkv`` (N, W), contiguous, N x 2 K d in the dialect's own order: what a rank sends to another.
@@ -135,18 +207,19 @@ class Ops(Protocol):
 
     def attention_to(
         self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,
-        log_sum_exp: Array, arena: Arena,
+        log_sum_exp: Array, arena: Arena, mask: Mask | None = None,
     ) -> None:  # fmt: skip
-        """Attention without a mask, of tokens ``queries`` of each sample to tokens ``keys`` of another rank's ``kv``.
+        """Attention, not causal, of tokens ``queries`` of each sample to tokens ``keys`` of another rank's ``kv``.
 
         Merged with the attention to other keys that ``out`` (N, H d) and ``log_sum_exp`` (B, H, T) hold, both of the
         statistics' dtype: l = log(exp(l0) + exp(l1)), out = exp(l0 - l) out0 + exp(l1 - l) out1.  Other tokens stay.
         ``kv`` is of ``keys_and_values`` and has B samples of T tokens as ``qkv`` has; slices have a start and a stop.
+        ``mask`` is of all T queries and keys; queries that see none of the keys keep what they have.
         """
 
     def attention_to_backward(
         self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
-        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
+        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
     ) -> None:  # fmt: skip
         """ADDS to the heads of q in ``d_qkv`` (N, W); writes ``d_kv``, of the shape of ``kv``, 0 outside of ``keys``.
 
@@ -191,6 +264,12 @@ class Ops(Protocol):
         """``cross_entropy`` of a vocabulary in parts; ``logits`` (N, v) is the part that begins at ``first``.
 
         ``statistics`` (parts, 3, N) are those of all parts.
+        """
+
+    def orthogonalize(self, x: Array, arena: Arena) -> None:
+        """Bring the singular values of each of the matrices x (n, R, C) into about 0.7 to 1.2, in place.
+
+        Five Newton-Schulz steps from x / |x|, in the dtype of ``x``: for U S V^T, about U V^T (Muon's).
         """
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
 from kos.train.ops.numpy_attention import attend, attend_backward, ones
 
 Array = np.ndarray
@@ -259,13 +260,46 @@ def layer_norm_backward(
             dx[rows] += g
 
 
+def head_norm(x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
+    for head, kept in zip(*(_heads(each, len(weight), heads) for each in (x, raw)), strict=True):
+        np.copyto(kept, head)
+        head *= _head_rstd(kept, eps)
+        head *= weight[:, None]
+
+
+def head_norm_backward(
+    raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+) -> None:
+    """With n = raw rstd: dx = rstd (dx weight - n mean(dx weight n)), d_weight = the sum of dx n."""
+    if not accumulate:
+        d_weight.fill(0)
+    for d, kept in zip(*(_heads(each, len(weight), heads) for each in (dx, raw)), strict=True):
+        rstd = _head_rstd(kept, eps)
+        normed = kept * rstd
+        d_weight += (d * normed).sum(axis=1)
+        d *= weight[:, None]
+        d -= normed * (d * normed).mean(axis=0)
+        d *= rstd
+
+
+def _heads(x: Array, size: int, heads: slice) -> Array:
+    """These heads of (N, n d) of ``empty_columns``, or of some of its rows, seen as (heads, d, N)."""
+    return x.T.reshape(-1, size, len(x))[heads]
+
+
+def _head_rstd(head: Array, eps: float) -> Array:
+    return 1 / np.sqrt((head * head).mean(axis=0) + head.dtype.type(eps))
+
+
 # --- rope --------------------------------------------------------------------------------------------
 
 
-def rope_tables(frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+def rope_tables(
+    frequencies: Sequence[float], positions: Sequence[int], dtype: Any, length: float = 1.0
+) -> tuple[Array, Array]:
     """In memory (d / 2, T), as ``_by_head`` has the heads."""
     angles = np.multiply.outer(np.asarray(frequencies, np.float64), np.asarray(positions, np.float64))
-    return np.cos(angles).astype(dtype).T, np.sin(angles).astype(dtype).T
+    return (length * np.cos(angles)).astype(dtype).T, (length * np.sin(angles)).astype(dtype).T
 
 
 def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
@@ -300,19 +334,42 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 # ``numpy_attention.py`` computes attention; these methods give it views of the arrays in its layout.
 
 
-def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+def attention_mask(
+    document_starts: Array | None, window: int | None, mask: Mask, positions: Array | None = None,
+    key_positions: Array | None = None,
+) -> None:  # fmt: skip
+    mask.check_sources(document_starts, window, positions, key_positions)
+    samples, queries = mask.first_key.shape
+    at = np.arange(queries) if positions is None else positions
+    keys = at if key_positions is None else key_positions
+    first = np.zeros((samples, queries), np.int32) if document_starts is None else document_starts
+    for b in range(samples):
+        if (first[b] > at).any() or (np.diff(first[b]) < 0).any():
+            raise InvalidArgument(
+                "attention_mask: expected starts of documents that never decrease in a sample, none after its token, "
+                f"got {first[b].tolist()[:16]} in sample {b}"
+            )
+        seen_from = first[b] if window is None else np.maximum(first[b], at - window + 1)
+        mask.first_key[b] = np.searchsorted(keys, seen_from)
+        mask.last_query[b] = np.searchsorted(seen_from, keys, side="right") - 1
+
+
+def attention(
+    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, mask: Mask | None = None
+) -> None:
     kv, every = keys_and_values(qkv, heads, kv_heads, arena), slice(0, len(log_sum_exp))
     queries = slice(0, log_sum_exp.shape[-1])
-    attention_after(qkv, kv, heads, kv_heads, every, queries, 0, out, log_sum_exp, arena)
+    attention_after(qkv, kv, heads, kv_heads, every, queries, 0, out, log_sum_exp, arena, mask)
 
 
 def attention_backward(
-    d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena
-) -> None:
+    d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
+    mask: Mask | None = None,
+) -> None:  # fmt: skip
     kv, d_kv = (keys_and_values(x, heads, kv_heads, arena) for x in (qkv, d_qkv))
     every, queries = slice(0, len(log_sum_exp)), slice(0, log_sum_exp.shape[-1])
     attention_after_backward(
-        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, queries, 0, d_qkv, d_kv, False, arena
+        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, queries, 0, d_qkv, d_kv, False, arena, mask
     )
 
 
@@ -328,17 +385,17 @@ def add_keys_and_values(d_kv: Array, d_qkv: Array) -> None:
 
 def attention_to(
     qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
-    arena: Arena,
+    arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
     samples, _, length = log_sum_exp.shape
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, slice(0, samples), queries)
     k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, length))
-    attend(q, k, v, o, lse, None, arena)
+    attend(q, k, v, o, lse, None, arena, _first_key(mask, log_sum_exp, slice(0, samples), queries, keys.start))
 
 
 def attention_to_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
-    keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
+    keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
     samples, _, length = log_sum_exp.shape
     every = slice(0, samples)
@@ -346,32 +403,42 @@ def attention_to_backward(
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, every, queries)
     dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, every, queries)
     k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    attend_backward(q, k, v, o, do, lse, None, dq, dk, dv, False, arena)
+    first_key = _first_key(mask, log_sum_exp, every, queries, keys.start)
+    attend_backward(q, k, v, o, do, lse, None, dq, dk, dv, False, arena, first_key)
 
 
 def attention_after(
     qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int, out: Array,
-    log_sum_exp: Array, arena: Arena,
+    log_sum_exp: Array, arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
     """Causal attention of tokens ``queries`` of ``samples`` of ``qkv``, which come after ``before`` keys of ``kv``.
 
-    ``kv`` (2 K d, N) has as many samples as are named, of any length.
+    ``kv`` (2 K d, N) has as many samples as are named, of any length; ``mask`` says which of them all queries see.
     """
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
     k, v = _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q))
-    attend(q, k, v, o, lse, before, arena)
+    attend(q, k, v, o, lse, before, arena, _first_key(mask, log_sum_exp, samples, queries))
 
 
 def attention_after_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice,
-    queries: slice, before: int, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena,
+    queries: slice, before: int, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
     """Writes the ``queries`` of ``d_qkv``, and ``d_kv`` up to the last key that they see, or adds to it."""
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
     dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, samples, queries)
     length, seen = kv.shape[1] // len(q), slice(0, before + q.shape[-1])
     k, v, dk, dv = (x[..., seen] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    attend_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena)
+    first_key = _first_key(mask, log_sum_exp, samples, queries)
+    attend_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena, first_key)
+
+
+def _first_key(mask: Mask | None, log_sum_exp: Array, samples: slice, queries: slice, start: int = 0) -> Array | None:
+    """(B, queries): the first key of each query, counted from key ``start``."""
+    if mask is None:
+        return None
+    mask.check(len(log_sum_exp), log_sum_exp.shape[-1])
+    return np.maximum(mask.first_key[samples, queries] - start, 0)
 
 
 def _of_queries(
@@ -538,3 +605,27 @@ def cross_entropy_of_parts(
 
 def mean_loss(losses: Array, count: Array, out: Array) -> None:
     out[0] = losses.sum(dtype=np.float64) / count[0]
+
+
+# --- of optimizers -----------------------------------------------------------------------------------
+
+
+def orthogonalize(x: Array, arena: Arena) -> None:
+    _, rows, columns = x.shape
+    tall, least = rows > columns, min(rows, columns)
+    a, b, c = NEWTON_SCHULZ
+    with arena.scope():
+        gram, poly = (arena.take((least, least), x.dtype) for _ in range(2))
+        more = arena.take((rows, columns), x.dtype)
+        for each in x:
+            each /= max(float(np.linalg.norm(each)), LEAST_NORM)
+            wide, out = (each.T, more.T) if tall else (each, more)
+            for _ in range(NEWTON_SCHULZ_STEPS):
+                np.matmul(wide, wide.T, out=gram)
+                np.matmul(gram, gram, out=poly)
+                poly *= c
+                gram *= b
+                poly += gram
+                np.matmul(poly, wide, out=out)
+                each *= a
+                each += more

@@ -2,7 +2,8 @@
 
 Arrays are views (B, K, d, G, T) of q and out, (B, K, d, T) of k and v, with G = H / K.  Scores lie as
 (keys, G * queries): the query heads that share a kv head are one matrix product, and the softmax runs over the first
-of two axes, which NumPy reduces at full speed.  Keys after a block of queries are never read.  Only the log of
+of two axes, which NumPy reduces at full speed.  Keys after a block of queries are never read, nor are those before
+the first key of its first query: ``first_key`` (B, queries) says from which key on a query sees keys.  Only the log of
 the softmax's denominator is kept for the backward, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 """
 
@@ -22,17 +23,22 @@ QUERY_BLOCK = 64  # queries whose scores are computed at once
 
 
 def attend(
-    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, before: int | None, arena: Arena
-) -> None:
+    q_all: Array, k_all: Array, v_all: Array, out_all: Array, lse_all: Array, before: int | None, arena: Arena,
+    first_key: Array | None = None,
+) -> None:  # fmt: skip
     """Causal attention after ``before`` keys, written to ``out_all``; if None, to all keys, merged with ``out_all``."""
     samples, kv_heads, d, group, length = q_all.shape
     scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
     row = ones(keys, dtype)
-    for tile in _tiles(samples, kv_heads, group, keys):
+    for tile in _tiles(samples, kv_heads, group, keys, first_key is not None):
         for start in range(0, length, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, length)
-            here, size = (*tile, ..., slice(start, end)), keys if before is None else before + end
-            k, v = k_all[tile][..., :size], v_all[tile][..., :size]
+            here, begin = (*tile, ..., slice(start, end)), _begin(first_key, tile, start)
+            seen = slice(begin, keys if before is None else before + end)
+            size = seen.stop - begin
+            if size <= 0:
+                continue
+            k, v = k_all[tile][..., seen], v_all[tile][..., seen]
             B, K = k.shape[:2]
             with arena.scope():
                 q = arena.take((B, K, d, group, end - start), dtype)
@@ -43,8 +49,12 @@ def attend(
                 np.multiply(q_all[here], scale, out=q)
                 np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
                 if before is not None:
-                    scores[:, :, before + start :] += _causal_mask(end - start, dtype)
+                    scores[:, :, start - end :] += _causal_mask(end - start, dtype)
+                if first_key is not None:
+                    _hide(scores, first_key[tile[0].start, start:end] - begin)
                 np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
+                if first_key is not None:
+                    np.maximum(top, np.finfo(dtype).min, out=top)  # not -inf: a query may see none of the keys
                 np.subtract(_flat(scores), _flat(top), out=_flat(scores))
                 np.exp(scores, out=scores)
                 np.matmul(row[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
@@ -68,7 +78,7 @@ def attend(
 
 def attend_backward(
     q_all: Array, k_all: Array, v_all: Array, out_all: Array, do_all: Array, lse_all: Array, before: int | None,
-    dq_all: Array, dk_all: Array, dv_all: Array, accumulate: bool, arena: Arena,
+    dq_all: Array, dk_all: Array, dv_all: Array, accumulate: bool, arena: Arena, first_key: Array | None = None,
 ) -> None:  # fmt: skip
     """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
 
@@ -77,22 +87,29 @@ def attend_backward(
     """
     samples, kv_heads, d, group, length = q_all.shape
     scale, dtype, keys = 1 / math.sqrt(d), q_all.dtype, k_all.shape[-1]
-    for tile in _tiles(samples, kv_heads, group, keys):
+    if first_key is not None and not accumulate:
+        dk_all[...] = dv_all[...] = 0
+        accumulate = True
+    for tile in _tiles(samples, kv_heads, group, keys, first_key is not None):
         B, K = k_all[tile].shape[:2]
         with arena.scope():
             k1 = arena.take((B, K, d + 1, keys), dtype)
             v1 = arena.take(k1.shape, dtype)
             for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
                 with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
-            # The last block reaches every key: it writes dk and dv, and the earlier blocks add.
+            # Without a mask the last block reaches every key: it writes dk and dv, and the earlier blocks add.
             for start in reversed(range(0, length, QUERY_BLOCK)):
                 end = min(start + QUERY_BLOCK, length)
-                here, seen = (*tile, ..., slice(start, end)), keys if before is None else before + end
+                here, begin = (*tile, ..., slice(start, end)), _begin(first_key, tile, start)
+                seen = slice(begin, keys if before is None else before + end)
+                size = seen.stop - begin
+                if size <= 0:
+                    continue
                 with arena.scope():
                     q1 = arena.take((B, K, d + 1, group, end - start), dtype)
                     do1 = arena.take(q1.shape, dtype)
                     dq = arena.take((B, K, d, group, end - start), dtype)
-                    p = arena.take((B, K, seen, group, end - start), dtype)
+                    p = arena.take((B, K, size, group, end - start), dtype)
                     ds = arena.take(p.shape, dtype)
                     q, do = q1[:, :, :d], do1[:, :, :d]
                     np.multiply(q_all[here], scale, out=q)
@@ -101,13 +118,15 @@ def attend_backward(
                     np.multiply(do, out_all[here], out=dq)
                     np.sum(dq, axis=2, out=do1[:, :, d])
                     np.negative(do1[:, :, d], out=do1[:, :, d])
-                    np.matmul(k1[..., :seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
+                    np.matmul(k1[..., seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
                     if before is not None:
-                        p[:, :, before + start :] += _causal_mask(end - start, dtype)
+                        p[:, :, start - end :] += _causal_mask(end - start, dtype)
+                    if first_key is not None:
+                        _hide(p, first_key[tile[0].start, start:end] - begin)
                     np.exp(p, out=p)
-                    np.matmul(v1[..., :seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
+                    np.matmul(v1[..., seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
                     ds *= p
-                    np.matmul(k1[:, :, :d, :seen], _flat(ds), out=_flat(dq))
+                    np.matmul(k1[:, :, :d, seen], _flat(ds), out=_flat(dq))
                     if before is not None:
                         np.multiply(dq, scale, out=dq_all[here])
                     else:
@@ -117,18 +136,32 @@ def attend_backward(
                         if end == length and not accumulate:
                             np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
                         else:
-                            part = arena.take((B, K, d, seen), dtype)
+                            part = arena.take((B, K, d, size), dtype)
                             np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=part)
-                            total[..., :seen] += part
+                            total[..., seen] += part
 
 
-def _tiles(samples: int, kv_heads: int, group: int, keys: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of samples and kv heads whose scores for a block of queries have about ``SCORES`` elements."""
+def _tiles(samples: int, kv_heads: int, group: int, keys: int, masked: bool) -> Iterator[tuple[slice, slice]]:
+    """Slices of samples and kv heads whose scores for a block of queries have about ``SCORES`` elements.
+
+    With a mask of one sample: then its keys, and so its sums, do not depend on what else is in the batch.
+    """
     at_once = max(1, SCORES // (group * QUERY_BLOCK * keys))
-    b_step, k_step = max(1, at_once // kv_heads), min(at_once, kv_heads)
+    b_step, k_step = 1 if masked else max(1, at_once // kv_heads), min(at_once, kv_heads)
     for b in range(0, samples, b_step):
         for k in range(0, kv_heads, k_step):
             yield slice(b, b + b_step), slice(k, k + k_step)
+
+
+def _begin(first_key: Array | None, tile: tuple[slice, slice], start: int) -> int:
+    """The first key that a block of queries from ``start`` on sees."""
+    return 0 if first_key is None else int(first_key[tile[0].start, start])
+
+
+def _hide(scores: Array, first_key: Array) -> None:
+    """Make the scores of keys before a query's first one -inf; ``first_key`` (queries,) counts from the first score."""
+    keys = np.arange(min(first_key[-1], scores.shape[2]))[:, None]
+    scores[:, :, : len(keys)] += np.where(keys < first_key, -np.inf, 0).astype(scores.dtype)[:, None]
 
 
 def _flat(x: Array) -> Array:

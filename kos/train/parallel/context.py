@@ -7,7 +7,8 @@ Llama 3, arXiv:2407.21783; the balance: Brandon et al. 2023, arXiv:2311.09431). 
 - to those of a rank before it: of all queries to the first chunk;
 - to those of a rank after it: of the second chunk's queries to all.
 
-Only the first has a mask, and the others cost the same on every rank. Their results are merged by the logarithms of
+Only the first is causal, and the others cost the same on every rank. Documents and windows restrict each of them by a
+mask of its own, made of the positions of queries and keys. Their results are merged by the logarithms of
 their sums of exponentials, exactly. Keys and values go round a ring (Liu et al. 2023, arXiv:2310.01889), from neighbour
 to neighbour, while a rank works with those that it has. In the backward their gradients follow and end at their owner.
 """
@@ -15,16 +16,18 @@ to neighbour, while a rank works with those that it has. In the backward their g
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from kos.memory.arena import Arena
-from kos.train.ops import Array, Ops
-from kos.train.parallel.mesh import Axis
-from kos.train.parallel.tensor import ALONE
+from kos.train.data.batch import Batch
+from kos.train.ops import Array, Mask, Ops
+from kos.train.parallel.mesh import ALONE, Axis
 
 Parts = Iterator[tuple[int, Array, Array | None]]
+
+Masks = Sequence[Sequence[Mask]] | None
+"""Of each piece of a rank, the mask for the keys of each piece of the sequence. None: plain causal attention."""
 
 
 def seen(owner: int, rank: int, length: int) -> tuple[slice, slice]:
@@ -43,65 +46,114 @@ class ContextParallel:
         self.ops, self.axis, self.size, self.pieces = ops, axis, axis.size, pieces
         self.chunks = 2 * pieces * axis.size
         self.mine = range(pieces * axis.rank, pieces * (axis.rank + 1))
+        self._places: dict[tuple[int, int], Array] = {}
 
     def positions(self, tokens: int) -> Sequence[int]:
         """The positions of this rank's ``tokens`` in the whole sequence, piece by piece."""
         if self.chunks == 2:
             return range(tokens)
-        c = tokens // (2 * self.pieces)
-        return [at for p in self.mine for chunk in (p, self.chunks - 1 - p) for at in range(chunk * c, (chunk + 1) * c)]
+        return [at for piece in self.mine for at in self._positions_of(piece, tokens // self.pieces)]
 
-    def take(self, tokens: Any) -> Any:
-        """This rank's columns of tokens or targets (B, T), on the host: each piece as a sample, (pieces B, 2 chunk)."""
-        if self.chunks == 2:
-            return tokens
-        samples, length = tokens.shape
-        mine = tokens[:, self.positions(length // self.size)].reshape(samples, self.pieces, -1)
+    def _positions_of(self, piece: int, length: int) -> Sequence[int]:
+        """Those of a piece of ``length`` tokens."""
+        c = length // 2
+        return [at for chunk in (piece, self.chunks - 1 - piece) for at in range(chunk * c, (chunk + 1) * c)]
+
+    def places(self, piece: int, length: int) -> Array:
+        """The same as an array of ``ops``, which stays: a captured pass keeps reading it."""
+        if (piece, length) not in self._places:
+            self._places[piece, length] = array = self.ops.zeros((length,), np.dtype(np.int32))
+            self.ops.copy(np.array(self._positions_of(piece, length), np.int32), array)
+        return self._places[piece, length]
+
+    def masks(
+        self, document_starts: Array | None, window: int | None, samples: int, length: int, arena: Arena
+    ) -> Masks:
+        """The masks, in ``arena``, of this rank's ``samples`` of ``length`` tokens, a piece's samples after another's.
+
+        ``document_starts`` (samples length,) are a batch's; ``window`` is in tokens. None: there is no such limit.
+        """
+        if document_starts is None and (window is None or window >= length * self.chunks // 2):
+            return None
+        return self._masks(document_starts, window, samples // self.pieces, length, arena)
+
+    def _masks(self, starts: Array | None, window: int | None, samples: int, length: int, arena: Arena) -> Masks:
+        by_piece = [None] * self.pieces if starts is None else starts.reshape(self.pieces, samples, length)
+
+        def mask(index: int, keys: int) -> Mask:
+            made = Mask(*arena.take((2, samples, length), np.dtype(np.int32)))
+            places = [self.places(piece, length) for piece in (self.mine[index], keys)] if self.chunks > 2 else []
+            self.ops.attention_mask(by_piece[index], window, made, *places)
+            return made
+
+        return [[mask(index, keys) for keys in range(self.chunks // 2)] for index in range(self.pieces)]
+
+    def positions_of_rows(self, seq_len: int, samples: int) -> Sequence[int]:
+        """The positions of tokens that lie piece by piece, each of ``samples`` samples of ``seq_len`` tokens."""
+        positions = [*self.positions(seq_len * self.pieces)]
+        starts = range(0, len(positions), seq_len)
+        return [at for start in starts for at in positions[start : start + seq_len] * samples]
+
+    def take(self, batch: Batch) -> Batch:
+        """This rank's columns of a batch (B, T), on the host: each piece as a sample, (pieces B, 2 chunk).
+
+        DataError if its documents begin where they cannot: what a GPU is given is looked at here only.
+        """
+        batch.check()
+        return batch if self.chunks == 2 else batch.map(self._columns)
+
+    def _columns(self, field: np.ndarray) -> np.ndarray:
+        samples, length = field.shape
+        mine = field[:, self.positions(length // self.size)].reshape(samples, self.pieces, -1)
         return np.ascontiguousarray(mine.swapaxes(0, 1)).reshape(samples * self.pieces, -1)
 
     def mean_loss(self, losses: Array, count: Array, out: Array, arena: Arena) -> None:
         """out (1,), float64, = the sum of this rank's ``losses`` / ``count``."""
         self.ops.mean_loss(losses, count, out)
 
-    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+    def attention(
+        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, masks: Masks = None
+    ) -> None:
         """As ``Ops.attention``, over the keys and values of all ranks."""
-        ops, merged = self.ops, out
+        ops, merged, of_keys = self.ops, out, masks[0] if masks else [None] * self.size
         if self.size == 1:
-            ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
+            ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena, of_keys[0])
             return
         with arena.scope():
             mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
             for owner, kv, _ in self._ring(mine, None, arena):
                 if owner == self.axis.rank:
-                    ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
+                    ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena, of_keys[owner])
                     merged = self._widen(out, arena)
                 else:
                     queries, keys = seen(owner, self.axis.rank, log_sum_exp.shape[-1])
-                    ops.attention_to(qkv, kv, heads, kv_heads, queries, keys, merged, log_sum_exp, arena)
+                    operands = qkv, kv, heads, kv_heads, queries, keys, merged, log_sum_exp
+                    ops.attention_to(*operands, arena, of_keys[owner])
             if merged is not out:
                 ops.copy(merged, out)
 
     def attention_backward(
         self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
-        arena: Arena,
+        arena: Arena, masks: Masks = None,
     ) -> None:  # fmt: skip
         """As ``Ops.attention_backward``."""
-        ops, total = self.ops, d_qkv
+        ops, total, of_keys = self.ops, d_qkv, masks[0] if masks else [None] * self.size
         if self.size == 1:
-            ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
+            ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, of_keys[0])
             return
         with arena.scope():
             mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
             d_mine = arena.take(mine.shape, ops.statistics_dtype(qkv.dtype))
             for owner, kv, d_kv in self._ring(mine, d_mine, arena):
                 if owner == self.axis.rank:
-                    ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
+                    ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, of_keys[owner])
                     total = self._widen(d_qkv, arena)
                 else:
                     queries, keys = seen(owner, self.axis.rank, log_sum_exp.shape[-1])
                     ops.attention_to_backward(
-                        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, queries, keys, total, d_kv, arena
-                    )
+                        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, queries, keys, total, d_kv, arena,
+                        of_keys[owner],
+                    )  # fmt: skip
             ops.add_keys_and_values(d_mine, total)
             if total is not d_qkv:
                 ops.copy(total, d_qkv)

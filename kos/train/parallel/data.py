@@ -14,14 +14,17 @@ order of the forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kos.comm.work import Work
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel.mesh import Axis
+from kos.train.parallel.mesh import Reduction
 from kos.train.parallel.tree_sum import TreeSum
 
 
@@ -44,35 +47,72 @@ def make_buckets(total: int, multiple: int, largest: int, least: int) -> list[sl
     return buckets
 
 
-class DataParallel:
-    """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``.
+def cut_around(uncut: Collection[str], layout: Parameters, buckets: Sequence[slice], step: int) -> list[slice]:
+    """``buckets`` with ends moved a little, to multiples of ``step`` or of tensors: none cuts a tensor of ``uncut``."""
+    inside = [layout.spans[name] for name in uncut]
+    ends = np.union1d(range(0, layout.flat.size + 1, step), [span.start for span in layout.spans.values()])
+    ends = ends[~np.any([(span.start < ends) & (ends < span.stop) for span in inside], axis=0)]
+    stops = dict.fromkeys(int(ends[np.abs(ends - bucket.stop).argmin()]) for bucket in buckets)
+    return [slice(start, stop) for start, stop in itertools.pairwise([0, *stops]) if start < stop]
 
-    ``axis`` joins the ranks that hold the same weights, ``ops`` is the dialect whose arrays they are.  With ``sharded``
-    (ZeRO-1) only this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of
-    the ranks.  ``in_order``, the axis dp and the number of this rank's micro-batches, makes ``tree``, whose ``add`` is
-    then called in place of ``gradient_ready``.
+
+def share_out(buckets: Sequence[slice], ranks: int) -> dict[int, int]:
+    """The rank that holds each bucket, by where it begins: always the one that has least so far."""
+    owners, given = dict[int, int](), [0] * ranks
+    for bucket in buckets:
+        owners[bucket.start] = rank = given.index(min(given))
+        given[rank] += bucket.stop - bucket.start
+    return owners
+
+
+class Buckets(NamedTuple):
+    """How the gradients of a rank lie in memory, and how they are summed over ranks."""
+
+    multiple: int  # elements
+    nbytes: int  # of a bucket
+    least: int  # bytes of the last buckets
+    sharded: bool  # whether each rank holds a part of the optimizer's state (ZeRO-1)
+    uncut: frozenset[str] = frozenset()  # tensors that one rank holds whole, if they are sharded
+    staging: int = 0  # bytes into which copy engines write the terms of a sum
+
+
+class DataParallel:
+    """Sums the gradients of a parameter group over micro-batches and ranks, in place, in ``gradients.flat``.
+
+    ``reduction`` has the group's axes, ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only
+    this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.
+    ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets.
+    ``in_order``, the number of this rank's micro-batches, makes ``tree``, whose ``add`` is then called in place of
+    ``gradient_ready``.
     """
 
     def __init__(
-        self, axis: Axis, gradients: Parameters, ops: Any = numpy_ops, *, in_order: tuple[Axis, int] | None = None,
+        self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *, in_order: int | None = None,
         bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
+        uncut: Collection[str] = (),
     ) -> None:  # fmt: skip
-        self.axis, self.gradients, self.ops = axis, gradients, ops
+        self.replicas, self.others, self.gradients, self.ops = reduction.replicas, reduction.others, gradients, ops
         self.sharded = sharded
         total, spans = gradients.flat.size, gradients.spans
-        sizes = (size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes))
-        self.buckets = make_buckets(total, gradients.multiple, *sizes)
+        sizes = [size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes)]
+        self.buckets = even = make_buckets(total, gradients.multiple, *sizes)
+        self._owners: dict[int, int] = {}  # of whole buckets
+        if sharded and uncut:
+            ranks = self.replicas.size
+            small = make_buckets(total, gradients.multiple, *(size // ranks for size in sizes))
+            self.buckets = cut_around(uncut, gradients, small, gradients.multiple // ranks)
+            self._owners = share_out(self.buckets, ranks)
         self._members = [
             {name for name, span in spans.items() if span.start < bucket.stop and bucket.start < span.stop}
             for bucket in self.buckets
         ]
-        self.tree = None if in_order is None else TreeSum(*in_order, gradients, self.buckets, ops)
+        self.tree = None if in_order is None else TreeSum(reduction.batch, in_order, gradients, even, ops)
         self._missing: list[set[str]] = []  # of each bucket, in the last micro-batch
         self._in_flight: list[Work] = []
 
     def gradient_ready(self, name: str) -> None:
         """Called in the last micro-batch as the backward finishes each gradient: sums the buckets it completes."""
-        if self.axis.size == 1:
+        if self.replicas.size == 1:
             return
         flat = self.gradients.flat
         self._missing = self._missing or [set(names) for names in self._members]
@@ -81,9 +121,11 @@ class DataParallel:
                 missing.remove(name)
                 if missing:
                     continue
-                x, comm = flat[bucket], self.axis.comm
-                if self.sharded:
-                    work: Work = comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
+                x, comm = flat[bucket], self.replicas.comm
+                if self._owners:
+                    work: Work = comm.reduce(x, self._owners[bucket.start], async_op=True)
+                elif self.sharded:
+                    work = comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
                 else:
                     work = comm.all_reduce(x, async_op=True)
                 self._in_flight.append(work)
@@ -94,28 +136,43 @@ class DataParallel:
         With ``whole`` the sums of a ``tree`` are whole even if they are ``sharded``.
         """
         if self.tree is not None:
-            self.tree.finish(whole=whole or not self.sharded)
+            self.tree.finish(whole=whole or not self.sharded or bool(self._owners))
         for work in self._in_flight:
             work.wait()
         self._in_flight, self._missing = [], []
+
+    def sum_shards(self, squares: Array) -> None:
+        """Sum over ``replicas`` what each has of its own shard; nothing if each has the whole."""
+        if self.sharded:
+            self.replicas.comm.all_reduce(squares)
 
     # ZeRO-1.
 
     def parts(self) -> list[slice]:
         """This rank's part of each bucket."""
+        if self._owners:
+            return [bucket for bucket in self.buckets if self._owners[bucket.start] == self.replicas.rank]
         return [self._part(bucket) for bucket in self.buckets]
 
     def gather(self, weights: Parameters) -> GatheredWeights:
         """Start to gather the parts of ``weights``; the first read of a tensor waits for it."""
         works = {}
         for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
-            part = weights.flat[self._part(bucket)]
-            works[bucket.start] = bucket, self.axis.comm.all_gather(part, weights.flat[bucket], async_op=True)
+            works[bucket.start] = bucket, self.all_gather(bucket, weights.flat[bucket], async_op=True)
         return GatheredWeights(weights, works)
 
+    def all_gather(self, bucket: slice, values: Array, async_op: bool = False) -> Any:
+        """Complete the ``values`` of a bucket, of which each rank has its part."""
+        comm = self.replicas.comm
+        if self._owners:
+            return comm.broadcast(values, self._owners[bucket.start], async_op=async_op)
+        part = self._part(bucket)
+        mine = values[part.start - bucket.start : part.stop - bucket.start]
+        return comm.all_gather(mine, values, async_op=async_op)
+
     def _part(self, bucket: slice) -> slice:
-        length = (bucket.stop - bucket.start) // self.axis.size
-        start = bucket.start + self.axis.rank * length
+        length = (bucket.stop - bucket.start) // self.replicas.size
+        start = bucket.start + self.replicas.rank * length
         return slice(start, start + length)
 
 

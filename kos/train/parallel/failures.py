@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 
 import kos.errors
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError, KosError
+from kos.errors import ConfigError, KosError, in_words
 from kos.train.parallel.stopping import Stop, Stopped
 
 PATIENCE = 3600.0
@@ -54,7 +54,7 @@ def _run_and_compare(
     except KosError as error:
         failure = error
     except (OSError, MemoryError) as error:
-        failure = KosError(f"{type(error).__name__}: {error}")
+        failure = KosError(in_words(error))
         failure.__cause__ = error
     if failure is not None:
         answer = f"{type(failure).__name__}\n{failure}"

@@ -11,8 +11,8 @@ from collections import ChainMap
 from functools import partial
 from typing import Any
 
-from kos.train.model.llama import LOOKUPS, Gradients, Llama, Weights
-from kos.train.ops import Array
+from kos.train.layers.context import LOOKUPS, Gradients, Weights
+from kos.train.model.model import Model
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.pipeline import Pipeline
 from kos.train.parallel.tree_sum import TreeSum
@@ -26,23 +26,24 @@ class GradientSums:
     """
 
     def __init__(
-        self, model: Llama, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
+        self, model: Model, parallel: DataParallel, pipeline: Pipeline, micro_batches: int, tied_apart: bool,
         lookups: TreeSum | None = None,
     ) -> None:  # fmt: skip
         self.model, self.parallel, self.pipeline, self.micro_batches = model, parallel, pipeline, micro_batches
         self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
-        self.replicated = {name for name, shape in self.gradients.shapes.items() if len(shape) == 1}
+        placements = model.config.placements()
+        self.replicated = {name for name in self.gradients if placements[name].dim is None}
         """Tensors that all ranks of tp hold whole."""
 
-    def of(self, micro_batch: int, deferred: list[tuple[str, Array, Array]] | None) -> Gradients:
+    def of(self, micro_batch: int) -> Gradients:
         """Where a backward writes gradients, and the function to call when one is complete."""
         if self.parallel.tree is not None:
             into: Weights = self.parallel.tree.target(micro_batch)
             if self.lookups is not None:
                 into = ChainMap[str, Any](self.lookups.target(micro_batch), into)  # type: ignore[arg-type]
-            return Gradients(into, False, partial(self._add_to_tree, micro_batch), deferred)
+            return Gradients(into, False, partial(self._add_to_tree, micro_batch))
         final = self._complete if micro_batch + 1 == self.micro_batches else lambda name: None
-        return Gradients(self.gradients, micro_batch > 0, final, deferred)
+        return Gradients(self.gradients, micro_batch > 0, final)
 
     def _add_to_tree(self, micro_batch: int, name: str) -> None:
         tree = self.lookups if name == LOOKUPS else self.parallel.tree

@@ -67,16 +67,17 @@ class Layout:
         return rank
 
 
-class Silent:
-    """Stands in for a communicator and moves nothing. A rank computes alone, to measure its time or memory."""
+class DryCommunicator:
+    """Stands in for a communicator and moves nothing, in a dry run."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def _nothing(self, *arrays: object, **options: object) -> Silent:
+    def _nothing(self, *arrays: object, **options: object) -> DryCommunicator:
         return self
 
-    all_gather = all_reduce = all_to_all = reduce_scatter = send = recv = send_recv = split = wait = _nothing
+    all_gather = all_reduce = all_to_all = broadcast = reduce = reduce_scatter = _nothing
+    send = recv = send_recv = split = wait = _nothing
 
 
 class Axis(NamedTuple):
@@ -93,11 +94,28 @@ class Axis(NamedTuple):
         return self.group
 
 
+ALONE = Axis(0, 1, None)
+
+
+class Reduction(NamedTuple):
+    """The ranks over which the gradients of a parameter group are reduced.
+
+    ``replicas`` hold the same weights: gradients are summed over them, and ZeRO-1 shards the state over them.
+    ``batch`` are those of them that have other micro-batches. ``others`` hold the rest of the model: the squares of
+    the norm are summed over them.
+    """
+
+    replicas: Axis
+    batch: Axis
+    others: Axis
+
+
 class Mesh:
     """The grid as one rank sees it. Collective.
 
-    ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``gradients`` joins dp and cp, whose ranks hold the same weights,
-    and ``model`` joins pp and tp, whose ranks hold one model together.
+    ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``replicas`` joins dp and cp, whose ranks hold the same weights,
+    and ``model_parallel`` joins pp and tp, whose ranks hold one model together. ``dense`` are the axes of weights that
+    every rank of dp and cp holds.
     """
 
     def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
@@ -108,7 +126,11 @@ class Mesh:
         self.coordinates = self.layout.coordinates(world.rank)
         self._groups: dict[tuple[str, ...], Communicator] = {}
         self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in ("pp", "dp", "cp", "tp"))
-        self.gradients, self.model = self._axis("dp", "cp"), self._axis("pp", "tp")
+        self.replicas, self.model_parallel = self._axis("dp", "cp"), self._axis("pp", "tp")
+
+    @property
+    def dense(self) -> Reduction:
+        return Reduction(self.replicas, self.dp, self.model_parallel)
 
     def _axis(self, *names: str) -> Axis:
         """These axes as one. A group of all ranks is the world itself; no group is split twice."""
@@ -126,9 +148,9 @@ class Mesh:
         return Axis(layout.rank(place), layout.ranks, self._groups[names])
 
     @classmethod
-    def silent(cls, layout: Layout, rank: int = 0) -> Mesh:
+    def dry(cls, layout: Layout, rank: int = 0) -> Mesh:
         """The mesh as ``rank`` of a job of this layout sees it, without the other ranks."""
-        return cls(cast(Communicator, Silent(rank, layout.ranks)), layout)
+        return cls(cast(Communicator, DryCommunicator(rank, layout.ranks)), layout)
 
     def communicators(self) -> list[Communicator]:
         """The world, and the communicators that were split from it."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+import sys
 from pathlib import Path
 
-from kos.comm.rendezvous import mpi_job
-from kos.commands import mpirun, python
+from kos.comm.control import mpi_job
+from kos.commands import mpirun, near, python
 from kos.train.config.options import TrainConfig, flag_of
 
 
@@ -39,11 +40,17 @@ def sample(out: Path, config: TrainConfig) -> str:
     asked = {name: getattr(config, name) for name in ("prompt", "temperature", "top_k")}  # whose defaults are the same
     given = [(name, value) for name, value in asked.items() if value != TrainConfig.model_fields[name].default]
     flags = [f"{flag_of(name)}={value}" for name, value in given]  # the value may begin with a dash
-    return shlex.join([python(), "-m", "kos.train.sample", str(out), *flags])
+    return shlex.join([*_kos_command(), "sample", str(out), *flags])
 
 
 def plot(out: Path) -> str | None:
     """The command that plots the metrics of the run in ``out``; None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
-    return shlex.join([python(), "-m", "kos.train.tools.plot", str(out)])
+    return shlex.join([*_kos_command(), "plot", str(out)])
+
+
+def _kos_command() -> list[str]:
+    """The command ``kos``: its script beside this Python, or the module if no script is installed."""
+    script = Path(sys.executable).with_name("kos")
+    return [near(script)] if sys.executable and script.exists() else [python(), "-m", "kos"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TextIO
 
-from kos.comm.rendezvous import mpi_job
+from kos.comm.control import mpi_job
 
 SILENCE = 10.0  # seconds without a line, after which progress is printed
 LEAST_BAR = 6  # columns; a narrower bar shows nothing
@@ -38,6 +39,7 @@ class Console:
         self._spoke = time.monotonic()  # when a line was last printed, or a step shown
         self._values: list[str] = []  # of the step that was logged last
         self._first: tuple[int, float] | None = None  # the first step and when it was over
+        self._task, self._done = "", 0.0  # the last task of ``progress``, and its largest share
         terminal = None if self._silent else _terminal()
         self._bar = None if terminal is None or not columns(terminal) else Bar(terminal)
 
@@ -65,6 +67,7 @@ class Console:
     def step(self, row: Mapping[str, Any], *, log: bool) -> None:
         """One row of metrics; ``log`` says whether it is this step's turn to be printed."""
         step, evaluated, now = row["step"], "val_loss" in row, time.perf_counter()
+        self._task = ""
         first, began = self._first = self._first or (step, now)
         seconds = (self._steps - step) * (now - began) / max(1, step - first)
         left = [f"{duration(seconds)} left"] * (seconds > SILENCE)
@@ -80,7 +83,10 @@ class Console:
         self._bar.update(f"training {step}/{self._steps}", step / self._steps, self._values)
 
     def progress(self, what: str, share: float) -> None:
-        """The progress of a long task: a second bar, or an occasional line."""
+        """The progress of a long task: a second bar, or an occasional line. Within a task it never decreases."""
+        if what == self._task and share <= self._done:  # the passes of a pipeline come in any order
+            return
+        self._task, self._done = what, share
         text = f"{what}: {share:.0%}"
         if self._bar is not None and self._first is None:
             self._bar.update(text, share)
@@ -88,10 +94,12 @@ class Console:
             if time.monotonic() - self._spoke > 1:
                 self._bar.update(fields=[*self._values, text])
         elif time.monotonic() - self._spoke > SILENCE:
-            self.say(text)
+            is_step = re.fullmatch(r"step \d+", what)
+            self.say(f"{what}/{self._steps}: {share:.0%} of this step" if is_step else text)
 
     def close(self) -> None:
         """End a task: the bar of the steps stays, another bar is removed."""
+        self._task = ""
         if self._bar is not None:
             self._bar.stop(None if self._first is None else self._values)
 

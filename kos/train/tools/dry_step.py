@@ -2,7 +2,7 @@
 
 The step (``kos.train.train``) runs with operations and communicators that only advance a clock:
 
-- An operation takes the longer of its flops and its bytes (``kos.train.tools.profile.cost``), at the hardware's rates;
+- An operation takes the longer of its flops and its bytes (``kos.train.tools.costs``), at the hardware's rates;
   attention takes their sum.
 - A collective takes a latency and the time of the bytes that a ring sends: 2 (n - 1) / n of an all-reduce, half of that
   of an all-gather or a reduce-scatter. Asynchronous collectives overlap with the operations on a GPU, not on a CPU.
@@ -12,25 +12,27 @@ The step (``kos.train.train``) runs with operations and communicators that only 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from kos.comm.communicator import Communicator
 from kos.train.config.options import TrainConfig
-from kos.train.engine import cpu
-from kos.train.engine.memory_plan import MemoryPlan, Rehearsal, Sizing, plan_memory
-from kos.train.model.llama import Weights
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.device import cpu
+from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
+from kos.train.layers.context import Weights
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
+from kos.train.optim.base import MatrixRule, elements
 from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
-from kos.train.tools.profile import TimedOps, cost
+from kos.train.tools.costs import TimedOps, cost
 from kos.train.tools.rates import GPU, GPUS, Rates
 
-AXES = ("gradients", "tp", "pp", "cp")
-"""Of what a rank sends; ``gradients`` joins dp and cp, as in ``Mesh``."""
+AXES = {"gradients": "replicas", "tp": "tp", "pp": "pp", "cp": "cp"}
+"""What a rank sends, and the axis of ``Mesh`` over which it sends it."""
 
 
 class Job(NamedTuple):
@@ -51,8 +53,8 @@ class Job(NamedTuple):
         return tuple((len(part.layers), part.first, part.last) for part in self.parts(stage_rank))
 
     def memory(self, stage_rank: int) -> MemoryPlan:
-        """The engine's plan for a rank of the pipeline."""
-        mesh = Mesh.silent(self.layout, self.layout.rank({"pp": stage_rank}))
+        """The device's plan for a rank of the pipeline."""
+        mesh = Mesh.dry(self.layout, self.layout.rank({"pp": stage_rank}))
         if self.config.device == "cpu":
             return cpu.plan_memory(self.config, self.model, mesh, self.schedule, self.layout.ranks)
         ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
@@ -119,6 +121,11 @@ class Link:
     def all_gather(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
         return self._collective(x.nbytes * (self.size - 1), async_op)
 
+    def reduce(self, x: Array, root: int, *, async_op: bool = False) -> Arrival:
+        return self._collective(x.nbytes * (self.size - 1) / self.size, async_op)
+
+    broadcast = reduce
+
     def send_recv(self, x: Array, out: Array, to: int, source: int, *, async_op: bool = False) -> Arrival:
         return self._collective(x.nbytes, async_op)
 
@@ -143,8 +150,8 @@ class Link:
         return arrival
 
 
-class _AbsentGpu(Sizing):
-    """As ``Sizing``, for a GPU that this machine need not have."""
+class _AbsentGpu(DryCudaOps):
+    """As ``DryCudaOps``, for a GPU that this machine need not have."""
 
     def __init__(self, name: str) -> None:
         self.device, self.stream, self._family = 0, None, GPUS[name].attention
@@ -154,41 +161,53 @@ class _AbsentGpu(Sizing):
         return self._family if str(head_dim) in GPU["attention"] else "simple"
 
 
-class DryStep(Rehearsal):
+class TimedDryRun(DryRun):
     """A rank's part of one step of a job: ``clock`` at its end, and the time of each of its ``actions``."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.clock, self.actions = Clock(job.rates), dict[Action, dict[str, float]]()
         rank = job.layout.rank({"pp": stage_rank})
         mesh = Mesh(cast(Communicator, Link(self.clock, "world", rank, job.layout.ranks)), job.layout)
-        for name in AXES:
-            axis = getattr(mesh, name)
-            setattr(mesh, name, axis._replace(group=axis.group and Link(self.clock, name, axis.rank, axis.size)))
-        sizing = cpu.Sizing() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
-        ops = TimedOps(sizing, self.clock.timed)
-        super().__init__(job.config, job.model, mesh, job.schedule, sizing, ops, bucketed=True)
-        self.queue_step()
+        for name, of_mesh in AXES.items():
+            axis = getattr(mesh, of_mesh)
+            setattr(mesh, of_mesh, axis._replace(group=axis.group and Link(self.clock, name, axis.rank, axis.size)))
+        dry = cpu.DryOps() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
+        ops = TimedOps(dry, self.clock.timed)
+        super().__init__(job.config, job.model, mesh, job.schedule, dry, ops, bucketed=True)
+        self.optimizer = self  # of which ``run`` asks for the update
+        self.run()
 
-    def run(self, action: Action, weights: Weights, received: Buffer | None) -> None:
+    def act(self, action: Action, weights: Weights, received: Buffer | None) -> None:
         before = self.clock.spent.copy()
-        super().run(action, weights, received)
+        super().act(action, weights, received)
         self.actions[action] = {key: spent - before[key] for key, spent in self.clock.spent.items()}
         self._log(str(action), before["seconds"])
 
     def _log(self, what: str, start: float) -> None:
         self.clock.log.append((what, start, self.clock.spent["seconds"]))
 
-    def queue_norm(self) -> None:
+    def norm(self) -> None:
         start = self.clock.spent["seconds"]
         self.clock.operate("squares", self.gradients.flat.nbytes, 0.0)
         self._log("norm", start)
 
-    def queue_update(self) -> None:
-        config, zeros, whole = self.config, self.sizing.zeros, self.gradients.flat
-        held = sum(part.stop - part.start for part in self.parallel.parts()) if self.parallel.sharded else whole.size
-        master, moment = zeros((held,), config.master_dtype), zeros((held,), "float32")
-        same = config.dtype == config.master_dtype and not self.parallel.sharded
-        copy = master if same else zeros((held,), config.dtype)
-        start = self.clock.spent["seconds"]
-        self.clock.operate("adamw", *cost("adamw", (master, whole, moment, moment, copy)))
+    def update(self, gradients: Parameters, micro_batches: int) -> None:
+        config, clock, rule, start = self.config, self.clock, self.config.update_rule(), self.clock.spent["seconds"]
+
+        def moved(name: str, count: int, state: Sequence[str]) -> None:
+            """The passes over so many weights and what is kept of them."""
+            master, kept = self.dry.zeros((count,), config.master_dtype), [self.dry.zeros((count,), x) for x in state]
+            same = config.dtype == config.master_dtype and not self.parallel.sharded
+            copy = master if same else self.dry.zeros((count,), config.dtype)
+            clock.operate(name, *cost(rule.kernel, (master, gradients.flat, *kept, copy), len(kept)))
+
+        own = [kept for kept in self.state.values() if not isinstance(kept.rule, MatrixRule)]
+        moved(rule.kernel, elements(own[0].slices if own else self.held), [kept.dtype for kept in own])
+        for each, held, most in self.matrices():
+            moved(each.kernel, held.flat.size, [held.flat.dtype])
+            for batch in each.batches(held, most):
+                x = self.dry.zeros((len(batch), *batch[0].shape), config.dtype)
+                if batch[0].part != batch[0].shape:
+                    self.mesh.tp.comm.all_gather(self.dry.zeros((len(batch), *batch[0].part), config.dtype), x)
+                clock.operate("orthogonalize", *cost("orthogonalize", (x,)))
         self._log("update", start)

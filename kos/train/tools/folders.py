@@ -42,7 +42,11 @@ def run_folder(config: TrainConfig) -> Path:
                 folder.mkdir(parents=True)
                 return folder
     except OSError as error:
-        raise ConfigError(f"--out {RUNS}: expected a folder that can be written, got {error}") from error
+        raise unwritable(RUNS, error) from error
+
+
+def unwritable(out: Path, got: object) -> ConfigError:
+    return ConfigError(f"--out {out}: expected a folder that can be written, got {got}")
 
 
 def check_folder(out: Path, rank: int) -> None:
@@ -60,7 +64,7 @@ def check_folder(out: Path, rank: int) -> None:
             refused = f"no new file in {folder} ({error.strerror})"
             got = refused if folder.is_dir() else f"{folder}, which is not a folder"
             where = f" on rank {rank}" if rank else ""
-            raise ConfigError(f"--out {out}: expected a folder that can be written, got {got}{where}") from error
+            raise unwritable(out, f"{got}{where}") from error
 
 
 def lock_folder(out: Path, held: contextlib.ExitStack) -> None:

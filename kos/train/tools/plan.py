@@ -1,6 +1,6 @@
 """``--plan --ranks N``: the layouts that N ranks can train in, with memory, bytes sent and predicted step time.
 
-Nothing here knows a model or a parallelism. Memory is that of the engine's own plan. Time and bytes are those of a step
+Nothing here knows a model or a parallelism. Memory is that of the device's own plan. Time and bytes are those of a step
 of each pipeline rank in which nothing is computed (``kos.train.tools.dry_step``). A pipeline takes the time of its
 schedule with each stage's passes, and what a rank does besides: ZeRO-1's gathers and the sums of gradients as far as
 nothing hides them, norm and update. Of many micro-batches a few run, and one in the middle stands for the others.
@@ -8,6 +8,7 @@ nothing hides them, norm and update. Of many micro-batches a few run, and one in
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,17 +16,18 @@ from typing import Any, NamedTuple
 
 from kos.commands import mpirun, python
 from kos.errors import ConfigError, plural
-from kos.train.config.flags import parse_plan
+from kos.reporting import Parser
+from kos.train.config.flags import add_plan, parse, read_command_line
 from kos.train.config.options import CUDA_MICRO_BATCH_TOKENS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
 from kos.train.data.corpus import read_corpus
 from kos.train.data.tokenizers import ByteTokenizer
-from kos.train.engine.choose import layout_of
-from kos.train.engine.memory_plan import GIB, MemoryPlan
-from kos.train.model.llama_config import LlamaConfig
+from kos.train.device.choose import layout_of
+from kos.train.device.memory_plan import GIB, MemoryPlan
+from kos.train.model.llama import LlamaConfig
 from kos.train.parallel.mesh import Layout
-from kos.train.parallel.schedules import build
+from kos.train.parallel.schedules import SCHEDULES, build
 from kos.train.parallel.schedules.timeline import simulate
-from kos.train.tools.dry_step import AXES, DryStep, Job
+from kos.train.tools.dry_step import AXES, Job, TimedDryRun
 from kos.train.tools.rates import Rates, cpu_rates, gpu_here, gpu_rates
 
 
@@ -48,12 +50,12 @@ def predict(job: Job, memory: MemoryPlan) -> Prediction:
     few = min(whole.micro_batches, -(-3 // pp) * pp if whole.name == "interleaved" else 3)
     job_of_few = job._replace(schedule=build(whole.name, pp, few, job.config.pp_chunks))
     typical = max(0, min(1, few - 2))  # neither the first micro-batch, which adds to nothing, nor the last
-    dry: dict[Any, DryStep] = {}
+    dry: dict[Any, TimedDryRun] = {}
     costs = {kind: [0.0] * whole.stages for kind in "FIW"}
     besides, message, sent = 0.0, 0.0, dict.fromkeys(AXES, 0.0)
     for rank in range(pp):
         kind = job.kind(rank)
-        step = dry[kind] = dry.get(kind) or DryStep(job_of_few, rank)
+        step = dry[kind] = dry.get(kind) or TimedDryRun(job_of_few, rank)
         each = {action: spent for action, spent in step.actions.items() if action.micro_batch == typical}
         for action, spent in each.items():
             costs["I" if action.kind == "B" else action.kind][whole.stage(rank, action.chunk)] += spent["seconds"]
@@ -86,7 +88,7 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
     sizes = [n for n in range(1, each + 1) if each % n == 0 and n * config.seq_len <= max(most, config.seq_len)]
     options: dict[str, list[Any]] = {
         "micro_batch_size": sizes,
-        "pp_schedule": ["1f1b", "interleaved", "zero-bubble", "zero-bubble-v"] if layout.pp > 1 else ["1f1b"],
+        "pp_schedule": [*SCHEDULES] if layout.pp > 1 else ["1f1b"],
         "zero": [1] if layout.dp * layout.cp > 1 else [0],
         "recompute": ["none", "norms", "block"],
     }
@@ -155,6 +157,25 @@ def table(predictions: Sequence[Prediction]) -> str:
         rows.append([*map(str, settings), f"{1e3 * each.seconds:.4g}", f"{each.tokens_per_second:,.0f}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def parse_plan(argv: Sequence[str]) -> tuple[TrainConfig, set[str], list[str], int, str | None]:
+    """As ``parse``, for a command line with ``--plan``.
+
+    Returns the config, the names of the settings that were given, the words of the command line for the trainer, the
+    number of ranks and the GPU.  A setting of a file counts as given if it differs from its default, since the
+    config.json of a run has every setting.
+    """
+    parser = Parser(add_help=False, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    add_plan(parser)
+    arguments, words = parser.parse_known_args(argv)
+    config, ranks = parse(words), getattr(arguments, "ranks", None)
+    defaults = {key: field.default for key, field in TrainConfig.model_fields.items()}
+    given = {key for source, values in read_command_line(words) for key, value in values.items()
+             if value is not None and (source == "flags" or value != defaults[key])}  # fmt: skip
+    if ranks is None or ranks < 1:
+        raise ConfigError(f"--plan: expected --ranks N of at least 1, got {'none' if ranks is None else ranks}")
+    return config, given, words, ranks, getattr(arguments, "gpu", None)
 
 
 def report(argv: Sequence[str]) -> str:

@@ -1,9 +1,8 @@
 """Where a step's time goes: ``--profile N`` writes a table of operations, and a trace for Perfetto.
 
 Every operation of the model and every kernel of the optimizer is timed, on a GPU by a pair of events, which a captured
-step holds too. Of a collective beside other work, what is timed is the wait for it. Bytes and flops follow from shapes;
-the limit is the longer of what they take at the speed of a large copy and of the hardware's arithmetic (of a large
-product, where that is not known). Nsight Systems shows single kernels.
+step holds too. Of a collective beside other work, what is timed is the wait for it. Bytes and flops follow from shapes
+(``kos.train.tools.costs``). Nsight Systems shows single kernels.
 """
 
 from __future__ import annotations
@@ -14,24 +13,16 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from kos.cuda import device_info, streams
+from kos.cuda import streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
-from kos.train.engine.machine import peak_flops
-from kos.train.ops import Ops
+from kos.train.tools.costs import TimedOps, cost
 
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
-COPIED = 128 << 20  # bytes, more than a cache holds
-ROWS_ON_HOST, ROWS = 1024, 4096  # of the square matrices of a large product
 LANES = COMPUTE, COMMUNICATION = "compute", "communication"
-UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
-TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
-IN_PLACE = {"cross_entropy": 0, "rms_norm_backward": 4, "layer_norm_backward": 4}
-"""Which argument an operation reads and writes."""
 COLLECTIVES = {"all_reduce", "reduce_scatter", "all_gather", "all_to_all", "send", "recv", "send_recv"}
 
 
@@ -70,14 +61,6 @@ class Marks:
         call(cu.cuEventSynchronize, end)
         return 1e3 * float(call(cu.cuEventElapsedTime, begin, end))
 
-    def fastest(self, function: Callable[..., Any], *arguments: Any) -> float:
-        """The seconds of the fastest of five calls."""
-        marks = [self.mark()]
-        for _ in range(5):
-            function(*arguments)
-            marks.append(self.mark())
-        return min(map(self.microseconds, marks, marks[1:])) / 1e6
-
 
 class TimedCommunicator:
     """A communicator whose operations, and those of what is split from it, ``profiler`` times once it has begun."""
@@ -95,100 +78,37 @@ class TimedCommunicator:
             return function
 
         def run(*arguments: Any, **options: Any) -> Any:
+            def note(wait: Callable[[], Any]) -> Any:
+                return self._profiler.note(name, COMMUNICATION, wait, nbytes)
+
             nbytes = max(getattr(x, "nbytes", 0) for x in arguments)
             if options.get("async_op"):
-                return TimedWork(name, nbytes, function(*arguments, **options), self._profiler)
-            return self._profiler.note(name, COMMUNICATION, lambda: function(*arguments, **options), nbytes)
+                work = function(*arguments, **options)
+                return SimpleNamespace(wait=lambda: note(work.wait))
+            return note(lambda: function(*arguments, **options))
 
         return run
 
 
-class TimedWork(NamedTuple):
-    """A ``Work`` of a ``TimedCommunicator``."""
-
-    name: str
-    nbytes: int
-    work: Any
-    profiler: Profiler
-
-    def wait(self) -> Any:
-        return self.profiler.note(self.name, COMMUNICATION, self.work.wait, self.nbytes)
-
-
-class TimedOps:
-    """A dialect whose operations are wrapped by ``timed(name, operation)``."""
-
-    def __init__(self, ops: Any, timed: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
-        self._ops, self._timed = ops, timed
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._ops, name)
-        setattr(self, name, self._timed(name, function) if name in TIMED else function)  # not asked for again
-        return getattr(self, name)
-
-
-def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
-    """Bytes that must move, each array once and one changed in place twice, and flops of matrix products.
-
-    Of an embedding: the rows of all tokens, or the whole table if that is less.
-    """
-    arrays = [x for x in arguments if hasattr(type(x), "nbytes")]
-    nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
-    if name in IN_PLACE:
-        nbytes += int(arguments[IN_PLACE[name]].nbytes)
-    elif name.startswith("embedding"):
-        backward = name == "embedding_backward"
-        tokens, table = arrays[backward : backward + 2]
-        rows = min(int(tokens.size), len(table)) * table.shape[1] * table.dtype.itemsize
-        if not backward or arguments[3]:  # a gradient that is not accumulated is written whole
-            nbytes += (2 * rows if backward else rows) - int(table.nbytes)
-    elif name.startswith("rope"):  # of each row the first heads, in place
-        x, _, head_dim, heads = arguments[:4]
-        nbytes = 2 * len(x) * heads * head_dim * x.dtype.itemsize
-    elif name == "swiglu_backward":
-        nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
-    elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
-        flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
-    elif name.startswith("attention_to"):  # every query to every key
-        backward = name == "attention_to_backward"
-        out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]
-        queries, keys = (len(range(part.start, part.stop)) for part in arguments[7 if backward else 4 :][:2])
-        flops = 4.0 * out.size * queries * keys / log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
-    elif name.startswith("attention"):  # causal: half of T x T; the backward makes five products of the forward's two
-        backward = name == "attention_backward"
-        out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
-        flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
-    elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
-        from kos.train.ops.cuda.adamw import CHUNK
-
-        nbytes = min(CHUNK * arguments[2], arrays[0].size) * arrays[0].dtype.itemsize
-    elif name == "adamw":  # of gradients and the copy, this rank's share
-        weights, gradients, first, second, copy = arrays[:5]
-        nbytes = 2 * (weights.nbytes + first.nbytes + second.nbytes) + weights.size * gradients.dtype.itemsize
-        nbytes += weights.size * copy.dtype.itemsize if copy is not weights else 0
-    return nbytes, flops
-
-
 class Profiler:
-    """Times the operations of an engine, from ``begin`` on, and its collectives by a ``TimedCommunicator``."""
+    """Times the operations of a device, from ``begin`` on, and its collectives by a ``TimedCommunicator``."""
 
     def __init__(self) -> None:
         self.spans, self.marks, self.began, self.graph = list[Span](), Marks(), False, False
 
-    def begin(self, engine: Any) -> None:
-        self.engine, self.comm = engine, engine.mesh.world
-        self.on_host = engine.config.device == "cpu"
-        self.graph = engine.config.graph and not self.on_host
-        self.ops = engine.model.ops
-        self.marks = Marks(None if self.on_host else self.ops.stream)
-        self.bandwidth, self.arithmetic = self._limits()
-        timed = TimedOps(self.ops, self.timed)
-        for part in (*engine.models, *(model.tensor for model in engine.models), engine.context):
-            part.ops = timed
-        if self.on_host:
-            engine.queue_update = self.timed("optimizer", engine.queue_update, (engine.weights.flat,) * 7)
+    def begin(self, device: Any) -> None:
+        self.device, on_host = device, device.config.device == "cpu"
+        self.graph = device.config.graph and not on_host
+        step = device.step
+        self.marks = Marks(None if on_host else step.models[0].ops.stream)
+        timed = TimedOps(step.models[0].ops, self.timed)
+        for model in step.models:
+            model.ops = timed
+        if on_host:
+            moved = (step.weights.flat,) * (3 + 2 * len(step.optimizer.state))
+            step.optimizer.update = self.timed("optimizer", step.optimizer.update, moved)
         else:
-            engine.optimizer.ops = timed
+            step.optimizer.ops = timed
         self.began = True
 
     def timed(self, name: str, function: Callable[..., Any], known: tuple[Any, ...] | None = None) -> Any:
@@ -214,58 +134,43 @@ class Profiler:
         self.spans.append(Span(label, lane, begin, self.marks.mark(), nbytes, flops))
         return result
 
-    def _limits(self) -> tuple[float, float]:
-        """The bytes and flops per second that this device reaches, or could reach."""
-        source, target = (self.ops.zeros(COPIED, np.uint8) for _ in range(2))
-        self.ops.copy(target, source)  # memory that was never written to may not be there
-        bandwidth = 2 * COPIED / self.marks.fastest(self.ops.copy, source, target)
-        known = None if self.on_host else peak_flops(device_info(self.ops.device).name)
-        if known and self.engine.config.dtype == "bfloat16":
-            return bandwidth, known
-        rows = ROWS_ON_HOST if self.on_host else ROWS
-        a, b, c = (self.ops.zeros((rows, rows), self.engine.weights.flat.dtype) for _ in range(3))
-        return bandwidth, 2.0 * rows**3 / self.marks.fastest(self.ops.linear, a, b, c)
-
     def run(self, first: int, count: int) -> tuple[list[float], list[Span]]:
         """The microseconds of ``count`` steps from ``first`` on, after ``WARM_UP`` more, and what happened in them."""
         lasted, report, clock = [], list[Span](), self.marks.microseconds
         for step in range(first, first + WARM_UP + count):
             if step == first + WARM_UP:
-                self.comm.all_gather_bytes(b"")  # ranks begin together
+                self.device.mesh.world.all_gather_bytes(b"")  # ranks begin together
                 origin = self.marks.mark()
             if not self.graph:
                 self.spans.clear()
             began = self.marks.mark()
-            self.engine.start_step(step, False)
+            self.device.start_step(step, False)
             ended = self.marks.mark()
-            self.engine.finish_step(step)
+            self.device.finish_step(step)
             if step < first + WARM_UP:
                 continue
             lasted.append(clock(began, ended))
             report += [s._replace(begin=clock(origin, s.begin), end=clock(origin, s.end)) for s in self.spans]
         return lasted, report
 
-    def table(self, lasted: list[float], spans: list[Span]) -> str:
-        """Means of a step, the longest operation first."""
-        rows: dict[tuple[str, str], list[Span]] = defaultdict(list)
-        for span in spans:
-            rows[span.name, span.lane].append(span)
-        times = {key: covered(each) for key, each in rows.items()}
-        steps, whole = len(lasted), sum(lasted)
-        lines = [f"{'operation':<44}{'calls':>7}{'ms':>10}{'of step':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>9}"]
-        for name, lane in sorted(rows, key=lambda row: -times[row]):
-            each, us = rows[name, lane], times[name, lane]
-            nbytes, flops = sum(s.nbytes for s in each), sum(s.flops for s in each)
-            limit = 1e6 * max(nbytes / self.bandwidth, flops / self.arithmetic) if lane == COMPUTE else 0.0
-            per_us = 1 / us if us else 0.0
-            figures = (nbytes * per_us / 1e3, ".1f"), (flops * per_us / 1e6, ".3f"), (limit * per_us, ".0%")
-            shown = "".join(f"{x:>9{form}}" if x else f"{'-':>9}" for x, form in figures)
-            label = name + ", collective" * (lane == COMMUNICATION)
-            lines.append(f"{label:<44}{len(each) / steps:>7.0f}{us / steps / 1e3:>10.3f}{us / whole:>9.1%}{shown}")
-        busy = covered([span for span in spans if span.lane == COMPUTE])
-        lines.append(f"{'a step':<51}{whole / steps / 1e3:>10.3f}, {1 - busy / whole:.1%} of it outside of operations")
-        lines.append("over 100%: what mostly reads is faster than a copy, as is what finds its arrays in a cache")
-        return "\n".join([*lines, f"limits: {self.bandwidth / 1e9:,.0f} GB/s, {self.arithmetic / 1e12:,.3f} TFLOP/s"])
+
+def table(lasted: list[float], spans: list[Span]) -> str:
+    """Means of steps that ``lasted`` so many microseconds, the longest operation first."""
+    rows: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        rows[span.name + ", collective" * (span.lane == COMMUNICATION)].append(span)
+    times = {label: covered(each) for label, each in rows.items()}
+    steps, whole = len(lasted), sum(lasted)
+    lines = [f"{'operation':<44}{'calls':>7}{'ms':>10}{'of step':>9}{'GB/s':>9}{'TFLOP/s':>9}"]
+    for label, each in sorted(rows.items(), key=lambda row: -times[row[0]]):
+        us, nbytes, flops = times[label], sum(s.nbytes for s in each), sum(s.flops for s in each)
+        rates = f"{nbytes / us / 1e3:>9.1f}" if nbytes and us else f"{'-':>9}"
+        rates += f"{flops / us / 1e6:>9.3f}" if flops and us else f"{'-':>9}"
+        lines.append(f"{label:<44}{len(each) / steps:>7.0f}{us / steps / 1e3:>10.3f}{us / whole:>9.1%}{rates}")
+    busy = covered([span for span in spans if span.lane == COMPUTE])
+    return "\n".join(
+        [*lines, f"{'a step':<51}{whole / steps / 1e3:>10.3f}, {1 - busy / whole:.1%} of it outside of operations"]
+    )
 
 
 def covered(spans: list[Span]) -> float:
@@ -291,17 +196,16 @@ def to_trace(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def profile_steps(profiler: Profiler, engine: Any, first: int, count: int, out: Path) -> str:
+def profile_steps(profiler: Profiler, device: Any, first: int, count: int, out: Path) -> str:
     """Time ``count`` steps, a few after ``first``; this rank's table.  Collective; the weights are trained.
 
     Rank 0 leaves its table and the trace of all ranks in ``out``: ``profile.txt`` and ``profile.json``.
     """
-    profiler.begin(engine)
-    comm = engine.mesh.world
+    profiler.begin(device)
     lasted, spans = profiler.run(first, count)
-    table = profiler.table(lasted, spans)
+    shown, comm = table(lasted, spans), device.mesh.world
     ranks = comm.all_gather_bytes(json.dumps([span._asdict() for span in spans]).encode())
     if comm.rank == 0:
-        (out / "profile.txt").write_text(table + "\n")
+        (out / "profile.txt").write_text(shown + "\n")
         (out / "profile.json").write_text(json.dumps(to_trace([json.loads(spans) for spans in ranks])))
-    return table
+    return shown

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import timeit
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from kos.errors import ConfigError
-from kos.train.engine.machine import DRIVER, PEAK_FLOPS
+from kos.train.device.machine import DRIVER, PEAK_FLOPS
 from kos.train.ops import numpy as numpy_ops
-from kos.train.tools.profile import COPIED, ROWS_ON_HOST, Marks
+
+COPIED = 128 << 20  # bytes, more than a cache holds
+ROWS = 1024  # of the square matrices of a large product
 
 
 class Rates(NamedTuple):
@@ -59,17 +63,21 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
 
 def cpu_rates(ranks: int) -> Rates:
     """Rates of each of ``ranks`` ranks that share the cores of this machine. Takes a second."""
-    fastest = Marks().fastest
-    a, b, c = (np.zeros((ROWS_ON_HOST, ROWS_ON_HOST), np.float32) for _ in range(3))
+    a, b, c = (np.zeros((ROWS, ROWS), np.float32) for _ in range(3))
     source, target = (np.ones(COPIED, np.uint8) for _ in range(2))
     cores = len(os.sched_getaffinity(0))
-    flops = 2.0 * ROWS_ON_HOST**3 / fastest(numpy_ops.linear, a, b, c) / ranks
-    copied = 2 * COPIED / fastest(numpy_ops.copy, source, target) * min(1.0, cores / ranks)  # by one core
+    flops = 2.0 * ROWS**3 / _fastest(lambda: numpy_ops.linear(a, b, c)) / ranks
+    copied = 2 * COPIED / _fastest(lambda: numpy_ops.copy(source, target)) * min(1.0, cores / ranks)  # by one core
     name = f"the CPU, {cores} core{'s' * (cores > 1)}"
     return Rates(
         name, HOST["linear"] * flops, (HOST["attention"] * flops,) * 2, HOST["memory"] * copied,
         HOST["operation"], HOST["wire"] * copied / 2, HOST["latency"], False,
     )  # fmt: skip
+
+
+def _fastest(function: Callable[[], None]) -> float:
+    """The seconds of the fastest of five calls."""
+    return min(timeit.repeat(function, number=1, repeat=5))
 
 
 def gpu_here() -> str | None:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from kos.comm.schedules import build, collectives, describe
+from kos.comm.schedules import build, collectives, describe, registry
 from kos.comm.schedules.__main__ import main
 from kos.comm.schedules.draw import draw, text
 from kos.errors import InvalidArgument, install
@@ -96,6 +96,45 @@ def test_the_command_lists(capsys):
     assert "  halving_doubling  Recursive halving, then recursive doubling" in capsys.readouterr().out
     assert main(["--collective", "scatter"]) == 0
     assert capsys.readouterr().out == "scatter\n  direct            The root sends every rank its block.\n"
+
+
+def test_the_command_imports_a_users_schedules(tmp_path, monkeypatch, capsys):
+    """From the working folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "schedules_of_a_user.py").write_text("""
+from kos.comm.schedules.registry import algorithm
+from kos.comm.schedules.schedule import Moves
+@algorithm("broadcast", "line", ordered=True)
+def line(n, c, root):
+    '''Each rank sends to the next one.'''
+    for k in range(n - 1):
+        yield [Moves((root + k) % n, (root + k + 1) % n, 0, count=c)]
+""")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    command = ["--import", "schedules_of_a_user", "--collective", "broadcast"]
+    try:
+        assert main(command) == 0
+        assert "  line              Each rank sends to the next one." in capsys.readouterr().out
+        assert main([*command, "line", "--ranks", "3", "--root", "1"]) == 0
+        assert "1 -> 2  data[0]" in (out := capsys.readouterr().out) and "proved right: 2 rounds" in out
+    finally:
+        registry._REGISTRY["broadcast"].pop("line", None)
+    assert "" not in sys.path
+
+
+@pytest.mark.parametrize(("text", "problem"), [
+    (None, "got 'schedules_gone': ModuleNotFoundError: No module named 'schedules_gone'"),
+    ("1 / 0", "got 'schedules_gone': ZeroDivisionError: division by zero"),
+    ("from kos.comm.schedules.registry import algorithm\nalgorithm('all_reduce', 'ring')(lambda n: [])",
+     "algorithm: expected a name other than auto, ring"),
+])
+def test_a_module_that_cannot_be_imported(text, problem, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "schedules_gone.py").write_text(text)
+    assert main(["--import", "schedules_gone"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("kos: error: ") and said.err.count("\n") == 1 and problem in said.err
 
 
 @pytest.mark.parametrize("numbers", ["", "0", "8,-1", "1T", "K"])

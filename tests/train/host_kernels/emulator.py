@@ -89,7 +89,7 @@ class HostMap(ctypes.Structure):
         return cls(pointer, samples, tokens, columns, length)
 
 
-def to_host_source(path: Path, causal: bool = True) -> tuple[str, dict[str, list[type]]]:
+def to_host_source(path: Path, causal: bool = True, masked: bool = False) -> tuple[str, dict[str, list[type]]]:
     """A kernel file as C++ with a C function ``run_<kernel>`` for each kernel, and their parameters' types."""
     source, headers, _ = _read_sources(path)
     while any(f'#include "{name}"' in source for name in headers):
@@ -99,6 +99,8 @@ def to_host_source(path: Path, causal: bool = True) -> tuple[str, dict[str, list
         source = re.sub(pattern, meaning, source)
     if others := re.findall(r"^#define OTHERS(.*)", source, re.MULTILINE):  # those of causal kernels come first
         source = re.sub(r"(?<!define )\bOTHERS\b", others[0 if causal else 1], source)
+    if masks := re.findall(r"^#define MASK\b(.*)", source, re.MULTILINE):  # those of masked kernels come first
+        source = re.sub(r"(?<!define )\bMASK\b", masks[0 if masked else 1], source)
     source = source.replace("#pragma once", "").replace("#pragma unroll", "//")
     assert "asm" not in source.replace("__asm", ""), f"{path.name}: PTX whose meaning is not written down"
     runners, types = [], {}
@@ -126,7 +128,7 @@ def to_host_source(path: Path, causal: bool = True) -> tuple[str, dict[str, list
 
 @functools.cache
 def library(file: str, defines: tuple[tuple[str, object], ...]) -> tuple[ctypes.CDLL, dict[str, list[type]]]:
-    source, types = to_host_source(KERNELS / file, ("CAUSAL", 0) not in defines)
+    source, types = to_host_source(KERNELS / file, ("CAUSAL", 0) not in defines, ("MASKED", 1) in defines)
     options = [f"-D{name}={value}" for name, value in defines]
     if not file.startswith("attention"):  # the others take longer to compile than to run
         options.append("-Og")
@@ -180,25 +182,30 @@ class HostOps(CudaOps):
         converted = [x if isinstance(x, HostMap) else kind(x) for kind, x in zip(types[name], values, strict=True)]
         getattr(code, f"run_{name}")(x, y, block, *converted)
 
-    def matmul(self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None):
+    def matmul(self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None, alpha=1.0, beta=1.0):
         left, right = (x.numpy().astype(np.float32) for x in (a, b))
-        result = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
-        for more in (c, bias):
+        result = (left.mT if transpose_a else left) @ (right.mT if transpose_b else right)
+        result *= np.float32(alpha)
+        for more, factor in ((c, beta), (bias, 1.0)):
             if more is not None:
-                result += more.numpy().astype(np.float32)
+                result += np.float32(factor) * more.numpy().astype(np.float32)
         out.copy_from(result.astype(out.dtype.numpy))
 
-    def attention(self, qkv, heads, kv_heads, out, log_sum_exp, arena):
+    def attention(self, qkv, heads, kv_heads, out, log_sum_exp, arena, mask=None):
         out64, lse64 = np.asfortranarray(np.empty(out.shape)), np.empty(log_sum_exp.shape)
-        reference.attention(_columns(qkv), heads, kv_heads, out64, lse64, Arena())
+        reference.attention(_columns(qkv), heads, kv_heads, out64, lse64, Arena(), _on_host(mask))
         _put(out64, out)
         _put(lse64, log_sum_exp)
 
-    def attention_backward(self, d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena):
+    def attention_backward(self, d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, mask=None):
         d64, lse64 = np.asfortranarray(np.empty(d_qkv.shape)), log_sum_exp.numpy().astype(np.float64)
         operands = (_columns(d_out), _columns(qkv), _columns(out), lse64)
-        reference.attention_backward(*operands, heads, kv_heads, d64, Arena())
+        reference.attention_backward(*operands, heads, kv_heads, d64, Arena(), _on_host(mask))
         _put(d64, d_qkv)
+
+
+def _on_host(mask):
+    return mask and mask._make(x.numpy() for x in mask)
 
 
 def _columns(array):

@@ -1,4 +1,4 @@
-"""CudaEngine on the emulated device, its ranks threads with a communicator over the mock backend.
+"""CudaDevice on the emulated device, its ranks threads with a communicator over the mock backend.
 
 A stream runs what it is given at once, unless it is being captured: then it is written down, and run at each
 replay.  What CUDA refuses during a capture is refused here: allocating, freeing, waiting, copies from pageable memory.
@@ -19,15 +19,16 @@ from kos.dtypes import DTYPES
 from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.engine import cuda as engine_module
-from kos.train.engine import feed, memory_plan
+from kos.train.device import cuda as engine_module
+from kos.train.device import feed, memory_plan
 from kos.train.model.parameters import Parameters
 from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import attention
-from kos.train.ops.cuda.adamw import SHAPES, STATE
 from kos.train.ops.learning_rate import LearningRate
-from kos.train.ops.optimizer import CHUNKS, AdamW, clip_coefficient
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import CHUNKS, Optimizer, clip_coefficient
+from kos.train.optim.cuda import SCALARS, SHAPES
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 
@@ -137,7 +138,7 @@ def _numpy(name, arguments):
 
     def there(x):
         if isinstance(x, tuple):
-            return tuple(map(there, x))
+            return getattr(x, "_make", tuple)(map(there, x))
         if isinstance(x, Arena):
             return Arena()
         if not isinstance(x, Array):
@@ -156,7 +157,7 @@ def _numpy(name, arguments):
 
 
 def _squares(gradients, chunks, partial):
-    for start, _, length, _, index, _ in chunks.view(CHUNKS):
+    for start, _, length, _, index, *_ in chunks.view(CHUNKS):
         partial[0, index] = np.sum(gradients[start : start + length].astype(np.float64) ** 2)
 
 
@@ -167,7 +168,7 @@ def _largest(gradients, chunks, most):
 
 def _exact_squares(gradients, chunks, partial, stride, most, count_bits):
     magnitude = float(most.view(np.float32)[0])
-    for start, _, length, _, index, _ in chunks.view(CHUNKS):
+    for start, _, length, _, index, *_ in chunks.view(CHUNKS):
         part = gradients[start : start + length]
         if 0 < magnitude < np.inf:
             partial[:, index] = exact_sums(part, magnitude, (1 << count_bits) - 1)
@@ -179,18 +180,16 @@ def exact_sums(values, magnitude, count):
     """The two sums that the CPU's norm has of ``values``."""
     whole = Parameters({"x": values.shape})
     whole.flat[:] = values
-    return AdamW(whole).exact_squares(whole, {"x"}, magnitude, count)
+    return Optimizer(AdamW(), whole).exact_squares(whole, {"x"}, magnitude, count)
 
 
 def _finish_norm(partial, stride, state):
     for row, sums in enumerate(partial.reshape(-1, stride)):
-        state[8 + row] = sums.sum()
+        state[SCALARS.index("sum_of_squares") + row] = sums.sum()
 
 
-def _prepare(
-    state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, weight_decay, average, max_norm, outlier
-):
-    now = dict(zip(STATE, state, strict=True))
+def _prepare(state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, average, max_norm, outlier):
+    now = dict(zip(SCALARS, state, strict=True))
     norm = np.sqrt(now["sum_of_squares"] + now["rest"]) * average
     good = np.isfinite(norm) and not (outlier and norm > outlier)
     now["halted"] = now["halted"] or float(not good and not outlier)
@@ -202,7 +201,6 @@ def _prepare(
         now["scale"] = average * clip_coefficient(norm, max_norm)
         now["step_size"] = now["lr"] / (1 - beta1 ** now["step"])
         now["root"] = 1 / np.sqrt(1 - beta2 ** now["step"])
-        now["decay"] = 1 - now["lr"] * weight_decay
     state[:] = list(now.values())
 
 
@@ -227,15 +225,16 @@ def rounded_at_random(x, seed, step, places):
     return np.where(np.isfinite(x), bits.view(np.float32), x).astype(BFLOAT16)
 
 
-def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, state, beta1, beta2, eps, seed):
-    now = dict(zip(STATE, state.astype(np.float32), strict=True))
-    for start, local, length, decayed, _, place in chunks.view(CHUNKS) if now["finite"] else ():
-        here = slice(local, local + length)
-        g, m, v = gradients[start : start + length] * now["scale"], exp_avg[here], exp_avg_sq[here]
+def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, groups, state, beta1, beta2, eps, seed):
+    now, lr = dict(zip(SCALARS, state.astype(np.float32), strict=True)), state[SCALARS.index("lr")]
+    for start, local, length, group, _, place, kept in chunks.view(CHUNKS) if now["finite"] else ():
+        here, there = slice(local, local + length), slice(kept, kept + length)
+        g, m, v = gradients[start : start + length] * now["scale"], exp_avg[there], exp_avg_sq[there]
         m[:] = beta1 * m + (1 - beta1) * g
         v[:] = beta2 * v + (1 - beta2) * (g * g)
-        w = weights[here].astype(np.float32) * (now["decay"] if decayed else 1)
-        w -= now["step_size"] * (m / (np.sqrt(v) * now["root"] + eps))
+        decay, lr_scale = groups.view(np.float64).reshape(-1, 2)[group]
+        w = weights[here].astype(np.float32) * np.float32(1 - lr * lr_scale * decay)
+        w -= now["step_size"] * np.float32(lr_scale) * (m / (np.sqrt(v) * now["root"] + eps))
         if weights.dtype == BFLOAT16:
             w = rounded_at_random(w, seed, int(now["step"]), np.arange(place, place + length))
         weights[here] = w
@@ -297,7 +296,7 @@ class DeviceComm:
 
     def __getattr__(self, name):
         call = getattr(self._comm, name)
-        if name not in ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce_scatter", "send_recv"):
+        if name not in ("all_reduce", "all_gather", "all_to_all", "broadcast", "reduce", "reduce_scatter", "send_recv"):
             if callable(call):
                 not_captured(name)
             return call
@@ -414,7 +413,7 @@ def on_host(array):
 
 
 def host_engine(monkeypatch) -> None:
-    """Let ``kos.train.engine.cuda`` run on host memory."""
+    """Let ``kos.train.device.cuda`` run on host memory."""
     emulator.host_memory(monkeypatch)
     make, allocated = array_module.pool_of(0).allocate, weakref.WeakValueDictionary()
 

@@ -158,6 +158,8 @@ static void wait_for_copies(int pending) {
 
 template <class V>
 static V min(V a, V b) { return a < b ? a : b; }
+template <class V>
+static V max(V a, V b) { return a > b ? a : b; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static int __float2int_rn(float x) { return lrintf(x); }

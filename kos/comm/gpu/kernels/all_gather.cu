@@ -26,7 +26,7 @@ template <bool each>
 __device__ __forceinline__ void write(const Context* context, u64 own, unsigned rank, const u64* out_table,
                                       u64 out_offset, u64 source, u64 bytes) {
     constexpr int SOURCES = each ? RANKS : 1, UNROLL = each && RANKS > 4 ? 2 : 4;
-    after_former_kernel();
+    after_former_large_kernel();
     const u64 vectors = bytes / 16, share = (vectors + gridDim.x - 1) / gridDim.x;
     const u64 end = min((blockIdx.x + 1) * share, vectors);
     Vector v[SOURCES][UNROLL];

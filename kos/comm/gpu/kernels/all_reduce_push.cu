@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
          const u64* out_table, long long out_offset, const char* source, char* target, long long count,
          long long piece) {
     __shared__ u64 staging[RANKS], out[RANKS];
-    after_former_kernel();
+    after_former_large_kernel();
     Channel channel(context, own_slab, own_rank);
     if (threadIdx.x < RANKS) {
         staging[threadIdx.x] = context->slab[threadIdx.x] + staging_offset;
@@ -245,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS)
     reduce_scatter(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
                    const char* source, char* target, long long count) {
     __shared__ u64 staging[RANKS], out[RANKS];
-    after_former_kernel();
+    after_former_large_kernel();
     Channel channel(context, own_slab, own_rank);
     const long long chunk = count / PER_VECTOR, share = share_of(chunk);
     if (threadIdx.x < RANKS) {
@@ -269,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(2 * THREADS)
                      const char* source, char* target RANKS_8(END)) {
     __shared__ u64 staging[RANKS], out[RANKS];
     __shared__ Part parts[RANKS];
-    after_former_kernel();
+    after_former_large_kernel();
     Channel channel(context, own_slab, own_rank);
     const long long ends[] = {0, RANKS_8(ENTRY)};
     if (threadIdx.x < RANKS) {

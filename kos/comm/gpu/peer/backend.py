@@ -15,29 +15,32 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
+from kos.comm.control.base import Rendezvous
 from kos.comm.failures import again
-from kos.comm.gpu.backend import KNOWN, DeviceBackend, device_of
+from kos.comm.gpu.backend import DeviceBackend, Route, device_of, unstarted
 from kos.comm.gpu.memory import NONE, Piece, Windows, exchange_of, whole
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
+from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
 from kos.comm.gpu.peer.copies import BESIDE
 from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Run
 from kos.comm.gpu.peer.launches import PACKETS, Launch, Launches
-from kos.comm.operation import AUTO, Call, Operation, Route
+from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
-from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import for_group
-from kos.cuda import driver
+from kos.comm.work import Work
+from kos.cuda import Kernel, driver
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import PER_THREAD
 from kos.dtypes import DTYPES
@@ -55,6 +58,10 @@ _BY_PARTS = 128 << 10
 """Bytes from which a broadcast goes to every rank in parts, which go on to all."""
 _VECTOR = 16
 """Bytes that a kernel moves at once."""
+_MOST_EXCHANGES = 4096
+"""Exchanges of ordered reductions whose launches are kept."""
+_IDLE_SECONDS = 1.0
+"""Seconds that a rank waits for other communicators of its GPU to be idle before it loads a kernel."""
 _BESIDE = 4 << 20
 """Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
 
@@ -76,8 +83,10 @@ class PeerBackend(DeviceBackend):
         self._windows = Windows(
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.broken is not None
         )
-        self._at = -1  # the stream of the last operation, if more may go there as it is
+        self._at = -1  # the stream of the last operation, if more may go there without a new order,
+        self._occupancy = Occupancy(0, 0)  # up to this occupancy
         self._order = Order()
+        self._concurrent = _concurrent.setdefault(self.device, ConcurrentKernels())
         self._exchanges: dict[tuple[Any, ...], Run] = {}
         try:
             self.table = for_group(rendezvous, self.device)
@@ -89,6 +98,8 @@ class PeerBackend(DeviceBackend):
                 raise
             raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
         self._failure = self._engine.failure
+        self._engine.before_load = self._wait_for_idle
+        self._concurrent.add(self)
         watchdog.add(self)
 
     @classmethod
@@ -181,7 +192,7 @@ class PeerBackend(DeviceBackend):
             buffers = (o.recv, None) if o.name in ("broadcast", "scatter") else (o.send, None)
         return all(each is None or self._engine.is_symmetric(each.pointer, each.nbytes) for each in buffers)
 
-    def beside(self, o: Operation) -> bool:
+    def overlapped(self, o: Operation) -> bool:
         """Whether copy engines carry it: it overlaps other work, is large, and its buffers are symmetric."""
         buffer = o.recv if o.name == "all_gather" else o.send
         large = buffer is not None and buffer.nbytes >= _BESIDE and self.size > 1
@@ -203,12 +214,12 @@ class PeerBackend(DeviceBackend):
     def use(self, launches: Launches) -> None:
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
-        self._routes.clear()
-        self.cache.clear()
+        self.store.clear()
 
     def close(self) -> None:
         self.unwatch()
         with ExitStack() as rest:  # where one step fails, the others are taken all the same
+            rest.callback(self._concurrent.remove, self)
             rest.callback(super().close)
             rest.callback(self._engine.close)
             rest.callback(lambda: self._windows.free(self._windows.unused()))
@@ -218,143 +229,224 @@ class PeerBackend(DeviceBackend):
 
     # How it is aborted.
 
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self._concurrent.remove(self)
+
     def signal_abort(self) -> None:
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.abort()
 
-    def inspect(self, o: Call) -> None:
+    def inspect(self, o: Work[Any]) -> None:
         if self._engine.failed:
-            self._engine.check(str(o), self.arrived(o))
+            others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
+            beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
+            self._engine.check(str(o), self.arrived(o), beside)
 
     def kernel_waits(self) -> list[int]:
         return self._engine.waits_for()
 
-    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """Ends the wait on the GPU, so that the kernel reports what it waited for."""
-        error = super().timed_out(call, seconds)
+        error = super().timed_out(work, seconds)
         self._engine.abort()
         return again(error, f"{error}; {self._engine.last_wait(1.0)}")
 
     # How operations are carried.
 
-    def resolve(self, o: Operation, route: Route) -> bool:
+    def resolve(self, o: Operation) -> Route:
         named = o.options.algorithm
         if named != AUTO and (o.name != "all_reduce" or named not in PACKETS):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
         deadline = None if o.options.timeout == self._seconds else o.options.timeout
         with relaxed_capture(), self._engine.within(deadline):
-            run = _BINDERS.get(o.name, PeerBackend._bind_move)(self, o, route)
+            bind = _BINDERS.get(o.name, PeerBackend._bind_move)
+            run, kernel, occupancy = self._engine.with_occupancy(lambda: bind(self, o))
+        if type(run) is OrderedReduction:  # whose exchanges are bound at their launch
+            occupancy = Occupancy(self._engine.blocks, 1)
+            self._engine.record_kernel(o.name, run.kernels)
         run = run if deadline is None else partial(self._within, deadline, run)
-        launch = partial(self._launch_beside if _is_beside(o) else self._launch, run)
-        route.launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
-        return True
+        first, exclusive = self._engine.first_use(), self._engine.exclusive
+        if _is_beside(o):
+            launch = partial(self._launch_beside, run)
+        elif exclusive:
+            launch = partial(self._launch_exclusive, run)
+        else:
+            launch = partial(self._launch, run, occupancy)
+            launch = partial(self._launch_when_loaded, launch, set()) if first else launch
+        return Route(in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), kernel)
 
-    def _within(self, deadline: float, run: Run, stream: int) -> None:
+    def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
         """For what is bound at its launch only."""
         with self._engine.within(deadline):
-            run(stream)
+            run(stream, send, recv)
 
-    def _launch(self, run: Run, stream: int) -> None:
+    def _launch_exclusive(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue it behind the last operation, wherever that was queued: the kernels share the slab.
 
         A launch on a default stream goes to the current device.  On another stream it goes to the device of the stream.
         """
         if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
-            return run(stream)
+            return run(stream, send, recv)
         with driver.on_device(self.device):
-            self._take_turn(stream)
-            run(stream)
+            with _lock:
+                self._at = stream if self._order.enter(stream, (stream,), self.streams) else -1
+                self._concurrent.record(self, stream)
+            run(stream, send, recv)
             self.streams.mark(stream)
 
-    def _launch_beside(self, run: Run, stream: int) -> None:
+    def _launch(self, run: Run, occupancy: Occupancy, stream: int, send: int = 0, recv: int = 0) -> None:
+        """As ``_launch_exclusive``, and behind the kernels of other communicators if it does not fit beside them."""
+        if stream == self._at and (stream > PER_THREAD or driver.is_current(self.device)):
+            blocks, blocks_per_sm = self._occupancy
+            if occupancy[0] <= blocks and occupancy[1] >= blocks_per_sm:
+                return run(stream, send, recv)
+        with driver.on_device(self.device):
+            with _lock:
+                self._order.enter(stream, (stream,), self.streams)
+                multiprocessors = self._engine.multiprocessors
+                self._occupancy, is_ordered = self._concurrent.order(self, stream, occupancy, multiprocessors)
+                self._at = stream if is_ordered else -1
+            try:
+                run(stream, send, recv)
+            finally:
+                self._concurrent.launched(self)
+            self.streams.mark(stream)
+
+    def _launch_beside(self, run: Run, stream: int, send: int = 0, recv: int = 0) -> None:
         """Queue a message behind the last operation of this communicator alone.
 
         It may wait for what its other rank computes, which may take kernels of other communicators on this GPU.  It
         holds few multiprocessors (``BESIDE_BLOCKS``), so that those find a place.
         """
         with driver.on_device(self.device):
-            with _turns:
+            with _lock:
                 self._order.enter(stream, (stream,), self.streams)
                 self._at = -1
-            run(stream)
+            run(stream, send, recv)
             self.streams.mark(stream)
 
-    def _take_turn(self, stream: int) -> None:
-        """Follow the last kernel of this communicator, and of any other on this GPU, but for messages beside them.
+    def _launch_when_loaded(self, launch: Run, loaded: set[bool], stream: int, send: int, recv: int) -> None:
+        """Launch a kernel; the first time, wait on the host until all ranks have begun the call and so have loaded it.
 
-        Kernels of two communicators could each hold a part of the GPU, and wait for ranks whose GPU runs them the other
-        way round.  So ranks launch the operations of communicators that share GPUs in one order.
+        CUDA loads no kernel while another kernel runs.  Without this wait, the kernel could wait for a rank that cannot
+        load it: there the kernel of another communicator runs, which may wait for this rank.
         """
-        with _turns:
-            self._order.enter(stream, (stream,), self.streams)
-            order, former = _orders.setdefault(self.device, Order()), _last_on.get(self.device)
-            if former is not None and (other := former()) is not None and other is not self:
-                other._at = -1  # it takes a new turn
-            self._at = stream if order.enter(stream, (stream,), self.streams) else -1
-            _last_on[self.device] = weakref.ref(self)
+        if not loaded and (last := self._last) is not None:
+            self.wait_on_host(last, lambda: not self.shared.missing(last), last.operation.options.timeout)
+            loaded.add(True)
+        launch(stream, send, recv)
 
-    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
+    def _wait_for_idle(self) -> None:
+        """Wait on the host for this communicator's kernels, and ``_IDLE_SECONDS`` at most for those of others.
+
+        While CUDA waits to load a kernel, no thread of this process can launch one.  A kernel that runs then must not
+        wait for another rank's kernel, which in turn may wait for such a launch.  After half of the timeout this
+        returns anyway and CUDA waits: the program's own work on the same stream may take longer.
+        """
+        began = time.monotonic()
+
+        def is_idle() -> bool:
+            waited = time.monotonic() - began
+            with driver.on_device(self.device):
+                mine = waited > self.timeout / 2 or self._concurrent.is_idle(self)
+                return mine and (waited > _IDLE_SECONDS or self._concurrent.is_idle())
+
+        self.wait_on_host(self._last or unstarted("load", self), is_idle, None)
+
+    def invalidate_order(self) -> None:
+        """Make the next launch ask for its order among those of other communicators."""
+        self._at = -1
+
+    def set_exclusive(self, exclusive: bool) -> bool:
+        """Set whether this is the only communicator of this process on the GPU; returns whether that has changed.
+
+        If not, a kernel occupies no multiprocessor before the kernel before it has completed, and all ranks load a
+        kernel before any of them launches it.
+        """
+        changed, self._engine.exclusive = self._engine.exclusive != exclusive, exclusive
+        if changed:
+            self.forget_routes()
+            self.invalidate_order()
+        return changed
+
+    def load_copy_kernels(self) -> None:
+        """Load what the engine needs if it is not exclusive, unless this communicator has failed."""
+        if self.broken is None:
+            self._wait_for_idle()
+            self._engine.load_copy_kernels()
+
+    @property
+    def group(self) -> str:
+        """The name of the communicator, as its last call gave it."""
+        return "a communicator without calls" if self._last is None else self._last.group
+
+    def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""
-        for (kind, at), several in groupby(calls, lambda call: (call.collective, stream or call.stream)):
+        for (kind, at), several in groupby(works, lambda work: (work.collective, stream or work.stream)):
             together = list(several)
             if kind or len(together) == 1:
                 super().queue(together, stream)
             else:
                 with relaxed_capture():
-                    run = self._messages(together)
-                self._launch(run, at)
+                    run, _, occupancy = self._engine.with_occupancy(partial(self._messages, together))
+                if self._engine.exclusive:
+                    self._launch_exclusive(run, at)
+                else:
+                    self._launch(run, occupancy, at)
 
-    def _messages(self, calls: Sequence[Call]) -> Run:
+    def _messages(self, works: Sequence[Work[Any]]) -> tuple[Run, None]:
         """The k-th message of each pair in the k-th exchange, as on the other side."""
         sends: list[list[Piece]] = [[] for _ in range(self.size)]
         recvs: list[list[Piece]] = [[] for _ in range(self.size)]
-        for o in (call.operation for call in calls):
+        for work in works:
+            o = work.operation
             dst, src, *_ = o.message
             if dst is not None and o.send is not None and o.send.count:
-                sends[dst].append((o.send.pointer, o.send.nbytes))
+                sends[dst].append((work.send, o.send.nbytes))
             if src is not None and o.recv is not None and o.recv.count:
-                recvs[src].append((o.recv.pointer, o.recv.nbytes))
+                recvs[src].append((work.recv, o.recv.nbytes))
         rounds = max(map(len, (*sends, *recvs)))
-        return _in_turn(
+        exchanges = _in_turn(
             self._engine.bind_exchange(
                 *([to[k] if k < len(to) else NONE for to in side] for side in (sends, recvs)), messages=True
             )
             for k in range(rounds)
         )
+        return exchanges, None
 
-    def _bind_all_reduce(self, o: Operation, route: Route) -> Run:
+    def _bind_all_reduce(self, o: Operation) -> tuple[Run, str | None]:
         assert o.send is not None and o.recv is not None and o.reduction is not None
         name, _, per = kernel_types(o.reduction, self.device)
         if not o.send.count or name.startswith("complex"):
-            return self._bind_reduction(o, route)
+            return self._bind_reduction(o)
         dtype, count = DTYPES[name], o.send.count * per
         ends = o.send.pointer, o.recv.pointer
         launch = Launch(o.options.algorithm, threads=128)
-        if self.beside(o):
+        if self.overlapped(o):
             launch = BESIDE
         elif o.options.algorithm == AUTO:
             launch = self._engine.launch_for(*ends, o.send.nbytes)
         symmetric = all(self._engine.is_symmetric(end, o.send.nbytes) for end in ends)
         launch = self._engine.possible(launch, o.reduction.op, o.send.nbytes, symmetric)
         reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
-        route.kernel = self._engine.route(launch, o.send.nbytes, *reached)
-        return self._engine.bind_all_reduce(
-            *ends, count, dtype, o.reduction.op, factor=o.reduction.factor, launch=launch
-        )
+        op, factor = o.reduction.op, o.reduction.factor
+        run = self._engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
+        return run, self._engine.route(launch, o.send.nbytes, *reached)
 
-    def _bind_reduction(self, o: Operation, route: Route) -> Run:
+    def _bind_reduction(self, o: Operation) -> tuple[Run, str | None]:
         """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
         assert o.reduction is not None and o.send is not None
         name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
         if not o.send.count:
-            return _in_turn(())
+            return _in_turn(()), None
         ends, dtype, op, factor = (o.send.pointer, whole(o.recv)[0]), DTYPES[name], o.reduction.op, o.reduction.factor
-        count, run = o.send.count * per, None
+        count, run, kernel = o.send.count * per, None, None
         if o.name.startswith("reduce_scatter"):
-            beside = self.beside(o)
+            beside = self.overlapped(o)
             if beside:
-                route.kernel = self._engine.route(Launch("copies"), o.send.nbytes, o.send.pointer)
+                kernel = self._engine.route(Launch("copies"), o.send.nbytes, o.send.pointer)
             counts = [n * per for n in o.send_counts or [o.send.count // self.size] * self.size]
             run = self._engine.bind_reduce_scatter(*ends, counts, dtype, op, factor=factor, beside=beside)
         elif o.name.endswith("scan"):
@@ -363,56 +455,58 @@ class PeerBackend(DeviceBackend):
             launch = self._engine.launches.pick(o.send.nbytes, False)
             if launch.algorithm in PACKETS:
                 run = self._engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
-        return run or OrderedReduction(self, o)
+        return run or OrderedReduction(self, o), kernel
 
-    def _bind_move(self, o: Operation, route: Route) -> Run:
+    def _bind_move(self, o: Operation) -> tuple[Run, str | None]:
         """Everything that only moves bytes: one exchange, or what is faster."""
         send, recv = whole(o.send), whole(o.recv)
         if o.name == "broadcast" and recv[1] >= _BY_PARTS and self.size > 2:
-            return self._engine.bind_broadcast(send, recv, o.root or 0)
+            return self._engine.bind_broadcast(send, recv, o.root or 0), None
         if o.name == "all_gather":
-            beside = self.beside(o)
+            beside = self.overlapped(o)
             direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
             if direct is not None:
                 algorithm = self._engine.write_algorithm("all_gather", send[1], beside)
-                route.kernel = self._engine.route(Launch(algorithm), recv[1], recv[0])
-                return direct
+                return direct, self._engine.route(Launch(algorithm), recv[1], recv[0])
         if o.name == "all_to_all":
             part = send[1] // self.size
             direct = self._engine.bind_all_to_all(send[0], recv[0], part)
             if direct is not None:
                 algorithm = self._engine.write_algorithm("all_to_all", part)
-                route.kernel = self._engine.route(Launch(algorithm), recv[1], recv[0])
-                return direct
+                return direct, self._engine.route(Launch(algorithm), recv[1], recv[0])
         pieces = exchange_of(o, self.rank, self.size)
-        return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o))
+        return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o)), None
 
-    def _bind_barrier(self, o: Operation, route: Route) -> Run:
-        return self._engine.bind_barrier()
+    def _bind_barrier(self, o: Operation) -> tuple[Run, str | None]:
+        return self._engine.bind_barrier(), None
 
     # What OrderedReduction requires.
 
-    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
+    def load(self, path: Path, name: str, **macros: Any) -> Kernel:
+        self._engine.wait_before_load(path, name, **macros)
+        return super().load(path, name, **macros)
+
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
         """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
         key = self._engine.deadline, *sends, *recvs
         if key not in self._exchanges:
-            if len(self._exchanges) == KNOWN:
+            if len(self._exchanges) == _MOST_EXCHANGES:
                 self._exchanges.clear()
             with relaxed_capture():
                 self._exchanges[key] = self._engine.bind_exchange(sends, recvs)
-        self._exchanges[key](stream)
+        self._exchanges[key](stream, *arrays)
 
-    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
+    def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
         """All-gather of ``nbytes`` from each rank."""
-        self.exchange([(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)], stream)
+        pieces = [(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)]
+        self.exchange(*pieces, stream, *arrays)
 
 
-_turns = threading.Lock()
-_orders: dict[int, Order] = {}
-_last_on: dict[int, weakref.ref[PeerBackend]] = {}
-"""Of each GPU the order of its kernels, and the communicator that has queued the last one."""
+_lock = threading.Lock()
+_concurrent: dict[int, ConcurrentKernels] = {}
+"""The communicators of this process, by GPU."""
 
-_BINDERS: dict[str, Callable[[PeerBackend, Operation, Route], Run]] = {
+_BINDERS: dict[str, Callable[[PeerBackend, Operation], tuple[Run, str | None]]] = {
     "all_reduce": PeerBackend._bind_all_reduce,
     "reduce": PeerBackend._bind_reduction,
     "reduce_scatter": PeerBackend._bind_reduction,
@@ -431,8 +525,8 @@ def _is_beside(o: Operation) -> bool:
 def _in_turn(runs: Iterable[Run]) -> Run:
     several = tuple(runs)
 
-    def run(stream: Any) -> None:
+    def run(stream: Any, send: int = 0, recv: int = 0) -> None:
         for each in several:
-            each(stream)
+            each(stream, send, recv)
 
     return run

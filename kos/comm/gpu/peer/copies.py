@@ -17,9 +17,10 @@ from kos.comm.gpu.peer.launches import Launch
 from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
+from kos.cuda.kernels import resolved
 from kos.cuda.streams import Event, capture_of
 
-Run = Callable[[Any], None]
+Run = Callable[..., None]
 BESIDE = Launch("copies", blocks=32)
 """The launch for overlap: few blocks, which find free multiprocessors soon."""
 BESIDE_REDUCE_SCATTER = Launch("copies", blocks=96)
@@ -33,10 +34,10 @@ def _wait(before: int, after: int, event: Event) -> None:
     event.hold(after)
 
 
-def _on_device(device: int, run: Run, stream: Any) -> None:
+def _on_device(device: int, run: Run, stream: Any, *arrays: int) -> None:
     """Run with ``device`` current.  Unlike kernels, copies need a current device on any stream."""
     with driver.on_device(device):
-        run(stream)
+        run(stream, *arrays)
 
 
 class Copies:
@@ -82,7 +83,7 @@ class Copies:
             for peer in others:
                 call(cu.cuMemcpyDtoDAsync, outputs[peer] + at, outputs[rank] + at, nbytes, copy)
 
-        def run(stream: Any) -> None:
+        def run(stream: Any, *arrays: int) -> None:
             main = streams.handle(stream)
             copy = self._second_stream(main)
             barrier(stream)
@@ -102,7 +103,7 @@ class Copies:
         return partial(_on_device, self._device, run)
 
     def reduce_scatter(
-        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int, inputs: Sequence[int], recv: int
+        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int, inputs: Sequence[int], recv: Any
     ) -> Run:
         """``inputs[r]`` is rank r's buffer of ``count`` elements for each rank, as this rank sees it.
 
@@ -112,17 +113,17 @@ class Copies:
         staging, own = self._staging_memory(self._size * stride), inputs[rank] + rank * nbytes
         add = kernel.bind(launch.blocks or _BLOCKS, launch.threads, rank, own, staging, stride, recv, count)
 
-        def run(stream: Any) -> None:
+        def run(stream: Any, *arrays: int) -> None:
             barrier(stream)
             for peer in self._others:
                 source = inputs[peer] + rank * nbytes
                 call(cu.cuMemcpyDtoDAsync, staging + peer * stride, source, nbytes, streams.handle(stream))
-            add(stream)
+            add(stream, *arrays)
             barrier(stream)
 
         return partial(_on_device, self._device, run)
 
-    def move(self, barrier: Run, nbytes: int, places: Sequence[tuple[int, int]]) -> Run:
+    def move(self, barrier: Run, nbytes: int, places: Sequence[tuple[int, Any]]) -> Run:
         """Copy ``nbytes`` to each rank r.  ``places[r]``: pointers of target and source, as this rank sees them.
 
         This rank's copy to itself runs beside the others on a second stream, unless its target is its source.
@@ -131,15 +132,15 @@ class Copies:
         own = [] if places[rank][0] == places[rank][1] else [places[rank]]
         pushes = [places[peer] for peer in self._others]
 
-        def run(stream: Any) -> None:
+        def run(stream: Any, *arrays: int) -> None:
             main = streams.handle(stream)
             if own:
                 copy = self._second_stream(main)
                 _wait(main, copy, events[0])
-                call(cu.cuMemcpyDtoDAsync, *own[0], nbytes, copy)
+                call(cu.cuMemcpyDtoDAsync, own[0][0], resolved(own[0][1], arrays), nbytes, copy)
             barrier(stream)
-            for push in pushes:
-                call(cu.cuMemcpyDtoDAsync, *push, nbytes, main)
+            for target, source in pushes:
+                call(cu.cuMemcpyDtoDAsync, target, resolved(source, arrays), nbytes, main)
             if own:
                 _wait(copy, main, events[1])
             barrier(stream)

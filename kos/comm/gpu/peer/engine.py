@@ -29,14 +29,16 @@ from typing import Any
 import numpy as np
 
 from kos.comm import timeouts
+from kos.comm.control.base import Rendezvous
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu.memory import NONE, Piece
+from kos.comm.gpu.peer.concurrent import Occupancy
 from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
-from kos.comm.rendezvous.base import Rendezvous
-from kos.cuda import create_stream, driver, load_kernel, streams
+from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
+from kos.cuda.kernels import Address, is_loaded
 from kos.dtypes import DType
 from kos.errors import (
     BackendUnavailable,
@@ -91,9 +93,12 @@ class _Word(IntEnum):
 _TIMEOUT, _ABORTED, _PEER_ENDED, _UNEQUAL = 1, 2, 3, 4
 
 
-Run = Callable[[Any], None]
-"""Queues an operation, whose arguments are resolved, on a stream."""
+Run = Callable[..., None]
+"""Queues an operation on a stream, which comes first.  Then come the addresses of what is sent and of what is received,
+if the operation was bound to ``Address`` and not to numbers."""
 
+NO_OCCUPANCY = Occupancy(0, 1 << 30)
+"""The occupancy of a launch without kernels."""
 
 _WAITS_SECONDS = 1.0
 """A kernel that has not shown its wait for so long is taken not to wait."""
@@ -128,29 +133,22 @@ class PeerEngine:
         fact = f"{info.uuid} {info.multiprocessors}"
         facts = [data.decode().split() for data in rendezvous.allgather(fact.encode())]
         sharing = max(sum(uuid == other for other, _ in facts) for uuid, _ in facts)
-        self._multiprocessors = min(int(count) for _, count in facts) // sharing
-        self.blocks = min(CHANNELS, self._multiprocessors)
+        self.multiprocessors = min(int(count) for _, count in facts) // sharing
+        self.blocks = min(CHANNELS, self.multiprocessors)
         self._copies = Copies(self.rank, self.size, device)
         self._overlap = sharing == 1 and overlap
+        self.exclusive = True  # whether no other communicator of this process uses the GPU
+        self.before_load: Callable[[], None] = lambda: None  # called if not ``exclusive``
+        self._occupancy = NO_OCCUPANCY
+        self._bound: set[tuple[Any, ...]] = set()  # kernels bound since ``with_occupancy`` began
+        self._used: set[tuple[Any, ...]] = set()  # kernels that all ranks have loaded
         self.launches = launches
         self.staging = staging // 16 * 16
         self._macros = dict(macros, RANKS=self.size)
         self._memories: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._registered = 0
         self._seen_waits, self._waits_until = 0, 0.0
-        inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
-        self._in = _INBOX + inboxes
-        self._out = self._in + 2 * staging
-        self._slots = self._out + staging
-        slots = CHANNELS * 2 * self.size
-        self._slot = max(staging // slots // 16 * 16, 512)
-        self._posts = self._slots + slots * self._slot
-        self._boxes = self._posts + CHANNELS * _LINE_BYTES
-        others = max(self.size - 1, 1)
-        most = self.blocks * _BOX_PACKETS * _PACKET_BYTES
-        self.small, self.relayed = (min(most, limit // others) for limit in (_PACKETS_UP_TO, _RELAYED_UP_TO))
-        nbytes = self._boxes + slots * _BOX_PACKETS * 16
-        self.memory = SymmetricMemory(rendezvous, nbytes, device)
+        self.memory = SymmetricMemory(rendezvous, self._lay_out(staging), device)
         self._contexts: dict[float | None, Array] = {}  # by the deadline of a launch
         self.deadline: float | None = None
 
@@ -168,6 +166,21 @@ class PeerEngine:
         except BaseException:
             self.memory.abort()
             raise
+
+    def _lay_out(self, staging: int) -> int:
+        """Set the offsets of the parts of the slab; returns its bytes."""
+        inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
+        self._in = _INBOX + inboxes
+        self._out = self._in + 2 * staging
+        self._slots = self._out + staging
+        slots = CHANNELS * 2 * self.size
+        self._slot = max(staging // slots // 16 * 16, 512)
+        self._posts = self._slots + slots * self._slot
+        self._boxes = self._posts + CHANNELS * _LINE_BYTES
+        others = max(self.size - 1, 1)
+        most = self.blocks * _BOX_PACKETS * _PACKET_BYTES
+        self.small, self.relayed = (min(most, limit // others) for limit in (_PACKETS_UP_TO, _RELAYED_UP_TO))
+        return self._boxes + slots * _BOX_PACKETS * 16
 
     @property
     def timeout(self) -> float:
@@ -214,28 +227,28 @@ class PeerEngine:
     def unregister(self, memory: SymmetricMemory) -> None:
         self._memories = {number: each for number, each in self._memories.items() if each is not memory}
 
-    def memory_of(self, pointer: int, nbytes: int) -> SymmetricMemory | None:
+    def memory_of(self, pointer: Any, nbytes: int) -> SymmetricMemory | None:
         """The registered memory in which the buffer lies, if any."""
-        memories = self._memories.values()
+        memories = () if type(pointer) is Address else self._memories.values()
         return next((memory for memory in memories if memory.offset_of(pointer, nbytes) is not None), None)
 
-    def is_symmetric(self, pointer: int, nbytes: int) -> bool:
+    def is_symmetric(self, pointer: Any, nbytes: int) -> bool:
         """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
         return self._symmetric(pointer, nbytes) is not None
 
-    def route(self, launch: Launch, nbytes: int, *pointers: int) -> str:
+    def route(self, launch: Launch, nbytes: int, *pointers: Any) -> str:
         """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
         numbers = {memory.peer_pointers.pointer: number for number, memory in self._memories.items()}
         found = (self._symmetric(pointer, nbytes) for pointer in pointers)
         places = [place and (numbers[place[0]], place[1]) for place in found]
         return f"{launch} at {places}"
 
-    def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
+    def launch_for(self, send: Any, recv: Any, nbytes: int) -> Launch:
         """The default launch, by size and by where the buffers lie."""
         return self.launches.pick(nbytes, self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes))
 
     def bind_all_reduce(
-        self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0,
+        self, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0,
         launch: Launch | None = None,
     ) -> Run:  # fmt: skip
         """The all-reduce of ``count`` elements from address ``send`` to ``recv`` (which may be the same).
@@ -246,7 +259,7 @@ class PeerEngine:
         if count <= 0 or send % dtype.itemsize or recv % dtype.itemsize:
             raise InvalidArgument(
                 f"all_reduce: expected elements at multiples of {dtype.itemsize} bytes, "
-                f"got {count} at 0x{send:x} and 0x{recv:x}"
+                f"got {count} at {send} and {recv}"
             )
         nbytes = count * dtype.itemsize
         symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
@@ -270,13 +283,25 @@ class PeerEngine:
 
     def _kernel(self, file: str, launch: Launch, dtype: DType, op: ReduceOp, **macros: Any) -> Any:
         name = "uint8" if dtype.name == "bool" else dtype.name
-        return load_kernel(
-            KERNELS / file, launch.algorithm, self.device,
-            DTYPE=name, OP=op.name, THREADS=launch.threads, ONLY=launch.algorithm.upper(), **macros, **self._macros,
-        )  # fmt: skip
+        self.record_kernel(file, launch.algorithm, name, op, launch.threads)
+        only = launch.algorithm.upper()
+        return self.load(
+            KERNELS / file, launch.algorithm, DTYPE=name, OP=op.name, THREADS=launch.threads, ONLY=only, **macros
+        )
+
+    def load(self, path: Path, name: str, **macros: Any) -> Kernel:
+        """A kernel for this group, loaded when no kernel of another communicator can wait for this rank."""
+        macros = {**macros, **self._macros}
+        self.wait_before_load(path, name, **macros)
+        return load_kernel(path, name, self.device, **macros)
+
+    def wait_before_load(self, path: Path, name: str, **macros: Any) -> None:
+        """Wait until this kernel can be loaded, unless it has been."""
+        if not self.exclusive and not is_loaded(path, name, self.device, **macros):
+            self.before_load()
 
     def _bind_packets(
-        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float,
+        self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, factor: float,
         ends: Sequence[int] = (),
     ) -> Run:  # fmt: skip
         """A kernel of packets for ``count`` elements; without ``recv`` this rank gets no result.
@@ -298,7 +323,7 @@ class PeerEngine:
         counts = () if ends else (count,)
         return self._bind(kernel, blocks, threads, send, recv, *counts, per_channel, np.float64(factor), *ends)
 
-    def _bind_direct(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_direct(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
         nbytes, table, vector = count * dtype.itemsize, self.memory.peer_pointers.pointer, 16 // dtype.itemsize
         source, target = self._symmetric(send, nbytes), self._symmetric(recv, nbytes)
         if source and target:
@@ -310,7 +335,7 @@ class PeerEngine:
         blocks = min(launch.blocks or self.blocks, self.blocks)
         return self._bind(kernel, blocks, launch.threads, *places, *outside, count, piece)
 
-    def _bind_push(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_push(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
         vector = 16 // dtype.itemsize
         place = self._symmetric(recv, count * dtype.itemsize)
         pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
@@ -324,14 +349,14 @@ class PeerEngine:
     def _roles(self, nbytes: int) -> tuple[int, int, int] | None:
         """Pushers for each peer, adders, and a chunk's vectors, of ``specialized``; None for what it does not take.
         All blocks must find a place at once: 7 x 16 + 20 on the 132 multiprocessors where that was the fastest."""
-        adders, peers = -(-self._multiprocessors * 5 // 33), self.size - 1
-        pushers = min(self._multiprocessors - adders, CHANNELS) // peers
+        adders, peers = -(-self.multiprocessors * 5 // 33), self.size - 1
+        pushers = min(self.multiprocessors - adders, CHANNELS) // peers
         chunk = -(-nbytes // 16 // self.size // 8) * 8
         if nbytes % 16 or not pushers or adders > CHANNELS or 16 * peers * chunk > 2 * self.staging:
             return None
         return pushers, adders, chunk
 
-    def _bind_specialized(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_specialized(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
         nbytes = count * dtype.itemsize
         place, roles = self._symmetric(recv, nbytes), self._roles(nbytes)
         assert place and roles
@@ -344,7 +369,7 @@ class PeerEngine:
         return self._bind(kernel, blocks, launch.threads, *arguments, overlap=False, cooperative=True)
 
     def bind_reduce_scatter(
-        self, send: int, recv: int, counts: Sequence[int], dtype: DType, op: ReduceOp, *, factor: float = 1.0,
+        self, send: Any, recv: Any, counts: Sequence[int], dtype: DType, op: ReduceOp, *, factor: float = 1.0,
         beside: bool = False,
     ) -> Run | None:  # fmt: skip
         """The reduce-scatter of ``counts[r]`` elements for each rank r, added in rank order.
@@ -378,7 +403,7 @@ class PeerEngine:
         return self._bind(kernel, blocks, 2 * launch.threads, self._in, batch, send, recv, *sizes)
 
     def bind_scan(
-        self, name: str, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0
+        self, name: str, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0
     ) -> Run | None:
         """The scan or exscan (``name``) of ``count`` elements by packets; ``recv`` is 0 on a rank without a result.
 
@@ -391,7 +416,7 @@ class PeerEngine:
             return None
         return self._bind_packets(replace(launch, algorithm=name), send, recv, count, dtype, op, factor)
 
-    def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
+    def bind_all_gather(self, send: Any, recv: Any, nbytes: int, *, beside: bool = False) -> Run | None:
         """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if large or ``beside``.
 
         None for other memory and for parts that are not a multiple of 16 bytes.  Without ``beside``, also
@@ -399,7 +424,7 @@ class PeerEngine:
         """
         return self._bind_writes("all_gather", send, recv, nbytes, beside)
 
-    def bind_all_to_all(self, send: int, recv: int, nbytes: int) -> Run | None:
+    def bind_all_to_all(self, send: Any, recv: Any, nbytes: int) -> Run | None:
         """The all-to-all of ``nbytes`` from each rank to each into symmetric memory; None as in ``bind_all_gather``."""
         return self._bind_writes("all_to_all", send, recv, nbytes)
 
@@ -407,7 +432,7 @@ class PeerEngine:
         """The algorithm that writes ``nbytes`` from each rank to symmetric memory of each: ``name``, or "copies"."""
         return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
 
-    def _bind_writes(self, name: str, send: int, recv: int, nbytes: int, beside: bool = False) -> Run | None:
+    def _bind_writes(self, name: str, send: Any, recv: Any, nbytes: int, beside: bool = False) -> Run | None:
         place = self._symmetric(recv, nbytes * self.size)
         small = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM
         exchanged = small or (self.size == 2 and nbytes >= _COPIES_FROM)
@@ -417,7 +442,7 @@ class PeerEngine:
             stride, outputs = nbytes * (name == "all_to_all"), self._everywhere(recv)
             places = [(to + self.rank * nbytes, send + r * stride) for r, to in enumerate(outputs)]
             return self._copies.move(self.bind_barrier(overlap=False), nbytes, places)
-        kernel = load_kernel(KERNELS / "all_gather.cu", name, self.device, THREADS=512, **self._macros)
+        kernel = self.load(KERNELS / "all_gather.cu", name, THREADS=512)
         blocks = min(-(-nbytes // _SHARE), self.blocks)
         return self._bind(kernel, blocks, 512, *place, send, nbytes)
 
@@ -427,14 +452,14 @@ class PeerEngine:
         share = -(-(chunk + 8) // blocks) + 8
         return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
 
-    def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_copies(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
         return self._copies.all_reduce(
             kernel, self.bind_barrier(overlap=False), launch, dtype.itemsize, count,
             self._everywhere(send), self._everywhere(recv),
         )  # fmt: skip
 
-    def _everywhere(self, pointer: int) -> list[int]:
+    def _everywhere(self, pointer: Any) -> list[int]:
         """Where a symmetric buffer lies on each rank, as this one sees it."""
         memory = self.memory_of(pointer, 1)
         assert memory is not None
@@ -474,7 +499,7 @@ class PeerEngine:
             blocks = min(channels, BESIDE_BLOCKS) if beside else channels
             threads = 2 * min(-(-max(share(nbytes) for _, nbytes in both) // (32 * unit)) * 32, most)
             macros = {"LARGE": 1}
-        kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **macros, **self._macros)
+        kernel = self.load(KERNELS / "exchange.cu", "exchange", **macros)
         pieces += [0] * (6 * (MAX_RANKS - self.size))
         places = self._slots, self._slot, self._posts, self._boxes
         return self._bind(kernel, blocks, threads, *places, small, channels, int(messages), relay, *pieces)
@@ -504,16 +529,42 @@ class PeerEngine:
     ) -> Run:
         """A function that launches ``kernel``, whose first parameters are those of every kernel.
 
-        ``overlap``: where a rank has its GPU alone, while the kernel before it ends.
+        ``overlap``: it may start while the kernel before it ends, if no other communicator uses the GPU.
         """
         everywhere = self._context.pointer, self.memory.pointer, self.rank
-        options = {"overlap": overlap and self._overlap, "cooperative": cooperative}
-        run: Run = kernel.bind(blocks, threads, *everywhere, *arguments, **options)
+        overlap = overlap and self._overlap and self.exclusive
+        self._occupancy = self._occupancy.merged(Occupancy(blocks * (1 + overlap), kernel.max_active_blocks(threads)))
+        run: Run = kernel.bind(blocks, threads, *everywhere, *arguments, overlap=overlap, cooperative=cooperative)
         return run
 
-    def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
+    def with_occupancy(self, bind: Callable[[], tuple[Run, str | None]]) -> tuple[Run, str | None, Occupancy]:
+        """What ``bind`` returns, and the occupancy of the kernels that it binds."""
+        self._occupancy, self._bound = NO_OCCUPANCY, set()
+        run, kernel = bind()
+        return run, kernel, self._occupancy
+
+    def record_kernel(self, *kernel: Any) -> None:
+        """Record that a kernel for reductions is bound; all ranks describe it by the same values."""
+        self._bound.add(kernel)
+
+    def first_use(self) -> bool:
+        """Whether ``with_occupancy`` bound a kernel for reductions that was never bound before; alike on all ranks."""
+        new = not self._bound <= self._used
+        self._used |= self._bound
+        return new
+
+    def load_copy_kernels(self) -> None:
+        """Load all kernels that only move data: otherwise ranks would load them at different calls."""
+        packets = ({"WHOLE": whole, "SEVERAL": several} for whole in (0, 1) for several in (0, 1))
+        for macros in ({"LARGE": 1}, *packets):
+            self.load(KERNELS / "exchange.cu", "exchange", **macros)
+        for name in ("all_gather", "all_to_all"):
+            self.load(KERNELS / "all_gather.cu", name, THREADS=512)
+        self.load(KERNELS / "barrier.cu", "barrier")
+
+    def _symmetric(self, pointer: Any, nbytes: int) -> tuple[int, int] | None:
         """Table of addresses and offset of a buffer that all ranks map, if vectors can move it."""
-        for memory in self._memories.values():
+        for memory in () if type(pointer) is Address else self._memories.values():
             offset = memory.offset_of(pointer, nbytes)
             if offset is not None and offset % 16 == 0:
                 return memory.peer_pointers.pointer, offset
@@ -521,7 +572,7 @@ class PeerEngine:
 
     def bind_barrier(self, *, overlap: bool = True) -> Run:
         """A barrier of all ranks' streams; without ``overlap`` it begins when all before it is over, copies too."""
-        kernel = load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros)
+        kernel = self.load(KERNELS / "barrier.cu", "barrier")
         return self._bind(kernel, 1, 32, overlap=overlap)
 
     @property
@@ -529,11 +580,11 @@ class PeerEngine:
         """Whether a kernel has ended early, which makes the engine unusable.  Reads host memory only."""
         return bool(self.failure[0])
 
-    def check(self, what: str, arrived: Sequence[int] = ()) -> None:
+    def check(self, what: str, arrived: Sequence[int] = (), beside: str = "") -> None:
         """Raise for a kernel that ended early, naming the ranks that delay it; ``what`` names the operation.
 
-        ``arrived`` are ranks that are known to have begun it.  Raises EndedEarly, with the rank it waited for, where
-        the cause is another failure.
+        ``arrived`` are ranks that are known to have begun it; ``beside`` names other communicators of the GPU.  Raises
+        EndedEarly, with the rank it waited for, where the cause is another failure.
         """
         if not self.failed:
             return
@@ -548,7 +599,7 @@ class PeerEngine:
         if cause == _PEER_ENDED:
             raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
         limit = float(self._record[_Word.LIMIT]) / 1e9
-        absent = f"{timeouts.late(name, within=limit)} ({self._where()})"
+        absent = f"{timeouts.late(name, within=limit)} ({self._where()}{beside})"
         raise self._ledger.overdue([peer], what, None, absent, arrived=arrived)
 
     def waits_for(self) -> list[int]:
@@ -599,5 +650,5 @@ def _ends(counts: Sequence[int]) -> tuple[int, ...]:
     return (*accumulate(counts), *[0] * (MAX_RANKS - len(counts)))
 
 
-def _nothing(stream: Any) -> None:
+def _nothing(stream: Any, *arrays: int) -> None:
     """Queues nothing, for operations without work."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.control.base import Rendezvous
 from kos.comm.host.shared.segment import share_file
-from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory import Buffer
 

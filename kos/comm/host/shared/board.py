@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kos.comm import watchdog
 from kos.comm.failures import Board, from_record, to_record
 from kos.comm.host.shared.segment import (
+    CALL_BYTES,
+    CALLED,
     FAILED,
     FAILED_AT,
     FAILURE_BYTES,
@@ -36,11 +39,16 @@ _SOMEBODY = 1 << _BITS * _NAMED - 1
 class SharedBoard(Board):
     """A Board in the segment of the world, which stays mapped while any group uses it."""
 
-    def __init__(self, segment: Segment, world: Sequence[int]) -> None:
+    def __init__(self, segment: Segment, world: Sequence[int], board: Board | None = None) -> None:
+        """``board``: the one that this replaces."""
         super().__init__()
+        self._plane = self._plane if board is None else board._plane
         layout, ranks = segment.layout, [world[rank] for rank in segment.ranks]
         self._my_text = layout.failure_of(segment.rank)
         self._texts = {rank: layout.failure_of(local) for local, rank in enumerate(ranks)}
+        self._my_call, self._calls = layout.call_of(segment.rank), {r: layout.call_of(i) for i, r in enumerate(ranks)}
+        self._read_call: Callable[[], str] | None = None
+        self._posted = ""
         lines = {rank: layout.line(local) for local, rank in enumerate(ranks)}
         # One attribute, which each method reads once: the hub and the watchdog may read while the program frees it.
         self._memory: _Memory = segment.words, segment.bytes, layout.line(segment.rank), lines
@@ -74,10 +82,36 @@ class SharedBoard(Board):
         if mine is not None:
             words[mine + place] = flag
 
+    def publish_last_call(self, last_call: Callable[[], str]) -> None:
+        """As in the base class.  The watchdog's thread copies the text into the segment, so calls cost nothing."""
+        self._read_call = last_call
+        watchdog.add(self)
+
+    def watch(self) -> None:
+        """Publish the last call if it has changed."""
+        words, data, mine, _ = self._memory
+        if mine is None or self._read_call is None or (text := self._read_call()) == self._posted:
+            return
+        self._posted = text
+        record = text.encode(errors="replace")[-CALL_BYTES:]
+        words[mine + CALLED] = 0
+        data[self._my_call : self._my_call + len(record)] = record
+        words[mine + CALLED] = len(record)
+
+    def last_call(self, rank: int) -> str:
+        words, data, _, lines = self._memory
+        line = lines.get(rank)
+        if line is None or not (length := words[line + CALLED]):
+            return ""
+        at = self._calls[rank]
+        return bytes(data[at : at + length]).decode(errors="replace")
+
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         words, data, _, lines = self._memory
         line = lines.get(rank)
-        if line is None or not (length := words[line + FAILED]):
+        if line is None:
+            return super().failure(rank)
+        if not (length := words[line + FAILED]):
             return None
         at, age = self._texts[rank], time.monotonic() - words[line + FAILED_AT] / 1e6
         with contextlib.suppress(ValueError):  # its rank may be writing it
@@ -102,11 +136,11 @@ class SharedBoard(Board):
 
     def halted(self, rank: int) -> bool:
         state = self._state_of(rank)
-        return state is not None and state in "TtZX"
+        return super().ended(rank) if state is None else state in "TtZX"
 
     def ended(self, rank: int) -> bool:
         state = self._state_of(rank)
-        return state is not None and state in "ZX"
+        return super().ended(rank) if state is None else state in "ZX"
 
     def _state_of(self, rank: int) -> str | None:
         words, _, _, lines = self._memory

@@ -1,9 +1,9 @@
 """The calls of each rank of a host, published at their start: finds mismatched calls, missing and dead ranks.
 
-A rank that begins collective s writes the fingerprint of its call, plus s, to its ring, and then sets its ARRIVED flag.
-A rank that waits for another compares the fingerprints once the other has arrived.  The first failure is written once
-for all ranks of the host, so that all of them raise the same error.  ``kos.comm.failures`` decides which of several
-failures a rank raises.
+A rank that begins collective s writes the fingerprint of its call, plus s, to its ring, and then sets its ARRIVED flag
+(``kos/_core/segment.c``).  A rank that waits for another compares the fingerprints once the other has arrived.  The
+first failure is written once for all ranks of the host, so that all of them raise the same error: the failure word, and
+for what Python has found a text.  ``kos.comm.failures`` decides which of several failures a rank raises.
 """
 
 from __future__ import annotations
@@ -15,29 +15,42 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from kos._core import native
 from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.host.shared.board import SharedBoard, fitting
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Processes, Segment, started
-from kos.comm.operation import Call
-from kos.errors import KosError
+from kos.comm.work import Work, forked_from
+from kos.errors import CollectiveError, CudaError, KosError
 
 CLOSED_ORDERLY, ABORTED = 1, 2
-CHECK_SECONDS = 0.01
-"""Seconds of waiting between two checks whether the awaited rank is alive."""
+SPIN_SECONDS = 20e-6
+"""Seconds that a wait holds the GIL before it lets other threads run, unless ranks are threads."""
+CHECK_SECONDS, LONGEST_CHECK_SECONDS = 0.01, 0.1
+"""Seconds between two checks whether the awaited rank is alive, first and after 10 s; in between, 1% of the wait."""
 
 
-class Calls(Fingerprints):
-    """The published collectives of the ranks of one host."""
+class Difference(Exception):
+    """Two ranks differ in a call, as the core has found: ``code``, ``rank`` and ``word`` are those of ``core.h``."""
+
+    def __init__(self, code: int, rank: int, word: int) -> None:
+        super().__init__(code, rank, word)
+        self.code, self.rank, self.word = code, rank, word
+
+
+class CallRing(Fingerprints):
+    """The published collectives of the ranks of one host, and this rank's compiled core (``core``)."""
 
     def __init__(self, segment: Segment, ledger: Ledger) -> None:
         super().__init__()
         self.segment, self.ledger = segment, ledger
         if not isinstance(ledger.board, SharedBoard):  # the first group is the world
-            ledger.board = SharedBoard(segment, ledger.world)
+            ledger.board = SharedBoard(segment, ledger.world, ledger.board)
         words, layout = segment.words, segment.layout
-        self._words, self._failure = words, layout.failure
+        self.words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
+        self.core: Any = native.Group(segment.bytes[: layout.core], segment.rank, segment.size, self, SPIN_SECONDS)
+        self.core.yields = segment.size > len(os.sched_getaffinity(0))
         self._peers = [
             (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
@@ -48,14 +61,11 @@ class Calls(Fingerprints):
         words[self._line + PID] = pid
         ledger.board.hold()
 
-    def announce(self, o: Call) -> int:
-        """Publish that this rank begins ``o``; returns the entry of its ring, equal on ranks whose calls match."""
-        words, sequence = self._words, o.sequence
-        words[self._ring + sequence % RING] = entry = (o.mark or self.mark(o)) + sequence
-        words[self._line + ARRIVED] = sequence + 1
-        return entry
+    def announce(self, o: Work[Any]) -> None:
+        """Publish that this rank begins ``o``."""
+        self.core.publish(o.sequence, o.prepared.fingerprint)
 
-    def publish(self, o: Call) -> Wait:
+    def publish(self, o: Work[Any]) -> Wait:
         """Publish that this rank begins ``o``; returns a function that polls whether every rank of the host has.
 
         The poll raises CollectiveMismatch if a rank began another call, RankLost if a rank is lost, and the failure of
@@ -64,30 +74,30 @@ class Calls(Fingerprints):
         self.announce(o)
         return Wait(self, o)
 
-    def check(self, o: Call) -> int | None:
+    def check(self, o: Work[Any]) -> int | None:
         """Compare ``o`` with the calls of the ranks that have begun it; returns a rank that has not, if any.
 
         Raises as the poll of ``publish``.
         """
-        words, sequence, absent = self._words, o.sequence, None
-        slot, same = sequence % RING, (o.mark or self.mark(o)) + sequence
+        words, sequence, absent = self.words, o.sequence, None
+        slot, same = sequence % RING, o.prepared.fingerprint + sequence
         for local, line, ring in self._peers:
             if words[ring + slot] != same:
                 if words[line + ARRIVED] <= sequence:
                     absent = local
                 # Read again: the rank may have arrived just now, or have overwritten this entry.
                 elif words[ring + slot] != same and words[line + ARRIVED] < sequence + RING:
-                    self._mismatch(o.group, sequence, local)
+                    self.raise_mismatch(o.group, sequence, local)
         if words[self._failure]:
             self.raise_failure(sequence)
         return absent
 
-    def compare(self, o: Call, first: int) -> int:
+    def compare(self, o: Work[Any], first: int) -> int:
         """Compare the calls from the ``first``-th on, ``o`` being the last, with those of the other ranks so far.
 
         Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
         """
-        words, absent = self._words, None
+        words, absent = self.words, None
         end = min(o.sequence + 1, self.begun)  # the watchdog may see a new number of ``o`` that is not announced yet
         through = end
         for local, line, ring in self._peers:
@@ -101,7 +111,7 @@ class Calls(Fingerprints):
                 if mine != theirs:
                     at += next(k for k, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
                     if words[line + ARRIVED] < at + RING:
-                        self._mismatch(o.group, at, local)
+                        self.raise_mismatch(o.group, at, local)
                     at = max(at, words[line + ARRIVED] - RING) + 1  # the rank has overwritten these entries
                 else:
                     at += b - a
@@ -119,7 +129,7 @@ class Calls(Fingerprints):
 
     def since(self, first: int) -> tuple[int, list[int]]:
         """The fingerprints of this rank's calls from the ``first``-th on, and the first call that is still kept."""
-        words, ring, end = self._words, self._ring, self.begun
+        words, ring, end = self.words, self._ring, self.begun
         start = max(first, end - RING)
         marks = [words[ring + sequence % RING] - sequence for sequence in range(start, end)]
         kept = max(first, self.begun - RING + 1)  # the program may have overwritten some meanwhile
@@ -128,11 +138,11 @@ class Calls(Fingerprints):
     @property
     def begun(self) -> int:
         """The number of collectives begun on this rank, which is the sequence number of the next."""
-        return self._words[self._line + ARRIVED]
+        return self.words[self._line + ARRIVED]
 
-    def missing(self, o: Call) -> list[int]:
+    def missing(self, o: Work[Any]) -> list[int]:
         """The ranks of the host that have not begun ``o``."""
-        ranks, words = self.segment.ranks, self._words
+        ranks, words = self.segment.ranks, self.words
         return [ranks[local] for local, line, _ in self._peers if words[line + ARRIVED] <= o.sequence]
 
     def gone(self) -> Iterator[tuple[int, str]]:
@@ -144,14 +154,14 @@ class Calls(Fingerprints):
     def killed(self) -> int | None:
         """A rank of the host whose process has ended without closing its communicator, or None."""
         lines = {self.segment.ranks[local]: line for local, line, _ in self._peers}
-        return next((rank for rank, _ in self.gone() if not self._words[lines[rank] + CLOSED]), None)
+        return next((rank for rank, _ in self.gone() if not self.words[lines[rank] + CLOSED]), None)
 
     def find_failure(self) -> KosError | None:
         """The first failure of a rank of this host, or the loss of a killed rank.  Does not wait."""
         if (known := self.failure()) is not None:
             return known[0]
         if self._processes is None:
-            self._processes = Processes(self._words[line + PID] for _, line, _ in self._peers)
+            self._processes = Processes(self.words[line + PID] for _, line, _ in self._peers)
         killed = self.killed() if self._processes.ended() else None
         return None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
 
@@ -160,18 +170,20 @@ class Calls(Fingerprints):
 
         The first failure is kept.  This one is lost if a rank was stopped while it wrote its own.
         """
+        sequence = min(sequence, native.WORD_SEQUENCE)
         data = fitting([*to_record(error), sequence])
         at = self.segment.layout.failure_text
         with contextlib.suppress(TimeoutError), self.segment.locked():
-            if not self._words[self._failure]:
+            if not self.words[self._failure]:
                 self.segment.bytes[at : at + len(data)] = data
-                self._words[self._failure] = len(data)
+                self.words[self.segment.layout.failure_length] = len(data)
+                self.core.fail(sequence)
 
     def failure(self) -> tuple[KosError, int] | None:
         """The first failure of a rank of the host, and the first collective that it concerns."""
-        if not (length := self._words[self._failure]):
+        if not self.core.failure():
             return None
-        at = self.segment.layout.failure_text
+        length, at = self.words[self.segment.layout.failure_length], self.segment.layout.failure_text
         *record, sequence = json.loads(bytes(self.segment.bytes[at : at + length]))
         return from_record(record), sequence
 
@@ -182,18 +194,31 @@ class Calls(Fingerprints):
 
     def mark_closed(self, how: int) -> None:
         """Publish that this rank begins no more collectives: CLOSED_ORDERLY, or ABORTED after a failure."""
-        self._words[self._line + CLOSED] = how
+        self.words[self._line + CLOSED] = how
 
     def close(self) -> None:
         """Unmap the segment."""
-        if not self._words[self._line + CLOSED]:
+        if not self.words[self._line + CLOSED]:
             if (cause := self.ledger.closing()) is not None:
                 self._causes().post_failure(cause)
             self.mark_closed(CLOSED_ORDERLY)
         self._processes = None
+        self.core.close()
         self.segment.close()
         self.ledger.board.release()
-        self._words = self.segment.words  # releases the old view, which holds the memory and its descriptor
+        self.words = self.segment.words  # releases the old view, which holds the memory and its descriptor
+
+    def failed(self, code: int, rank: int, word: int) -> NoReturn:
+        """Raise what the core has found: it calls this."""
+        if code == native.REPORTED and (known := self.failure()) is not None:
+            raise known[0]
+        if code == native.FORKED:
+            raise CollectiveError(forked_from(self.ledger.rank))
+        if code in (native.CLOSED, native.REPORTED):  # another thread has closed it
+            raise CollectiveError("the communicator is closed")
+        if code == native.DRIVER:
+            raise CudaError(f"cuLaunchKernelEx failed with CUresult {word}")
+        raise Difference(code, rank, word)
 
     def raise_everywhere(self, error: KosError, sequence: int) -> NoReturn:
         """Raise ``error`` on all ranks of the host, or an earlier failure of another rank."""
@@ -203,7 +228,7 @@ class Calls(Fingerprints):
 
     def end_of(self, local: int, what: object = None) -> KosError | None:
         """The error of ``what``, which waits for that rank, if it has ended; None if it has not."""
-        closed, ended = self._words[self.segment.layout.line(local) + CLOSED], self._ended(local)
+        closed, ended = self.words[self.segment.layout.line(local) + CLOSED], self._ended(local)
         rank, ledger = self.segment.ranks[local], self.ledger
         if closed == CLOSED_ORDERLY:
             cause, _ = self._causes().failure(ledger.world[rank]) or (None, 0.0)
@@ -218,7 +243,7 @@ class Calls(Fingerprints):
 
     def _ended(self, local: int) -> str | None:
         line = self.segment.layout.line(local)
-        pid, began = self._words[line + PID], self._words[line + STARTED]
+        pid, began = self.words[line + PID], self.words[line + STARTED]
         try:
             return f"its process {pid} ended" if pid and started(pid) != began else None
         except OSError:  # the state of the process is unknown
@@ -230,7 +255,7 @@ class Calls(Fingerprints):
 
     def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
         """Collective ``sequence`` of a rank, as text and as fingerprint values."""
-        fingerprint = self._words[self.segment.layout.ring(local) + sequence % RING] - sequence
+        fingerprint = self.words[self.segment.layout.ring(local) + sequence % RING] - sequence
         for index in range(TEXTS):
             at = self.segment.layout.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
@@ -238,7 +263,7 @@ class Calls(Fingerprints):
                 return described(text, sequence, fingerprint)
         return f"collective #{sequence}", {}
 
-    def _mismatch(self, group: str, sequence: int, local: int) -> NoReturn:
+    def raise_mismatch(self, group: str, sequence: int, local: int) -> NoReturn:
         """Make all ranks raise the difference between this rank's call and that of ``local``."""
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
@@ -248,11 +273,12 @@ class Calls(Fingerprints):
 class Wait:
     """A wait in a collective: checks for failures at every poll, and for dead ranks every ``CHECK_SECONDS``."""
 
-    __slots__ = ("_calls", "_next_check", "_suspect", "operation")
+    __slots__ = ("_began", "_calls", "_next_check", "_suspect", "operation")
 
-    def __init__(self, calls: Calls, o: Call) -> None:
+    def __init__(self, calls: CallRing, o: Work[Any]) -> None:
         self._calls, self.operation = calls, o
-        self._next_check = time.monotonic() + CHECK_SECONDS
+        self._began = time.monotonic()
+        self._next_check = self._began + CHECK_SECONDS
         self._suspect: int | None = None
 
     def __call__(self) -> bool:
@@ -265,7 +291,7 @@ class Wait:
     def check_alive(self, local: int) -> None:
         """Check rank ``local`` of the host; called at each poll that still waits for it."""
         calls = self._calls
-        if calls._words[calls._failure]:
+        if calls.words[calls._failure]:
             calls.raise_failure(self.operation.sequence)
         now = time.monotonic()
         if now < self._next_check:
@@ -273,7 +299,7 @@ class Wait:
         calls.check(self.operation)  # the calls of other ranks may differ already
         end = calls.end_of(local, self.operation)
         if end is None:
-            self._next_check = now + CHECK_SECONDS
+            self._next_check = now + min(max(CHECK_SECONDS, (now - self._began) / 100), LONGEST_CHECK_SECONDS)
         elif self._suspect != local:
             self._suspect = local  # its last store may have arrived after this poll: the next poll decides
         else:

@@ -10,17 +10,17 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.notices import Notices
 from kos.comm.failures import from_record, to_record
 from kos.comm.host.fingerprints import TEXTS, described
-from kos.comm.host.shared.calls import Calls
-from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.notices import Notices
+from kos.comm.host.shared.calls import CallRing
 
 _CLOSE_SECONDS = 0.5
 """In which the last calls of other hosts may arrive when a communicator is closed."""
 
 
-def between_hosts(rendezvous: Rendezvous, calls: Calls | None) -> HostCalls | None:
+def between_hosts(rendezvous: Rendezvous, calls: CallRing | None) -> HostCalls | None:
     """The comparison with other hosts, on the first rank of each if there are several.  Collective.
 
     Each is connected with those 1, 2, 4, … hosts away, so that a failure reaches all of many hosts in few steps.
@@ -40,7 +40,7 @@ def between_hosts(rendezvous: Rendezvous, calls: Calls | None) -> HostCalls | No
 class HostCalls:
     """The calls of one communicator on the first rank of a host, and ``notices`` to and from ``others``."""
 
-    def __init__(self, calls: Calls, others: Iterable[int], notices: Notices) -> None:
+    def __init__(self, calls: CallRing, others: Iterable[int], notices: Notices) -> None:
         self._calls, self._rank, self._notices = calls, calls.segment.ranks[0], notices
         self._sent, self._failed = 0, False  # the number of calls that were sent, and whether a failure was
         self._theirs: dict[int, tuple[int, list[int]]] = {other: (0, []) for other in others}  # not compared yet

@@ -4,9 +4,8 @@ It is an anonymous file (memfd_create): it has no name that another user could o
 processes end.  Rank 0 of the host creates it; the others map it through ``/proc/<pid>/fd``, which the kernel allows
 to the same user.
 
-Every flag has one writer.  Payload is written before its flag and read after it.  x86-64 keeps that order for plain
-loads and stores (Intel SDM volume 3, 9.2; streaming stores of a large memmove end in a fence), so no barriers are
-needed.  Other machines are refused.
+The compiled core (``kos/_core``) defines its first part: flags, rings of fingerprints, slots, mailboxes.  Without the
+core the ranks of one host work as those of several do.  The second part holds texts: failures and last calls.
 """
 
 from __future__ import annotations
@@ -16,55 +15,25 @@ import fcntl
 import json
 import mmap
 import os
-import platform
 import select
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
-
+from kos._core import native, unavailable
+from kos.comm.control.base import Rendezvous
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS
-from kos.comm.rendezvous.base import Rendezvous, host_id
 
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
-_LINE = 16
-"""Words of one rank's line: two cache lines, because the prefetcher fetches them in pairs."""
-PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED, WAITS, FAILED_AT, FAILED, QUEUED = range(11)
-"""The flags of a line: process and its start, collectives begun, stages put, reduced and got, closed, awaited ranks,
-time of the last failure (microseconds), bytes of its description, and ranks awaited by its GPU."""
+ARRIVED, _, CLOSED, PID, STARTED, WAITS, FAILED_AT, FAILED, QUEUED, CALLED = range(10)
+"""The flags of a rank's line: collectives begun, the core's own, closed, process and its start, awaited ranks, time of
+the last failure (microseconds), bytes of its description, ranks awaited by its GPU, bytes of its last call's text."""
 
 RING = 1024
-"""Fingerprints kept per rank: calls of a rank that is further ahead are not compared."""
-FAILURE_BYTES = 4096
-
-DEPTH = 2
-"""Slots of a rank: one is filled while the other is read."""
-TURNS = 2 * DEPTH
-"""Stages after which a rank uses a slot again: meanwhile the next rank has used it.
-
-A core writes lines that it has read in a fifth of the time that it takes to write its own, which others have read.
-"""
-BLOCK_BYTES = 512 * 1024
-"""Bytes of a slot: large enough to amortise the waits, small enough to stay in the reader's cache."""
-SLOTS_BYTES = 16 << 20
-"""Bytes of all slots of a segment: with many ranks, slots are smaller."""
-APART = 2048
-"""Bytes from a page's start to the start of a slot; the room of a mailbox begins slightly later.
-
-An EPYC 7003 copies at a fifth of its speed (``rep movsb``, in the C library and in Linux; glibc bug 30994) to addresses
-that lie 1 to 31 bytes above the source's, modulo 4096.  Large arrays of NumPy lie 16 bytes above a page's start.
-"""
-MAX_RANKS = 256
-HEADERS, ANSWERS = 128, 1024
-"""The messages of a mailbox that the receiver has not taken, and those that it has not read in place, at most."""
-MAIL_HEAD = 8 * (32 + ANSWERS + 8 * HEADERS)
-"""Bytes of a mailbox before its room for data: flags, answers, and headers of a cache line each."""
-ROOM_BYTES, ROOMS_BYTES = 1 << 20, 256 << 20
-"""Bytes of data in a mailbox, and in all of a segment.  The system gives memory only to pages that are used."""
+"""Fingerprints kept per rank, as in ``core.h``: calls of a rank that is further ahead are not compared."""
+FAILURE_BYTES, CALL_BYTES = 4096, 512
 LOCK_SECONDS = 1.0
 
 
@@ -75,16 +44,13 @@ class Segment:
         self._file = file  # opened by this rank, so that flock also excludes other ranks of this process
         self.ranks, self.size, self.rank = ranks, len(ranks), rank
         layout = _Layout(self.size)
-        memory = mmap.mmap(file, layout.total)
-        self.bytes = memoryview(memory)
+        self.bytes = memoryview(mmap.mmap(file, layout.total))
         self.words = self.bytes[: layout.texts].cast("Q")
         self.layout = layout
-        self.data: Array = np.frombuffer(memory, np.uint8, layout.mail - layout.data, layout.data)
 
     def close(self) -> None:
         """Unmap the memory, which is freed when the last rank has unmapped it."""
         self.__del__()
-        self.data = np.empty(0, np.uint8)
         self.words = self.bytes = memoryview(b"")
 
     def __del__(self) -> None:
@@ -114,24 +80,21 @@ class Segment:
 
 
 class _Layout:
-    """Offsets of a segment for ``size`` ranks: ``lines``, ``rings`` in words, the rest in bytes."""
+    """Offsets of a segment for ``size`` ranks: flags, lines and rings in words, the rest in bytes."""
+
+    failure, failure_length = 0, 1
+    """The failure word, or 0, and the bytes of its description."""
 
     def __init__(self, size: int) -> None:
-        self.failure = 0  # in the first line: bytes of the failure's description, 0 for none
-        self.lines = _LINE
-        self.rings = _LINE * (1 + size)
-        self.texts = 8 * (self.rings + RING * size)
-        self.failure_text = self.texts + TEXTS * TEXT_BYTES * size
+        lines, rings, self.texts, _, self.core = native.layout(size)
+        self.lines, self.rings = lines // 8, rings // 8
+        self.failure_text = self.core
         self.failures = self.failure_text + FAILURE_BYTES  # the last failure of each rank, in any group
-        self.data = -(-(self.failures + FAILURE_BYTES * size) // 4096) * 4096 + APART
-        self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
-        self.mail, self._size = self.data + DEPTH * self.block * size, size
-        self.room = max(4096, min(ROOM_BYTES, ROOMS_BYTES // size**2 // 4096 * 4096))
-        self._pitch = -(-(MAIL_HEAD + self.room) // 4096) * 4096
-        self.total = self.mail + self._pitch * size**2
+        self.calls = self.failures + FAILURE_BYTES * size  # the last call of each rank, in any group
+        self.total = self.calls + CALL_BYTES * size
 
     def line(self, rank: int) -> int:
-        return self.lines + _LINE * rank
+        return self.lines + native.LINE // 8 * rank
 
     def ring(self, rank: int) -> int:
         return self.rings + RING * rank
@@ -139,12 +102,11 @@ class _Layout:
     def text(self, rank: int, index: int) -> int:
         return self.texts + TEXT_BYTES * (TEXTS * rank + index)
 
-    def mailbox(self, sender: int, receiver: int) -> int:
-        """In bytes from ``mail`` on."""
-        return self._pitch * (self._size * sender + receiver)
-
     def failure_of(self, rank: int) -> int:
         return self.failures + FAILURE_BYTES * rank
+
+    def call_of(self, rank: int) -> int:
+        return self.calls + CALL_BYTES * rank
 
 
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
@@ -152,18 +114,19 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
 
     A rank that is alone on its host has a segment too: ranks of other hosts compare its calls (``hosts.py``).
     """
-    refusal = "" if platform.machine() in ("x86_64", "AMD64") else f"{platform.machine()} reorders stores"
-    hosts = rendezvous.allgather(json.dumps([_host(), refusal]).encode())
+    refusal = unavailable or ""
+    hosts = rendezvous.allgather(json.dumps([f"{rendezvous.host_identity} {_namespaces()}", refusal]).encode())
     mine = json.loads(hosts[rendezvous.rank])[0]
     ranks = [rank for rank, host in enumerate(hosts) if json.loads(host)[0] == mine]
     refusal = next((reason for rank in ranks if (reason := json.loads(hosts[rank])[1])), "")
-    if len(ranks) > MAX_RANKS:
-        refusal = refusal or f"{len(ranks)} ranks on one host are more than {MAX_RANKS}"
+    if not refusal and len(ranks) > native.MAX_RANKS:
+        refusal = f"{len(ranks)} ranks on one host are more than {native.MAX_RANKS}"
 
     def use(file: int) -> Segment:
         return Segment(file, ranks, ranks.index(rendezvous.rank))
 
-    segment, refusal = share_file(rendezvous, ranks, _Layout(len(ranks)).total, refusal, use)
+    nbytes = 0 if refusal else _Layout(len(ranks)).total
+    segment, refusal = share_file(rendezvous, ranks, nbytes, refusal, use)
     if segment is None:
         return None, refusal
     shared = f"{len(ranks)} ranks of this host share up to {segment.layout.total >> 10} KiB"
@@ -242,10 +205,10 @@ def process(pid: int) -> tuple[str, int]:
     return fields[0], 0 if fields[0] in "ZX" else int(fields[19])
 
 
-def _host() -> str:
-    """The identity that processes share if they can share memory and see each other in /proc.
+def _namespaces() -> str:
+    """Those that processes of a host have in common if they can share memory and see each other in /proc.
 
     Network namespaces count as hosts: separating them is a request to use the network.
     """
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path("/proc/self/ns").exists()]
-    return " ".join([host_id(), *spaces])
+    return " ".join(spaces)

@@ -1,6 +1,8 @@
 """Flash attention on a GPU: which kernel, with what tiles, for which shape.
 
-Causal, within a rank's tokens; or of some of them to others that another rank has sent, without a mask.
+Causal, within a rank's tokens; or of some of them to all others that another rank has sent.  A ``Mask`` in device
+memory restricts both to documents and a sliding window, and one CUDA graph serves all batches.  Kernels are compiled
+with the macro MASKED then, and skip the blocks of keys that no query of a block sees, and those of queries.
 
 Three families of kernels compute the same function (``kernels/attention_*.cu``): ``hopper`` (wgmma and
 TMA, sm_90a), ``mma`` (tensor cores of every GPU since Ampere) and ``simple`` (any dtype, any head size up to 256:
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ from kos.cuda.kernels import Define
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import Mask
 
 KERNELS = Path(__file__).parent / "kernels"
 FAMILIES = ("hopper", "mma", "simple")
@@ -49,9 +53,65 @@ class Others(NamedTuple):
     keys: slice
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What the kernels of a call have in common: sizes, and the arguments and macros that say which keys are seen."""
+
+    samples: int
+    length: int  # of a sample
+    head_dim: int
+    queries: slice
+    keys: slice
+    size: tuple[int, int, int, int]  # of which queries there are: samples, T, H, K
+    others: tuple[int, ...]  # without causality: where the keys are, their number, and ``length``
+    mask: tuple[int, ...]
+    defines: dict[str, Define]
+
+    @classmethod
+    def of(
+        cls, qkv: Array, heads: int, kv_heads: int, log_sum_exp: Array, to: Others | None, mask: Mask | None
+    ) -> _Task:
+        samples, length, head_dim = sizes(qkv, heads, kv_heads, log_sum_exp)
+        others, bounds = tuple[int, ...](), tuple[int, ...]()
+        queries = keys = slice(0, length)
+        if to is not None:
+            queries, keys = to.queries, to.keys
+            others = (_row(to.kv, keys), keys.stop - keys.start, length)
+        if mask is not None:
+            mask.check(samples, length)
+            firsts, lasts = mask.first_key.pointer + 4 * queries.start, mask.last_query.pointer + 4 * keys.start
+            bounds = (firsts, lasts, queries.start, keys.start)
+        size = (samples, queries.stop - queries.start, heads, kv_heads)
+        defines = macros(qkv.dtype.name, head_dim, to is None, mask is not None)
+        return cls(samples, length, head_dim, queries, keys, size, others, bounds, defines)
+
+    @property
+    def key_count(self) -> int:
+        return self.keys.stop - self.keys.start
+
+    def tokens(self, array: Array, tokens: slice) -> Tokens:
+        return Tokens(array, self.samples, self.length, tokens)
+
+
+def attention_mask(
+    document_starts: Array | None, window: int | None, mask: Mask, positions: Array | None,
+    key_positions: Array | None, ops: Any,
+) -> None:  # fmt: skip
+    """``Ops.attention_mask``."""
+    mask.check_sources(document_starts, window, positions, key_positions)
+    (samples, queries), keys = mask.first_key.shape, mask.last_query.shape[1]
+    key_positions = positions if key_positions is None else key_positions
+    operands = (0 if x is None else x for x in (document_starts, positions, key_positions))
+    grid = (-(-max(queries, keys) // 256), samples)
+    ops.launch(
+        "attention_mask.cu", "attention_mask", grid, 256, *operands, mask.first_key, mask.last_query, queries, keys,
+        window or 0,
+    )  # fmt: skip
+
+
 def attention(
     qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, ops: Any, *,
-    to: Others | None = None, family: str | None = None,
+    mask: Mask | None = None, to: Others | None = None, family: str | None = None,
 ) -> None:  # fmt: skip
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
@@ -59,43 +119,42 @@ def attention(
     fp32, of the scaled scores, is kept for the backward.  Attention ``to`` others is merged with what both hold;
     ``out`` is fp32 then.  ``ops`` is a CudaOps; ``family`` is for measurements.
     """
-    samples, length, head_dim = sizes(qkv, heads, kv_heads, log_sum_exp)
-    queries, keys = (slice(0, length), slice(0, length)) if to is None else (to.queries, to.keys)
+    task = _Task.of(qkv, heads, kv_heads, log_sum_exp, to, mask)
+    samples, head_dim, size = task.samples, task.head_dim, task.size
+    T, seen, defines = size[1], task.key_count, task.defines
     family = family or ops.family(qkv.dtype.name, head_dim)
-    T, seen = queries.stop - queries.start, keys.stop - keys.start
-    size, defines = (samples, T, heads, kv_heads), macros(qkv.dtype.name, head_dim, to is None)
-    q, merged, lse = _row(qkv, queries), _row(out, queries), log_sum_exp.pointer + 4 * queries.start
-    more = () if to is None else (_row(to.kv, keys), seen, length)
+    q, merged, lse = _row(qkv, task.queries), _row(out, task.queries), log_sum_exp.pointer + 4 * task.queries.start
     if family == "simple":
-        rows = _rows(samples * T * heads)
-        ops.launch("attention_simple.cu", "attention_forward", rows, 256, q, merged, lse, *size, *more, **defines)
+        operands = (q, merged, lse, *size, *task.others, *task.mask)
+        ops.launch("attention_simple.cu", "attention_forward", _rows(samples * T * heads), 256, *operands, **defines)
         return
     row, rows = head_dim * 2, _BLOCK if family == "mma" else 64 * FORWARD["CONSUMERS"]
     grid = samples * heads * -(-T // rows)
     section = _section(samples * heads, heads // kv_heads, seen, head_dim)
     if family == "mma":
         ops.launch(
-            "attention_mma.cu", "attention_forward", grid, 256, q, merged, lse, *size, section, *more,
-            shared=(_BLOCK + 4 * 64) * row, **defines,
+            "attention_mma.cu", "attention_forward", grid, 256, q, merged, lse, *size, section, *task.others,
+            *task.mask, shared=(_BLOCK + 4 * 64) * row, **defines,
         )  # fmt: skip
         return
     shared = (2 * rows + 2 * FORWARD["STAGES"] * FORWARD["KEYS"]) * row + _ALIGNMENT + 256
-    other = Tokens(out, samples, length) if to is None else Tokens(to.kv, samples, length, keys)
+    other = task.tokens(out, task.queries) if to is None else task.tokens(to.kv, task.keys)
     # A block that stays for many tiles loads the next while it finishes the last. For long tiles that gains nothing,
     # and a multiprocessor that is still busy with communication would delay all of its tiles.
     staying = min(grid, ops.multiprocessors) if to is not None or seen < _LONG else grid
     if to is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
         staying = -(-grid // -(-grid // staying))
+    more = (merged, *task.others[1:]) if to else ()
     ops.launch(
-        "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows,
-        Tokens(qkv, samples, length, queries), other, lse, *size, section, *((merged, *more[1:]) if more else ()),
-        shared=shared, **defines, **FORWARD,
+        "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows, task.tokens(qkv, task.queries),
+        other, lse, *size, section, *more, *task.mask, shared=shared, **defines, **FORWARD,
     )  # fmt: skip
 
 
 def attention_backward(
     d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena,
-    ops: Any, *, to: Others | None = None, d_kv: Array | None = None, family: str | None = None,
+    ops: Any, *, mask: Mask | None = None, to: Others | None = None, d_kv: Array | None = None,
+    family: str | None = None,
 ) -> None:  # fmt: skip
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
@@ -105,33 +164,26 @@ def attention_backward(
     Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none in the simple
     family) and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
     """
-    samples, length, head_dim = sizes(qkv, heads, kv_heads, log_sum_exp)
-    more: tuple[int, ...] = ()
+    task = _Task.of(qkv, heads, kv_heads, log_sum_exp, to, mask)
+    samples, length, head_dim, size = task.samples, task.length, task.head_dim, task.size
+    T, seen, defines = size[1], task.key_count, task.defines
+    family = family or ops.family(qkv.dtype.name, head_dim)
     if to is None:
-        queries = keys = slice(0, length)
         first_key, kv_width = qkv.pointer + heads * head_dim * qkv.dtype.itemsize, heads + 2 * kv_heads
         d_keys = d_qkv.pointer
     else:
-        queries, keys, first_key, kv_width = to.queries, to.keys, _row(to.kv, to.keys), 2 * kv_heads
         assert d_kv is not None, "attention to others: the gradient of their keys and values"
-        d_keys, more = _row(d_kv, keys), (first_key, keys.stop - keys.start, length)
-    family = family or ops.family(qkv.dtype.name, head_dim)
-    T, seen = queries.stop - queries.start, keys.stop - keys.start
-    size, defines = (samples, T, heads, kv_heads), macros(qkv.dtype.name, head_dim, to is None)
-    q, dq, d, o = (_row(x, queries) for x in (qkv, d_qkv, d_out, out))
-    lse = log_sum_exp.pointer + 4 * queries.start
+        first_key, kv_width, d_keys = task.others[0], 2 * kv_heads, _row(d_kv, task.keys)
+    q, dq, d, o = (_row(x, task.queries) for x in (qkv, d_qkv, d_out, out))
+    lse = log_sum_exp.pointer + 4 * task.queries.start
     if family == "simple":
         for name, count, target in (
             ("attention_backward_q", T * heads, dq), ("attention_backward_kv", seen * kv_heads, d_keys),
         ):  # fmt: skip
-            ops.launch(
-                "attention_simple.cu", name, _rows(samples * count), 256, q, d, o, lse, target, *size, *more, **defines
-            )
+            operands = (q, d, o, lse, target, *size, *task.others, *task.mask)
+            ops.launch("attention_simple.cu", name, _rows(samples * count), 256, *operands, **defines)
         return
-    padded, row, group = _padded(T), head_dim * 2, heads // kv_heads
-    section_kv = _section(samples * kv_heads, 1, T, head_dim * group)
-    threads = samples * padded * heads * (head_dim // 8)
-    blocks_q, blocks_kv = (samples * of * -(-n // _BLOCK) for of, n in ((heads, T), (kv_heads, seen)))
+    threads = samples * _padded(T) * heads * (head_dim // 8)
     with arena.scope():
         statistics, bounds, sums = take_scratch(log_sum_exp, kv_heads, head_dim, family, arena, T, seen)
         if bounds is not None:
@@ -142,31 +194,46 @@ def attention_backward(
         scratch = (statistics, *(0 if x is None else x for x in (bounds, sums)))
         ops.launch(
             "attention_statistics.cu", "attention_statistics", -(-threads // 256), 256, d, o, lse, *scratch, *size,
-            seen, length, **defines,
+            seen, length, *task.mask, **defines,
         )  # fmt: skip
-        if sums is not None:
-            defines |= BACKWARD
-            step, turns = 8192 // head_dim, 3 if head_dim == 128 else 2  # STEP and TURNS
-            own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
-            shared = own + BACKWARD["STAGES"] * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
-            other = Tokens(d_qkv, samples, length) if to is None else Tokens(to.kv, samples, length, keys)
-            ops.launch(
-                "attention_backward_hopper.cu", "attention_backward", blocks_kv, 384,
-                *(Tokens(x, samples, length, queries) for x in (qkv, d_out)), other, statistics, sums, *size,
-                section_kv, *((d_keys, *more[1:]) if more else ()), shared=shared, **defines,
-            )  # fmt: skip
-            ops.launch(
-                "attention_backward_hopper.cu", "attention_finish", sums.size // 4096, 256,
-                sums, statistics, dq, T, heads, qkv.shape[1], length, **defines,
-            )  # fmt: skip
+        if sums is None:
+            _backward_mma(task, (q, d), d_keys, dq, statistics, ops)
             return
-        section_q = _section(samples * heads, group, seen, head_dim)
-        shared = (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * row
-        for name, grid, target, section in (
-            ("attention_backward_kv", blocks_kv, d_keys, section_kv), ("attention_backward_q", blocks_q, dq, section_q),
-        ):  # fmt: skip
-            operands = (q, d, target, statistics, *size, section, *more)
-            ops.launch("attention_mma.cu", name, grid, 256, *operands, shared=shared, **defines)
+        other = task.tokens(d_qkv, task.queries) if to is None else task.tokens(to.kv, task.keys)
+        maps = (task.tokens(qkv, task.queries), task.tokens(d_out, task.queries), other)
+        _backward_hopper(task, maps, (d_keys, *task.others[1:]) if to else (), statistics, sums, ops)
+        ops.launch(
+            "attention_backward_hopper.cu", "attention_finish", sums.size // 4096, 256, sums, statistics, dq, T, heads,
+            qkv.shape[1], length, **defines, **BACKWARD,
+        )  # fmt: skip
+
+
+def _backward_hopper(
+    task: _Task, maps: tuple[Tokens, ...], others: tuple[int, ...], statistics: Array, sums: Array, ops: Any
+) -> None:
+    samples, T, heads, kv_heads = task.size
+    step, turns = 8192 // task.head_dim, 3 if task.head_dim == 128 else 2  # STEP and TURNS
+    row = task.head_dim * 2
+    own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
+    shared = own + BACKWARD["STAGES"] * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
+    section = _section(samples * kv_heads, 1, T, task.head_dim * (heads // kv_heads))
+    ops.launch(
+        "attention_backward_hopper.cu", "attention_backward", samples * kv_heads * -(-task.key_count // _BLOCK), 384,
+        *maps, statistics, sums, *task.size, section, *others, *task.mask, shared=shared, **task.defines, **BACKWARD,
+    )  # fmt: skip
+
+
+def _backward_mma(task: _Task, operands: tuple[int, int], d_keys: int, dq: int, statistics: Array, ops: Any) -> None:
+    (samples, T, heads, kv_heads), head_dim, seen = task.size, task.head_dim, task.key_count
+    group, shared = heads // kv_heads, (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * head_dim * 2
+    for name, of, rows, target, section in (
+        ("attention_backward_kv", kv_heads, seen, d_keys, _section(samples * kv_heads, 1, T, head_dim * group)),
+        ("attention_backward_q", heads, T, dq, _section(samples * heads, group, seen, head_dim)),
+    ):
+        ops.launch(
+            "attention_mma.cu", name, samples * of * -(-rows // _BLOCK), 256, *operands, target, statistics, *task.size,
+            section, *task.others, *task.mask, shared=shared, **task.defines,
+        )  # fmt: skip
 
 
 def take_scratch(
@@ -223,10 +290,10 @@ def _section(heads: int, group: int, length: int, head_dim: int) -> int:
     return min(heads, group * groups)
 
 
-def macros(dtype: str, head_dim: int, causal: bool = True) -> dict[str, Define]:
+def macros(dtype: str, head_dim: int, causal: bool = True, masked: bool = False) -> dict[str, Define]:
     """The macros of every file of kernels."""
     defines: dict[str, Define] = {"DTYPE": dtype, "HEAD_DIM": head_dim, "SCALE": f"{1 / math.sqrt(head_dim):.9e}f"}
-    return defines if causal else {**defines, "CAUSAL": 0}
+    return defines | ({} if causal else {"CAUSAL": 0}) | ({"MASKED": 1} if masked else {})
 
 
 class _Words:

@@ -48,7 +48,9 @@ class Plan(NamedTuple):
 
 
 class Matmul:
-    """out (M, N) = op(a) op(b) + c + bias, in the order of one stream; fp32 inside, whatever the operands are.
+    """out (M, N) = alpha op(a) op(b) + beta c + bias, in the order of one stream; fp32 inside, of any operands.
+
+    Operands of three dimensions are several matrices each, of as many products.
 
     ``algorithms`` holds the algorithm of each shape; with ``search`` missing ones are timed and added.  ``multiple``:
     all operands begin at multiples of this many elements, and the choice of an algorithm depends on no address.
@@ -66,12 +68,11 @@ class Matmul:
             self._handle = self.lt.create()
         self.workspace = Array.empty(WORKSPACE, np.uint8, device, stream=stream, label="cuBLASLt workspace")
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._constants = np.array([0, 1], np.float32)
-        self._zero, self._one = (self._constants.ctypes.data + 4 * i for i in range(2))
+        self._constants: dict[float, np.ndarray[Any, Any]] = {}
 
     def __call__(
         self, a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False,
-        c: Array | None = None, bias: Array | None = None,
+        c: Array | None = None, bias: Array | None = None, alpha: float = 1.0, beta: float = 1.0,
     ) -> None:  # fmt: skip
         """``a`` (M, K), or (K, M) if transposed; ``b`` (K, N) likewise; ``c`` like ``out``, and may be it.
 
@@ -88,18 +89,25 @@ class Matmul:
                 plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c, bias)
             elif bias is not None:
                 self._set(plan.operation, "BIAS_POINTER", bias.pointer, np.uint64)
-            self._run(plan, plan.algorithm.ctypes.data, a, b, c, out)
+            self._run(plan, plan.algorithm.ctypes.data, a, b, c, out, alpha, beta)
         except self.lt.cuBLASLtError as error:
             raise driver.library_error("a matrix product by cuBLASLt", error) from error
 
-    def _run(self, plan: Plan, algorithm: int, a: Array, b: Array, c: Array | None, out: Array) -> None:
+    def _run(
+        self, plan: Plan, algorithm: int, a: Array, b: Array, c: Array | None, out: Array, alpha: float = 1.0,
+        beta: float = 1.0,
+    ) -> None:  # fmt: skip
         # Row-major out is column-major out^T = op(b)^T op(a)^T: the operands change places, nothing is moved.
         first, second, result = plan.layouts
         self.lt.matmul(
-            self._handle, plan.operation, self._one, b.pointer, first, a.pointer, second,
-            self._zero if c is None else self._one, out.pointer if c is None else c.pointer, result,
+            self._handle, plan.operation, self._constant(alpha), b.pointer, first, a.pointer, second,
+            self._constant(0.0 if c is None else beta), out.pointer if c is None else c.pointer, result,
             out.pointer, result, algorithm, self.workspace.pointer, WORKSPACE, self.stream,
         )  # fmt: skip
+
+    def _constant(self, value: float) -> int:
+        """Its address on the host."""
+        return int(self._constants.setdefault(value, np.array([value], np.float32)).ctypes.data)
 
     def _set(self, operation: int, name: str, value: int, kind: Any) -> None:
         content: np.ndarray[Any, Any] = np.array([value], kind)
@@ -110,9 +118,12 @@ class Matmul:
         self, key: tuple[Any, ...], a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool,
         c: Array | None, bias: Array | None,
     ) -> Plan:  # fmt: skip
-        m, k = reversed(a.shape) if transpose_a else a.shape
-        k_of_b, n = reversed(b.shape) if transpose_b else b.shape
-        if k != k_of_b or out.shape != (m, n) or (c is not None and (c.shape, c.dtype) != (out.shape, out.dtype)):
+        m, k = a.shape[:-3:-1] if transpose_a else a.shape[-2:]
+        k_of_b, n = b.shape[:-3:-1] if transpose_b else b.shape[-2:]
+        expected = [(*a.shape[:-2], m, n), (*a.shape[:-2], *b.shape[-2:]), k]
+        if [out.shape, b.shape, k_of_b] != expected or (
+            c is not None and (c.shape, c.dtype) != (out.shape, out.dtype)
+        ):
             raise InvalidArgument(
                 f"matmul: expected (M, K) (K, N) -> (M, N), got {a.shape}{'^T' * transpose_a} "
                 f"{b.shape}{'^T' * transpose_b} -> {out.shape}"
@@ -128,9 +139,7 @@ class Matmul:
                 raise InvalidArgument(f"matmul: expected a bias {out.dtype}({n},), got {bias.dtype}{bias.shape}")
             self._set(operation, "EPILOGUE", lt.Epilogue.BIAS, np.uint32)
             self._set(operation, "BIAS_POINTER", bias.pointer, np.uint64)
-        first, second, result = (
-            lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], x.shape[1], x.shape[0], x.shape[1]) for x in (b, a, out)
-        )
+        first, second, result = (self._layout(x) for x in (b, a, out))
         plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
         name = " ".join(map(str, key))
         known = _algorithm(self.algorithms.get(name))
@@ -144,6 +153,18 @@ class Matmul:
         best = self._fastest(plan, candidates, a, b, c, out)
         self.algorithms[name] = best.tobytes().hex()
         return plan._replace(algorithm=best)
+
+    def _layout(self, x: Array) -> int:
+        rows, columns = x.shape[-2:]
+        layout = int(self.lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], columns, rows, columns))
+        if len(x.shape) == 3:
+            of = self.lt.MatrixLayoutAttribute
+            for attribute, value in (
+                (of.BATCH_COUNT, np.array(x.shape[:1], np.int32)),
+                (of.STRIDED_BATCH_OFFSET, np.array([rows * columns], np.int64)),
+            ):
+                self.lt.matrix_layout_set_attribute(layout, attribute, value.ctypes.data, value.nbytes)
+        return layout
 
     def _candidates(self, plan: Plan, a: Array, b: Array, c: Array, out: Array) -> list[np.ndarray[Any, Any]]:
         """cuBLASLt's suggestions, the best one first."""
@@ -176,7 +197,7 @@ class Matmul:
     def _alignment(self, array: Array) -> int:
         """The largest power of two up to 256 that divides addresses and the length of a row, in bytes."""
         at = array.pointer if self.multiple is None else self.multiple * array.dtype.itemsize
-        bits = at | array.shape[1] * array.dtype.itemsize | 256
+        bits = at | array.shape[-1] * array.dtype.itemsize | 256
         if array.pointer % (bits & -bits):
             raise InvalidArgument(f"matmul: expected an address that is a multiple of {bits & -bits}, got {array}")
         return bits & -bits

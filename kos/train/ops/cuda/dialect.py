@@ -25,6 +25,7 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
 from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.cublaslt import Matmul
 
@@ -100,7 +101,8 @@ class CudaOps:
     def indices(self, source: Any, arena: Arena) -> Array:
         if isinstance(source, Array):
             return source
-        return arena.take(source.shape, INT32).copy_from(np.ascontiguousarray(source, np.int32), self.stream)
+        dtype = FLOAT32 if source.dtype.kind == "f" else INT32
+        return arena.take(source.shape, dtype).copy_from(np.ascontiguousarray(source, dtype.numpy), self.stream)
 
     def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
         return arena.take((rows, columns), dtype)
@@ -301,14 +303,45 @@ class CudaOps:
         columns = x.shape[1]
         self.launch("norms.cu", name, grid, block, *arguments, DTYPE=x.dtype.name, COLUMNS=columns, **defines)
 
+    def head_norm(self, x: Array, weight: Array, eps: float, heads: slice, raw: Array) -> None:
+        d, itemsize = len(weight), x.dtype.itemsize
+        first, count = heads.start * d * itemsize, len(x) * (heads.stop - heads.start)
+        if count:
+            self.launch(
+                "head_norm.cu", "head_norm", -(-count // 8), BLOCK, x.pointer + first, weight, np.float32(eps),
+                raw.pointer + first, heads.stop - heads.start, count, **self._of_heads(x, d, raw),
+            )  # fmt: skip
+
+    def head_norm_backward(
+        self, raw: Array, weight: Array, eps: float, heads: slice, dx: Array, d_weight: Array, accumulate: bool,
+        arena: Arena,
+    ) -> None:  # fmt: skip
+        d, itemsize = len(weight), raw.dtype.itemsize
+        first, count = heads.start * d * itemsize, len(raw) * (heads.stop - heads.start)
+        blocks = max(1, min(-(-count // 8), 4 * self.multiprocessors))
+        with arena.scope():
+            partial = arena.take((blocks, d), FLOAT32)
+            self.launch(
+                "head_norm.cu", "head_norm_backward", blocks, BLOCK, raw.pointer + first, weight, np.float32(eps),
+                dx.pointer + first, partial, heads.stop - heads.start, count, **self._of_heads(dx, d, raw),
+            )  # fmt: skip
+            self._add_partials(partial, 0, d_weight, raw, accumulate)
+
+    def _of_heads(self, x: Array, head_dim: int, raw: Array) -> dict[str, Any]:
+        return {
+            "DTYPE": x.dtype.name, "COLUMNS": head_dim, "ROW": x.shape[1], "RAW": raw.shape[1], "WARPS": BLOCK // 32,
+        }  # fmt: skip
+
     # --- rope ----------------------------------------------------------------------------------------
 
-    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+    def rope_tables(
+        self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any, length: float = 1.0
+    ) -> tuple[Array, Array]:
         """cos and sin (T, d / 2), in float32 whatever the activations are."""
         angles = np.multiply.outer(np.asarray(positions, np.float64), np.asarray(frequencies, np.float64))
         cos, sin = (
-            Array.from_numpy(f(angles).astype(np.float32), self.device, stream=self.stream, label="rope tables")
-            for f in (np.cos, np.sin)
+            Array.from_numpy(table.astype(np.float32), self.device, stream=self.stream, label="rope tables")
+            for table in (length * np.cos(angles), length * np.sin(angles))
         )
         return cos, sin
 
@@ -333,14 +366,23 @@ class CudaOps:
         """The member of ``attention.FAMILIES`` that computes attention."""
         return attention.family_for(self.device, dtype, head_dim)
 
-    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self)
+    def attention_mask(
+        self, document_starts: Array | None, window: int | None, mask: Mask, positions: Array | None = None,
+        key_positions: Array | None = None,
+    ) -> None:  # fmt: skip
+        attention.attention_mask(document_starts, window, mask, positions, key_positions, self)
+
+    def attention(
+        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena,
+        mask: Mask | None = None,
+    ) -> None:  # fmt: skip
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self, mask=mask)
 
     def attention_backward(
         self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
-        arena: Arena,
+        arena: Arena, mask: Mask | None = None,
     ) -> None:  # fmt: skip
-        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self)
+        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self, mask=mask)
 
     def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
         rows, columns = qkv.shape
@@ -357,18 +399,18 @@ class CudaOps:
 
     def attention_to(
         self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,
-        log_sum_exp: Array, arena: Arena,
+        log_sum_exp: Array, arena: Arena, mask: Mask | None = None,
     ) -> None:  # fmt: skip
         to = attention.Others(kv, queries, keys)
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self, to=to)
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self, mask=mask, to=to)
 
     def attention_to_backward(
         self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
-        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
+        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
     ) -> None:  # fmt: skip
         self.zero(d_kv)
         operands, to = (d_out, qkv, out, log_sum_exp, heads, kv_heads), attention.Others(kv, queries, keys)
-        attention.attention_backward(*operands, d_qkv, arena, self, to=to, d_kv=d_kv)
+        attention.attention_backward(*operands, d_qkv, arena, self, mask=mask, to=to, d_kv=d_kv)
 
     # --- cross_entropy -------------------------------------------------------------------------------
 
@@ -415,6 +457,31 @@ class CudaOps:
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
         self._entropy("mean_loss", 1, 1024, losses, count, out, losses.size)
+
+    # --- of optimizers -------------------------------------------------------------------------------
+
+    def orthogonalize(self, x: Array, arena: Arena) -> None:
+        """All matrices at once: the products of small ones leave multiprocessors idle."""
+        count, rows, columns = x.shape
+        tall, least, (a, b, c) = rows > columns, min(rows, columns), NEWTON_SCHULZ
+        size = rows * columns
+        blocks = max(1, min(64, size // 4096))
+        with arena.scope():
+            y = arena.take(x.shape, x.dtype)
+            gram, poly = (arena.take((count, least, least), x.dtype) for _ in range(2))
+            partial = arena.take((count, blocks), FLOAT32)
+            for name, *more in (("frobenius",), ("normalize", np.float32(LEAST_NORM), y)):
+                self.launch(
+                    "muon.cu", name, (blocks, count), 256, x, size, partial, *more,
+                    DTYPE=x.dtype.name, MASTER="float32", GRADIENT="float32", WEIGHT="float32", COPY=0,
+                )  # fmt: skip
+            x, y = y, x  # so that the last of an odd number of steps writes x
+            for _ in range(NEWTON_SCHULZ_STEPS):
+                self.matmul(x, x, gram, transpose_a=tall, transpose_b=not tall)
+                self.matmul(gram, gram, poly, c=gram, alpha=c, beta=b)
+                left, right = (x, poly) if tall else (poly, x)
+                self.matmul(left, right, y, c=x, beta=a)
+                x, y = y, x
 
     def _entropy(
         self, name: str, grid: int, block: int, *arguments: Any, shared: int = 0, **defines: str | int

@@ -8,20 +8,17 @@ m (F + I + W) and the bubble:
 =================  ============================  ======================  =========================================
 schedule           bubble                        activations of rank r   what is new
 =================  ============================  ======================  =========================================
-``gpipe``          (p - 1) (F + I + W)           m                       micro-batches
 ``1f1b``           (p - 1) (F + I + W)           p - r                   a backward as soon as its gradient comes
 ``interleaved``    (p - 1) (F + I + W) / c       p + (p - 1 - 2 r) / c   c chunks a rank: short stages, short waits
-``zero-bubble``    (p - 1) (F + I - W) *         p                       W runs where a rank would wait
-``zero-bubble-v``  (p - 1) F / 2 if F = I = W    p                       both, with two chunks a rank
+``zero-bubble-v``  (p - 1) F / 2 if F = I = W    p                       two chunks a rank; W where it would wait
 =================  ============================  ======================  =========================================
-(* if W is not longer than F and I)
 
 A schedule is data: a list of actions for each rank. ``verify`` proves it, ``timeline.simulate`` predicts its times, and
 ``python -m kos.train.parallel.schedules 1f1b --stages 4 --micro-batches 8`` draws it.
 
-Sources: GPipe (Huang et al. 2019, arXiv:1811.06965); 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503);
-interleaved 1F1B (Narayanan et al. 2021, arXiv:2104.04473, section 2.2); zero bubble, ZB-H1 and ZB-V (Qi et al. 2023,
-arXiv:2401.10241, sections 2 and 6). The letters of actions are those of torch.distributed.pipelining.
+Sources: 1F1B (PipeDream-flush, Narayanan et al. 2021, arXiv:2006.09503); interleaved 1F1B (Narayanan et al. 2021,
+arXiv:2104.04473, section 2.2); zero bubble, ZB-V (Qi et al. 2023, arXiv:2401.10241, section 6). The letters of actions
+are those of torch.distributed.pipelining.
 """
 
 from __future__ import annotations
@@ -163,16 +160,10 @@ class Schedule:
 # --- the schedules: `stages` is the number of ranks ------------------------------------------------------
 
 
-def gpipe(stages: int, micro_batches: int) -> Schedule:
-    """All forwards, then all backwards: the activations of every micro-batch are kept."""
-    every = [0] * micro_batches
-    return _schedule("gpipe", stages, micro_batches, lambda rank: _alternate(every, every, ahead=micro_batches))
-
-
 def one_f_one_b(stages: int, micro_batches: int) -> Schedule:
     """1F1B: each rank runs ahead until its first gradient can be back, then takes a forward and a backward in turn.
 
-    As idle as GPipe, but what rank r keeps does not grow with the micro-batches: ``stages - r`` activations.
+    What rank r keeps does not grow with the micro-batches: ``stages - r`` activations.
     """
     every = [0] * micro_batches
     return _schedule("1f1b", stages, micro_batches, lambda rank: _alternate(every, every, ahead=stages - 1 - rank))
@@ -197,22 +188,12 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
     return _schedule("interleaved", stages, micro_batches, actions, chunks)
 
 
-def zero_bubble(stages: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with split backwards. The stage before waits for I only, and W fills the time of waiting.
-
-    Rank r runs W r micro-batches late and so keeps ``stages`` activations: what rank 0 of 1F1B keeps. From I to W the
-    gradients of each layer's outputs are kept as well.
-    """
-    every = [0] * micro_batches
-    return _schedule("zero-bubble", stages, micro_batches, lambda rank: _split_backwards(
-        _alternate(every, every, ahead=stages - 1 - rank), late=rank))  # fmt: skip
-
-
 def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
     """ZB-V: chunk 0 goes down the ranks, chunk 1 comes back up, and backwards are split.
 
-    The last rank turns around without a message and rank 0 computes the loss, so gradients start early. Each rank
-    keeps the activations of ``2 * stages`` chunks, as much as rank 0 of 1F1B.
+    The stage before waits for I only, and W fills the time of waiting. The last rank turns around without a message and
+    rank 0 computes the loss, so gradients start early. Each rank keeps the activations of ``2 * stages`` chunks, as
+    much as rank 0 of 1F1B. From I to W the gradients of each layer's outputs are kept as well.
     """
 
     def actions(rank: int) -> Iterator[Action]:
@@ -230,10 +211,8 @@ def zero_bubble_v(stages: int, micro_batches: int) -> Schedule:
 
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
-    "zero-bubble": zero_bubble,
     "zero-bubble-v": zero_bubble_v,
 }
 

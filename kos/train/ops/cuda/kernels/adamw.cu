@@ -8,26 +8,23 @@
 // is not finite leaves everything as it is, in this step and all later ones.  If outliers are skipped, a norm that is
 // not finite or too large skips its own step only.  `adamw` updates fp32 master weights and both moments and writes the
 // bf16 copy in the same pass: 28 bytes an element with bf16 gradients, 30 with fp32, 24 of weights without an fp32 copy.
-// A block takes one chunk, whose elements are all decayed or all not.
+// A block takes one chunk, whose elements are all of one parameter group.
 //
 // -DMASTER (dtype of the weights: float32, or bfloat16, which is rounded at random) -DGRADIENT -DWEIGHT (dtype of the
 // copy; -DCOPY=0: there is none)
-#include "vectors.cuh"
-
-constexpr int W = 4;
-
-struct State {  // doubles, read by the host by index
-    double step, lr, norm, scale, step_size, root, decay, finite, sum_of_squares, rest, halted;
-};
+#include "optimizers.cuh"
 
 struct Chunk {
-    long start, local;  // in gradients and copy; in what this rank holds of weights and moments
-    int length, decayed;
+    long start, local;  // in gradients and copy; in what this rank holds of weights
+    int length, group;
     long index;  // among the chunks of all ranks
     long place;  // in the layout of the whole model
+    long kept;   // in the moments
 };
 
-__device__ __forceinline__ bool wide(const void* p, int bytes) { return (unsigned long long)p % bytes == 0; }
+struct Group {
+    double decay, lr_scale;
+};
 
 // partial (all chunks,): fp32 within 16 bytes, double beyond.
 extern "C" __global__ void __launch_bounds__(256) squares(const GRADIENT* gradients, const Chunk* chunks,
@@ -73,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(256) largest(const GRADIENT* gradie
 }
 
 // partial (2, stride): sums that add up over chunks and ranks without rounding, for at most 2^count_bits gradients
-// (see `AdamW.exact_squares` of kos.train.ops.optimizer).  If a gradient is not finite, its chunk's sum is not either.
+// (see `Optimizer.exact_squares` of kos.train.optim.base).  If a gradient is not finite, its chunk's sum is not either.
 extern "C" __global__ void __launch_bounds__(256)
 exact_squares(const GRADIENT* gradients, const Chunk* chunks, double* partial, long stride, const int* most,
               int count_bits) {
@@ -129,8 +126,8 @@ __device__ double learning_rate(long step, int shape, double lr, double min_lr, 
 // One thread.  `average`: what the summed gradients are multiplied by; max_norm 0 turns clipping off.  Steps of a norm
 // beyond `outlier` are skipped; 0: none are.
 extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,
-                                   long decay_steps, double beta1, double beta2, double weight_decay,
-                                   double average, double max_norm, double outlier) {
+                                   long decay_steps, double beta1, double beta2, double average,
+                                   double max_norm, double outlier) {
     const double norm = sqrt(state->sum_of_squares + state->rest) * average;
     const bool good = isfinite(norm) && !(outlier > 0 && norm > outlier);
     state->norm = norm;
@@ -144,34 +141,20 @@ extern "C" __global__ void prepare(State* state, int shape, double lr, double mi
     state->scale = average * (max_norm > 0 && clip < 1 ? clip : 1);
     state->step_size = rate / (1 - pow(beta1, t));
     state->root = 1 / sqrt(1 - pow(beta2, t));
-    state->decay = 1 - rate * weight_decay;
-}
-
-// Weights that have no fp32 copy are rounded up as often as they are near it: updates far below bf16's spacing are not
-// lost, on average.  The bits are a hash (C. Wellons' lowbias32) of seed, step and the element's place in the layout of
-// the whole model.
-__device__ __forceinline__ unsigned mixed(unsigned bits) {
-    bits = (bits ^ bits >> 16) * 0x7feb352du;
-    bits = (bits ^ bits >> 15) * 0x846ca68bu;
-    return bits ^ bits >> 16;
-}
-__device__ __forceinline__ float rounded(float x, unsigned key, long place) {
-    if (sizeof(MASTER) == 4 || !isfinite(x)) return x;  // the sum would carry the GPU's NaN, 0x7fffffff, over to -0
-    const unsigned of_place = mixed(key ^ mixed(place >> 32) ^ unsigned(place));
-    return __uint_as_float(__float_as_uint(x) + (of_place & 0xffffu) & 0xffff0000u);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
 adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg_sq, WEIGHT* copy,
-      const Chunk* chunks, const State* state, float beta1, float beta2, float eps, long seed) {
+      const Chunk* chunks, const Group* groups, const State* state, float beta1, float beta2, float eps, long seed) {
     if (!state->finite) return;
     const Chunk chunk = chunks[blockIdx.x];
-    const float scale = state->scale, step_size = state->step_size, root = state->root;
-    const float decay = chunk.decayed ? state->decay : 1.0;
-    const unsigned key = mixed(mixed(mixed(seed) ^ seed >> 32) ^ unsigned(state->step));
+    const Group group = groups[chunk.group];
+    const float scale = state->scale, step_size = state->step_size * group.lr_scale, root = state->root;
+    const float decay = 1 - state->lr * group.lr_scale * group.decay;
+    const unsigned key = key_of(seed, state);
     MASTER* w_at = weights + chunk.local;
     const GRADIENT* g_at = gradients + chunk.start;
-    float *m_at = exp_avg + chunk.local, *v_at = exp_avg_sq + chunk.local;
+    float *m_at = exp_avg + chunk.kept, *v_at = exp_avg_sq + chunk.kept;
     WEIGHT* copy_at = copy + chunk.start;
 
     auto update = [&](float& w, float g, float& m, float& v) {

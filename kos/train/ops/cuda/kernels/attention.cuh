@@ -1,6 +1,6 @@
 // What all attention kernels share: 16-bit types without CUDA's headers, softmax's arithmetic, order of blocks.
 //
-// Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM); CAUSAL.
+// Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM); CAUSAL; MASKED.
 // Scores are kept in powers of two: exp(scale (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one FFMA and one EX2.
 //
 // Tokens: qkv (B, T, W), W = (H + 2K) HEAD_DIM, holds the heads of q, then k, then v; out and d_out (B, T, H d).
@@ -9,6 +9,8 @@
 // queries; a sample of any array is `stride` tokens, of which pointers and tensor maps give the part that is meant.
 // What is written is fp32 then: out and log_sum_exp are merged with what they hold of other keys, gradients are added to
 // what is there.
+//
+// With MASKED a query sees no key before its own first one, which may also leave it none without CAUSAL; see Mask.
 #pragma once
 
 using u16 = unsigned short;
@@ -22,6 +24,9 @@ using u64 = unsigned long long;
 
 #ifndef CAUSAL
 #define CAUSAL 1
+#endif
+#ifndef MASKED
+#define MASKED 0
 #endif
 
 #define JOIN_(a, b) a##b
@@ -69,6 +74,31 @@ __device__ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Which keys a query sees (attention_mask.cu): for each query of a sample of `stride` tokens the first key, for each key the
+// last query that sees it.  Neither decreases along a sample, so that the first query of a block has its first key and the
+// last key its last query.  Both count tokens of a sample; kernels count from query `queries_from` and key `keys_from`,
+// where the pointers begin too, and have `queries` of them.
+struct Mask {
+#if MASKED
+    const int *first_keys, *last_queries;
+    int queries_from, keys_from, queries, stride;
+    __device__ int first_key(int sample, int query) const { return max(0, first_keys[(long)sample * stride + query] - keys_from); }
+    __device__ int last_query(int sample, int key) const {
+        return min(queries - 1, last_queries[(long)sample * stride + key] - queries_from);
+    }
+#else
+    __device__ int first_key(int, int) const { return 0; }
+    __device__ int last_query(int, int) const { return 0; }
+#endif
+};
+#if MASKED
+#define MASK , const int *first_keys, const int *last_queries, int queries_from, int keys_from
+#define MASK_OF(stride) {first_keys, last_queries, queries_from, keys_from, T, stride}
+#else
+#define MASK
+#define MASK_OF(stride) {}
+#endif
+
 // How attention to some keys, of this maximum of the scores and sum of exponentials, is merged with that to others: what
 // their results are multiplied by, and the log_sum_exp of all keys.
 struct Merge {
@@ -76,7 +106,7 @@ struct Merge {
     __device__ Merge(float before, float top, float sum) {
         const float mine = top * SCALE + logf(sum), high = fmaxf(before, mine);
         const float a = expf(before - high), b = expf(mine - high);
-        old = a / (a + b), now = b / (a + b) / sum, log_sum_exp = high + logf(a + b);
+        old = a / (a + b), now = MASKED && sum == 0 ? 0 : b / (a + b) / sum, log_sum_exp = high + logf(a + b);
     }
 };
 

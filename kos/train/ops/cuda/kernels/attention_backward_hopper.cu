@@ -79,6 +79,7 @@ __device__ inline int head_of(int i, int first_key, int heads) { return (i + fir
 struct Worker {
     Shared& s;
     const int group, lane, row, key, keys;  // row: of 64 queries or keys
+    const int unmasked, last[2];  // the last query that sees all keys of the warpgroup, and those that see the thread's
     float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {}, scales[2];
     int* target;
     Ring<STAGES> ring;
@@ -141,10 +142,12 @@ struct Worker {
             scores[j + 3] = exp2_fast(scores[j + 3] * LOG2_SCALE - lse.y);
         }
         // Keys beyond the last are 0, but their probabilities may be inf, and dQ the sum of NaN.
-        if (CAUSAL ? token < key - row + 64 : keys < key - row + 64)
+        if ((CAUSAL ? token < key - row + 64 : keys < key - row + 64) || MASKED && token + STEP - 1 > unmasked)
 #pragma unroll
-            for (int j = 0; j < STEP / 2; ++j)
-                if (CAUSAL ? token + COLUMN_OF(j, lane) < key + LOWER(j) * 8 : keys <= key + LOWER(j) * 8) scores[j] = 0;
+            for (int j = 0; j < STEP / 2; ++j) {
+                const int query = token + COLUMN_OF(j, lane), at = key + LOWER(j) * 8;
+                if ((CAUSAL ? query < at : keys <= at) || MASKED && query > last[LOWER(j)]) scores[j] = 0;
+            }
         if (!AT_ONCE) {
             if (TAKE_TURNS) named_arrive(MY_TURN + (group ^ 1), 128 * GROUPS);
             wgmma_wait<0>();
@@ -204,16 +207,17 @@ struct Worker {
 
 #if CAUSAL
 __device__ inline void consume(Shared& s, const TensorMap& d_qkv, int* sums, int T, int H, int K, int group, int kv_head,
-                               int first, int sample) {
+                               int first, int sample, int end, const Mask& mask) {
     const int start = first, keys = T;
 #else
 __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, int K, int group, int kv_head, int first,
-                               int sample, int keys, int stride) {
+                               int sample, int end, const Mask& mask, int keys, int stride) {
     const int start = 0;
 #endif
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, first_key = first + group * 64;
     const int heads = H / K, of_head = padded(T) * HEAD_DIM;
-    Worker worker{s, group, lane, row, first_key + row, keys};
+    const auto last = [&](int key) { return mask.last_query(sample, min(key, keys - 1)); };
+    Worker worker{s, group, lane, row, first_key + row, keys, last(first_key), {last(first_key + row), last(first_key + row + 8)}};
 #if CAUSAL
     sums += (long)(sample * H + kv_head * heads) * of_head;
 #else
@@ -224,7 +228,7 @@ __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, 
     barrier_wait(&s.own_full, 0);
     worker.work<true>(start, sums + start * HEAD_DIM);
     for (int i = 0, token = start + STEP; i < heads; ++i, token = start) {
-        for (; token < T; token += STEP) worker.work<false>(token, sums + token * HEAD_DIM);
+        for (; token < end; token += STEP) worker.work<false>(token, sums + token * HEAD_DIM);
         sums += of_head;
 #if !CAUSAL
         if (++head == heads) head = 0, sums -= (long)heads * of_head;
@@ -248,16 +252,19 @@ __device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap d_out,
                        const __grid_constant__ TensorMap other, const float* statistics, int* sums, int samples, int T, int H,
-                       int K, int section OTHERS) {
+                       int K, int section OTHERS MASK) {
     Shared& s = *(Shared*)(raw + (0 - shared_address(raw) & 1023));
 #if CAUSAL
     const TensorMap &kv = qkv, &d_qkv = other;
-    const int keys = T;
+    const int keys = T, stride = T;
 #else
     const TensorMap& kv = other;
 #endif
     const Place at = place(blockIdx.x, samples * K, (keys + OWN - 1) / OWN, section);
     const int sample = at.head / K, kv_head = at.head % K, first = at.block * OWN, start = CAUSAL ? first : 0;
+    const Mask mask MASK_OF(stride);
+    const int end = MASKED ? mask.last_query(sample, min(first + OWN, keys) - 1) + 1 : T;  // of the queries that see these keys
+    if (MASKED && end <= start) return;  // nothing to add, without CAUSAL
     if (threadIdx.x == 0) {
         prefetch_map(qkv);
         prefetch_map(d_out);
@@ -283,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int n = 0; n < H / K; ++n) {
                 const int head = kv_head * (H / K) + head_of(n, first, H / K);
 #endif
-                for (int token = start; token < T; token += STEP, ring.next()) {
+                for (int token = start; token < end; token += STEP, ring.next()) {
                     const int i = ring.stage;
                     u64* full = &s.full[i];
                     barrier_wait(&s.empty[i], ring.phase ^ 1);
@@ -298,9 +305,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         registers_up<240>();
         const int group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
 #if CAUSAL
-        consume(s, d_qkv, sums, T, H, K, group, kv_head, first, sample);
+        consume(s, d_qkv, sums, T, H, K, group, kv_head, first, sample, end, mask);
 #else
-        consume(s, d_kv, sums, T, H, K, group, kv_head, first, sample, keys, stride);
+        consume(s, d_kv, sums, T, H, K, group, kv_head, first, sample, end, mask, keys, stride);
 #endif
     }
 }

@@ -6,7 +6,8 @@
 // while the other exponentiates (PINGPONG).
 // A block stays for many tiles of queries, and loads of the next begin before the last is stored.
 // The tile on the diagonal comes first: it alone needs a mask, and it gives every row a finite maximum.  Without CAUSAL it
-// is the last keys, which need not be a tile.
+// is the last keys, which need not be a tile.  With MASKED tiles before the first key of a block's first query are left out,
+// and those before the first key of its last query have a mask as well.
 #include "attention_hopper.cuh"
 
 #ifndef CONSUMERS
@@ -42,11 +43,16 @@ extern __shared__ char raw[];
 #endif
 
 // The tiles of queries that this block works on: every gridDim-th, there and back again, since the first have most keys.
-struct Tiles {
+struct Tiles : Mask {
     int samples, T, H, K, section, all_keys, blocks, total, round = -1, sample, head, kv_head, first, keys;
-    __device__ Tiles(int samples, int T, int H, int K, int section, int all_keys)
-        : samples(samples), T(T), H(H), K(K), section(section), all_keys(all_keys), blocks((T + QUERIES - 1) / QUERIES),
-          total(samples * H * blocks) {}
+#if MASKED
+    int begin, masked;  // the first tile of keys, and the key before which tiles have a mask
+#else
+    enum { begin = 0, masked = 0 };
+#endif
+    __device__ Tiles(int samples, int T, int H, int K, int section, int all_keys, const Mask& mask)
+        : Mask(mask), samples(samples), T(T), H(H), K(K), section(section), all_keys(all_keys),
+          blocks((T + QUERIES - 1) / QUERIES), total(samples * H * blocks) {}
     __device__ bool next() {
         for (;;) {
             if (++round * gridDim.x >= total) return false;
@@ -56,6 +62,11 @@ struct Tiles {
             sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
             first = (blocks - 1 - at.block) * QUERIES;
             keys = ((CAUSAL ? min(T, first + QUERIES) : all_keys) + KEYS - 1) / KEYS;
+#if MASKED
+            begin = first_key(sample, first) / KEYS;
+            if (begin >= keys) continue;  // nothing to add, without CAUSAL
+            masked = first_key(sample, min(first + QUERIES, T) - 1);
+#endif
             return true;
         }
     }
@@ -68,7 +79,7 @@ __device__ inline void produce(Shared& s, const TensorMap& qkv, const TensorMap&
         barrier_expect(&s.q_full[own.stage], Q_BYTES);
         load_tile<QUERIES>(s.q[own.stage], qkv, &s.q_full[own.stage], work.head * HEAD_DIM, work.first, work.sample);
         const int k_column = ((CAUSAL ? work.H : 0) + work.kv_head) * HEAD_DIM, v_column = k_column + work.K * HEAD_DIM;
-        for (int tile = work.keys - 1; tile >= 0; --tile, ring.next()) {
+        for (int tile = work.keys - 1; tile >= work.begin; --tile, ring.next()) {
             const int i = ring.stage;
             barrier_wait(&s.k_empty[i], ring.phase ^ 1);
             barrier_expect(&s.k_full[i], TILE_BYTES);
@@ -80,12 +91,20 @@ __device__ inline void produce(Shared& s, const TensorMap& qkv, const TensorMap&
     }
 }
 
-// Keys after the query, or after all that there are, get no weight; `row` is the query of the thread's upper row.
-__device__ inline void mask(float (&scores)[KEYS / 2], int row, int first_key, int all_keys) {
+// Keys after the query, or after all that there are, get no weight, nor do those before the query's first; `row` is the
+// query of the thread's upper row.
+__device__ inline void mask(float (&scores)[KEYS / 2], int row, int first_key, const Tiles& work) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i)
-        if (first_key + COLUMN_OF(i, lane) > (CAUSAL ? row + LOWER(i) * 8 : all_keys - 1)) scores[i] = -INFINITE;
+        if (first_key + COLUMN_OF(i, lane) > (CAUSAL ? row + LOWER(i) * 8 : work.all_keys - 1)) scores[i] = -INFINITE;
+#if MASKED
+    const int low[2] = {work.first_key(work.sample, min(row, work.T - 1)),
+                        work.first_key(work.sample, min(row + 8, work.T - 1))};
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i)
+        if (first_key + COLUMN_OF(i, lane) < low[LOWER(i)]) scores[i] = -INFINITE;
+#endif
 }
 
 // scores become probabilities relative to the new maxima; `factor` is what the old ones were too large by.
@@ -96,8 +115,9 @@ __device__ inline void softmax(float (&scores)[KEYS / 2], float (&top)[2], float
 #pragma unroll
         for (int i = 2 * half; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(scores[i], scores[i + 1]));
         high = quad_max(high);
-        // A row that has seen no key yet has no maximum; it can only happen where a block has tiles above its diagonal.
-        const float shift = CAUSAL && QUERIES > KEYS && high == -INFINITE ? 0 : high * LOG2_SCALE;
+        // A row that has seen no key yet has no maximum; it can only happen where a block has tiles above its diagonal, or
+        // where its mask leaves it no keys.
+        const float shift = (CAUSAL ? QUERIES > KEYS : MASKED) && high == -INFINITE ? 0 : high * LOG2_SCALE;
         factor[half] = exp2_fast(top[half] * LOG2_SCALE - shift);
         top[half] = high;
         float sum = 0;
@@ -150,10 +170,10 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
         hold(scores);
         done(&s.k_empty[k.stage]);
         k.next();
-        mask(scores, row, tile * KEYS, work.all_keys);
+        mask(scores, row, tile * KEYS, work);
         softmax(scores, top, total, factor);
         narrow();
-        for (--tile; tile >= 0; --tile) {
+        for (--tile; tile >= work.begin; --tile) {
             barrier_wait(&s.k_full[k.stage], k.phase);
             my_turn();
             multiply_transposed(scores, q, QUERIES, s.k[k.stage], KEYS);
@@ -163,7 +183,8 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
             wgmma_wait<1>();
             hold(scores);
             done(&s.k_empty[k.stage]);
-            if (CAUSAL && (tile + 1) * KEYS > work.first) mask(scores, row, tile * KEYS, 0);
+            if (CAUSAL && (tile + 1) * KEYS > work.first || MASKED && tile * KEYS < work.masked)
+                mask(scores, row, tile * KEYS, work);
             softmax(scores, top, total, factor);
             wgmma_wait<0>();
             hold(sums);
@@ -214,14 +235,14 @@ __device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles 
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_forward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap other, float* log_sum_exp,
-                      int samples, int T, int H, int K, int section OTHERS) {
+                      int samples, int T, int H, int K, int section OTHERS MASK) {
     Shared& s = *(Shared*)(raw + (0 - shared_address(raw) & 1023));
 #if CAUSAL
     const TensorMap &kv = qkv, &out = other;
-    const Tiles work(samples, T, H, K, section, T);
+    const Tiles work(samples, T, H, K, section, T, MASK_OF(T));
 #else
     const TensorMap& kv = other;
-    const Tiles work(samples, T, H, K, section, all_keys);
+    const Tiles work(samples, T, H, K, section, all_keys, MASK_OF(stride));
 #endif
     if (threadIdx.x == 0) {
         prefetch_map(qkv);

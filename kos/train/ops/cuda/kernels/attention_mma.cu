@@ -30,7 +30,7 @@ using Output = float;
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_forward(const u16* qkv, Output* out, float* log_sum_exp, int samples, int T, int H, int K, int section OTHERS) {
+    attention_forward(const u16* qkv, Output* out, float* log_sum_exp, int samples, int T, int H, int K, int section OTHERS MASK) {
     const Shape shape{samples, T, H, K};
     const int blocks = (T + OWN - 1) / OWN, lane = threadIdx.x % 32;
     const Place at = place(blockIdx.x, samples * H, blocks, section);
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int first = (blocks - 1 - at.block) * OWN, own = threadIdx.x / 32 * 16, row = first + own + lane / 4;
     const long width = shape.width();
 #if CAUSAL
-    const int tiles = (min(T, first + OWN) + KEYS - 1) / KEYS, keys = T;
+    const int tiles = (min(T, first + OWN) + KEYS - 1) / KEYS, keys = T, stride = T;
     const u16* heads = qkv + sample * T * width;
     const u16 *k = heads + (H + kv_head) * HEAD_DIM, *v = k + K * HEAD_DIM;
     const long kv_width = width;
@@ -48,6 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u16 *heads = qkv + sample * stride * width, *k = kv + sample * stride * kv_width + kv_head * HEAD_DIM;
     const u16* v = k + K * HEAD_DIM;
 #endif
+    const Mask mask MASK_OF(stride);
+    const int begin = mask.first_key(sample, first) / KEYS, masked = mask.first_key(sample, min(first + OWN, T) - 1);
+    const int low[2] = {mask.first_key(sample, min(row, T - 1)), mask.first_key(sample, min(row + 8, T - 1))};
+    if (MASKED && begin >= tiles) return;  // nothing to add, without CAUSAL
     const u32 q_tile = shared_address(raw), ring = q_tile + TILE_BYTES(OWN);
     const auto load = [&](int tile) {
         const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(KEYS);
@@ -61,8 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0;
     load_tile<OWN>(q_tile, heads + head * HEAD_DIM, width, first, T);
-    load(0);
-    for (int tile = 0; tile < tiles; ++tile) {
+    load(begin);
+    for (int tile = begin; tile < tiles; ++tile) {
         const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(KEYS);
         if (tile + 1 < tiles)
             load(tile + 1), load_wait<1>();
@@ -70,17 +74,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             load_wait<0>();
         __syncthreads();
         multiply_transposed<KEYS>(scores, q_tile, own, buffer);
-        if ((tile + 1) * KEYS > (CAUSAL ? first : keys))
+        if ((tile + 1) * KEYS > (CAUSAL ? first : keys) || MASKED && tile * KEYS < masked)
 #pragma unroll
-            for (int i = 0; i < KEYS / 2; ++i)
-                if (tile * KEYS + COLUMN_OF(i, lane) > (CAUSAL ? row + LOWER(i) * 8 : keys - 1)) scores[i] = -INFINITE;
+            for (int i = 0; i < KEYS / 2; ++i) {
+                const int key = tile * KEYS + COLUMN_OF(i, lane);
+                if (key > (CAUSAL ? row + LOWER(i) * 8 : keys - 1) || MASKED && key < low[LOWER(i)]) scores[i] = -INFINITE;
+            }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            float high = top[half];  // finite from the first tile on, which holds key 0
+            float high = top[half];  // without MASKED finite from the first tile on, which holds key 0
 #pragma unroll
             for (int i = 2 * half; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(scores[i], scores[i + 1]));
             high = quad_max(high);
-            const float shift = high * LOG2_SCALE, factor = exp2_fast(top[half] * LOG2_SCALE - shift);
+            const float shift = MASKED && high == -INFINITE ? 0 : high * LOG2_SCALE, factor = exp2_fast(top[half] * LOG2_SCALE - shift);
             top[half] = high;
             total[half] *= factor;
 #pragma unroll
@@ -117,12 +123,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_kv(const u16* qkv, const u16* d_out, Output* gradient, const float* statistics, int samples, int T, int H,
-                          int K, int section OTHERS) {
+                          int K, int section OTHERS MASK) {
     const Shape shape{samples, T, H, K};
     const int lane = threadIdx.x % 32, group = H / K;
 #if CAUSAL
-    const int keys = T;
+    const int keys = T, stride = T;
 #endif
+    const Mask mask MASK_OF(stride);
     const Place at = place(blockIdx.x, samples * K, (keys + OWN - 1) / OWN, section);
     const int sample = at.head / K, kv_head = at.head % K;
     const int first = at.block * OWN, own = threadIdx.x / 32 * 16, key = first + own + lane / 4;
@@ -136,8 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const long kv_width = 2 * K * HEAD_DIM, k_at = sample * stride * kv_width + kv_head * HEAD_DIM, v_at = k_at + K * HEAD_DIM;
     const int start = 0;
 #endif
+    const int end = MASKED ? mask.last_query(sample, min(first + OWN, keys) - 1) + 1 : T;
+    const int last[2] = {mask.last_query(sample, min(key, keys - 1)), mask.last_query(sample, min(key + 8, keys - 1))};
+    if (MASKED && end <= start) return;  // nothing to add, without CAUSAL
     const u32 k_tile = shared_address(raw), v_tile = k_tile + TILE_BYTES(OWN), ring = v_tile + TILE_BYTES(OWN);
-    const int steps = (T - start + STEP - 1) / STEP;  // of each query head
+    const int steps = (end - start + STEP - 1) / STEP;  // of each query head
     const auto load = [&](int i) {
         const u32 buffer = ring + i % 2 * 2 * TILE_BYTES(STEP);
         const int head = kv_head * group + i / steps, token = start + i % steps * STEP;
@@ -174,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int j = 0; j < STEP / 2; ++j) {
                 const int column = COLUMN_OF(j, lane);
                 scores[j] = exp2_fast(scores[j] * LOG2_SCALE - statistic[column]);
-                if (CAUSAL && token + column < key + LOWER(j) * 8) scores[j] = 0;
+                if (CAUSAL && token + column < key + LOWER(j) * 8 || MASKED && token + column > last[LOWER(j)]) scores[j] = 0;
                 slopes[j] = scores[j] * (slopes[j] - statistic[64 + column]);
             }
 #pragma unroll
@@ -198,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward_q(const u16* qkv, const u16* d_out, Output* d_qkv, const float* statistics, int samples, int T, int H, int K,
-                         int section OTHERS) {
+                         int section OTHERS MASK) {
     const Shape shape{samples, T, H, K};
     const int blocks = (T + OWN - 1) / OWN, lane = threadIdx.x % 32;
     const Place at = place(blockIdx.x, samples * H, blocks, section);
@@ -216,6 +226,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u16 *heads = qkv + sample * stride * width, *k = kv + sample * stride * kv_width + kv_head * HEAD_DIM;
     const u16* v = k + K * HEAD_DIM;
 #endif
+    const Mask mask MASK_OF(stride);
+    const int begin = mask.first_key(sample, first) / STEP;
+    const int low[2] = {mask.first_key(sample, min(row, T - 1)), mask.first_key(sample, min(row + 8, T - 1))};
+    if (MASKED && begin >= tiles) return;  // nothing to add, without CAUSAL
     const u32 q_tile = shared_address(raw), dout_tile = q_tile + TILE_BYTES(OWN), ring = dout_tile + TILE_BYTES(OWN);
     const auto load = [&](int tile) {
         const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(STEP);
@@ -232,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < HEAD_DIM / 2; ++i) dq[i] = 0;
     load_tile<OWN>(q_tile, heads + head * HEAD_DIM, width, first, T);
     load_tile<OWN>(dout_tile, d_out + sample * stride * out_width + head * HEAD_DIM, out_width, first, T);
-    load(0);
-    for (int tile = 0; tile < tiles; ++tile) {
+    load(begin);
+    for (int tile = begin; tile < tiles; ++tile) {
         const u32 k_tile = ring + tile % 2 * 2 * TILE_BYTES(STEP), v_tile = k_tile + TILE_BYTES(STEP);
         if (tile + 1 < tiles)
             load(tile + 1), load_wait<1>();
@@ -248,6 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const int half = LOWER(j);
                 scores[j] = exp2_fast(scores[j] * LOG2_SCALE - lse[half]);
                 if (tile * STEP + COLUMN_OF(j, lane) > (CAUSAL ? row + half * 8 : keys - 1)) scores[j] = 0;
+                if (MASKED && tile * STEP + COLUMN_OF(j, lane) < low[half]) scores[j] = 0;
                 slopes[j] = scores[j] * (slopes[j] - delta[half]);
             }
 #pragma unroll

@@ -85,10 +85,11 @@ struct Work {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_forward(const Element* qkv, Output* out, float* log_sum_exp, int samples, int T, int H, int K OTHERS) {
+    attention_forward(const Element* qkv, Output* out, float* log_sum_exp, int samples, int T, int H, int K OTHERS MASK) {
     const Work at(samples, T, H);
     if (!at.exists) return;
     FIND_KEYS
+    const Mask mask MASK_OF(stride);
     const long token = (long)at.sample * stride + at.token, first_key = (long)at.sample * stride;
     const long k_at = (long)(at.head / (H / K)) * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
     Row q, k, v, sums;
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sums.zero();
     float top = -INFINITE, total = 0;
     const int seen = CAUSAL ? at.token + 1 : keys;
-    for (int key = 0; key < seen; ++key) {
+    for (int key = mask.first_key(at.sample, at.token); key < seen; ++key) {
         k.load(kv + (first_key + key) * kv_width + k_at);
         v.load(kv + (first_key + key) * kv_width + v_at);
         const float score = SCALE * dot(q, k), high = fmaxf(top, score);
@@ -122,10 +123,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_q(const Element* qkv, const Element* d_out, const Element* out, const float* log_sum_exp, Output* d_qkv,
-                         int samples, int T, int H, int K OTHERS) {
+                         int samples, int T, int H, int K OTHERS MASK) {
     const Work at(samples, T, H);
     if (!at.exists) return;
     FIND_KEYS
+    const Mask mask MASK_OF(stride);
     const long token = (long)at.sample * stride + at.token, first_key = (long)at.sample * stride;
     const long k_at = (long)(at.head / (H / K)) * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
     const long q_at = token * width + at.head * HEAD_DIM, out_at = (token * H + at.head) * HEAD_DIM;
@@ -137,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     dq.zero();
     const float delta = dot(dout, o);
     const int seen = CAUSAL ? at.token + 1 : keys;
-    for (int key = 0; key < seen; ++key) {
+    for (int key = mask.first_key(at.sample, at.token); key < seen; ++key) {
         k.load(kv + (first_key + key) * kv_width + k_at);
         v.load(kv + (first_key + key) * kv_width + v_at);
         dq.add(expf(SCALE * dot(q, k) - lse) * (dot(dout, v) - delta), k);
@@ -148,19 +150,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // gradient: of qkv, or without CAUSAL of kv.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_backward_kv(const Element* qkv, const Element* d_out, const Element* out, const float* log_sum_exp, Output* gradient,
-                          int samples, int T, int H, int K OTHERS) {
+                          int samples, int T, int H, int K OTHERS MASK) {
     FIND_KEYS
     const Work at(samples, keys, K);
     if (!at.exists) return;
     const long first = (long)at.sample * stride;
     const long k_at = (first + at.token) * kv_width + (long)at.head * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
     Row q, dout, o, k, v, dk, dv;
+    const Mask mask MASK_OF(stride);
+    const int seen_by = MASKED ? mask.last_query(at.sample, at.token) + 1 : T;
     k.load(kv + k_at);
     v.load(kv + v_at);
     dk.zero();
     dv.zero();
     for (int head = at.head * (H / K); head < (at.head + 1) * (H / K); ++head)
-        for (int query = CAUSAL ? at.token : 0; query < T; ++query) {
+        for (int query = CAUSAL ? at.token : 0; query < seen_by; ++query) {
             const long out_at = ((first + query) * H + head) * HEAD_DIM;
             q.load(qkv + (first + query) * width + head * HEAD_DIM);
             dout.load(d_out + out_at);

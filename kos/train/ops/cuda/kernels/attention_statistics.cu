@@ -5,7 +5,8 @@
 // of P (d_out v - delta) k over keys, whose P add up to 1, so that none, nor a part of it, is beyond
 // |d_out| max(|v| max |k_c|) + |delta| max |k_c|, and that becomes 2^29 to 2^30.  (Rounding adds less than a factor of 2,
 // but for scores that fp32 cannot tell apart by 1.)  What is not finite makes the power NaN.  `attention_bounds` finds both
-// maxima of PAD keys; a query takes those of its own PAD and of all before, without CAUSAL of all.
+// maxima of PAD keys; a query takes those of its own PAD and of all before, without CAUSAL of all; with MASKED from the PAD
+// of its first key on.
 //
 // A group of HEAD_DIM / 8 lanes reads one head of one token, 16 bytes a lane; memory-bound.
 #include "attention.cuh"
@@ -79,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // HEAD_DIM integers.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_statistics(const uint4* d_out, const uint4* out, const float* log_sum_exp, float* statistics,
-                         const float2* bounds, uint4* sums, int samples, int T, int H, int K, int keys, int stride) {
+                         const float2* bounds, uint4* sums, int samples, int T, int H, int K, int keys, int stride MASK) {
     const long thread = (long)blockIdx.x * THREADS + threadIdx.x, index = thread / LANES;
     const int lane = threadIdx.x % LANES, head = index % H;
     const long place = index / H;  // of the token, in padded samples
@@ -101,7 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (exists) {
             const int blocks = padded(keys) / PAD, seen = CAUSAL ? token / PAD + 1 : blocks;
             const float2* of_blocks = bounds + (sample * K + head / (H / K)) * blocks;
-            for (int i = lane; i < seen; i += LANES) {
+            const Mask mask MASK_OF(stride);
+            for (int i = lane + mask.first_key(sample, token) / PAD; i < seen; i += LANES) {
                 key = larger(key, of_blocks[i].x);
                 both = larger(both, of_blocks[i].y);
             }

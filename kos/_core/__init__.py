@@ -1,0 +1,26 @@
+"""The compiled core: runs calls in the shared memory of a host, and launches kernels, without executing Python code.
+
+It is optional: without it, or with KOS_CORE=0, the ranks of one host work as those of several hosts do.  ``core.h`` has
+its interface in C, ``native.pyi`` that in Python.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from typing import Any
+
+native: Any = None
+"""The extension module, or None."""
+unavailable: str | None = None
+"""Why the extension module cannot be used; None if it can."""
+
+try:
+    if os.environ.get("KOS_CORE") == "0":
+        unavailable = "the compiled core is off: KOS_CORE=0"
+    else:
+        native = import_module("kos._core.native")
+except ModuleNotFoundError:
+    unavailable = "the compiled core was not built: kos was installed without a C compiler or Python.h"
+except ImportError as error:
+    unavailable = f"kos._core.native does not load: {error}"

@@ -1,0 +1,306 @@
+// From a Prepared to a result: start a call, advance it, wait for it.
+//
+// Collectives use the slots in the order of their start, and end in this order.  A later one puts its first stage once
+// those before it have put their last.  Messages advance beside them.
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <sched.h>
+#include <time.h>
+
+enum {
+    POLLS = 100,  // between two checks of the clock and the failure word, which other ranks may be writing
+    PAUSES_NS = 50000, YIELDS_NS = 1000000, SLEEP_NS = 100000,  // a long wait: pause, then yield, then sleep
+};
+
+static inline void pause_core(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("isb" ::: "memory");  // `yield` returns at once on most cores
+#endif
+}
+
+static inline int is_message(const kos_work *w) { return w->prepared->algorithm == KOS_MAIL; }
+
+static int has_put_all(const kos_work *w) {
+    return w->stages && kos_stage_of(w) + 1 == w->stages && kos_phase_of(w) != KOS_NOT_PUT;
+}
+
+static inline int step(kos_group *g, kos_work *w) { return is_message(w) ? kos_mail_step(g, w) : kos_step(g, w); }
+
+kos_watch kos_watch_of(const kos_group *g, const kos_work *w) {
+    kos_watch watch = {.progress = kos_progress_of(w), .unreadable = is_message(w) ? 0 : w->unreadable};
+    const int begun = kos_stage_of(w) || kos_phase_of(w) != KOS_NOT_PUT;
+    if (!is_message(w)) {
+        watch.stage = begun ? w->first + kos_stage_of(w) : g->stage;
+        return watch;
+    }
+    const kos_message *s = &w->send_end;
+    const kos_mailbox *out = g->boxes[s->peer].out;
+    if (s->state == KOS_QUEUED || (s->state == KOS_UNANSWERED && s->moved)) {
+        watch.words[0] = &out->taken;
+        watch.words[1] = &out->received;
+    } else if (s->state == KOS_UNANSWERED)
+        watch.words[0] = &out->answers[s->answer];
+    for (int i = 0; i < 2 && watch.words[i]; i++)
+        watch.values[i] = atomic_load_explicit(watch.words[i], memory_order_relaxed);
+    return watch;
+}
+
+int kos_missing(const kos_group *g, const kos_work *w, int rank) {
+    if (kos_phase_of(w) >= KOS_ENDED || rank == g->rank)
+        return 0;
+    if (is_message(w))
+        return (kos_is_open(&w->send_end) && w->send_end.peer == rank) * KOS_AWAITS_READ
+            + (kos_is_open(&w->recv_end) && w->recv_end.peer == rank) * KOS_AWAITS_MESSAGE;
+    kos_watch watch = kos_watch_of(g, w);
+    return kos_awaits(g, w, &watch, rank);
+}
+
+// FAILED if this Work cannot complete; else PENDING.
+static kos_result check_failure(const kos_group *g, const kos_work *w) {
+    kos_result result = kos_failure(g, w->sequence);
+    if (result.status == KOS_FAILED || is_message(w))
+        return result;
+    int rank = kos_compare(g, w->sequence, w->prepared->fingerprint);
+    return rank < 0 ? result : (kos_result){KOS_FAILED, KOS_MISMATCH, (uint16_t)rank, w->sequence};
+}
+
+// As check_failure, and advances a message once more: what a rank has sent before it failed is received.
+static kos_result check_and_step(kos_group *g, kos_work *w) {
+    kos_result result = check_failure(g, w);
+    return result.status == KOS_FAILED && result.code == KOS_REPORTED && is_message(w)
+        && kos_mail_step(g, w) == KOS_DONE ? KOS_RESULT(KOS_DONE) : result;
+}
+
+// The result of a Work that is not in the queue.
+static kos_result failed_alone(kos_group *g, kos_work *w, kos_result result) {
+    if (is_message(w))
+        kos_mail_cancel(g, w);
+    return result;
+}
+
+kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, const void *send, void *recv,
+                     kos_work *w) {
+    w->sequence = sequence;
+    kos_result result = kos_failure(g, w->sequence);
+    const int failed = result.status == KOS_FAILED;
+    if (failed && (p->operation != KOS_RECV || result.code != KOS_REPORTED))  // what was sent before is received
+        return result;
+    w->prepared = p;
+    w->send = send;
+    w->recv = recv;
+    w->stages = p->stages;
+    w->started = kos_clock();
+    w->unreadable = w->drains = w->posted = 0;
+    w->next = NULL;
+    kos_set(w, 0, KOS_NOT_PUT);
+    if (p->algorithm == KOS_MAIL) {
+        const int status = kos_mail_start(g, w);
+        if (status == KOS_PENDING && failed)
+            return failed_alone(g, w, result);
+        return status == KOS_FAILED ? failed_alone(g, w, w->result) : KOS_RESULT((uint8_t)status);
+    }
+    kos_publish(g, sequence, p->fingerprint);
+    if ((!g->tail || has_put_all(g->tail)) && kos_may_put(g, w))
+        kos_put(g, w);
+    return result;
+}
+
+int kos_alone(const kos_group *g) { return !g->head && !g->messages; }
+
+kos_result kos_spin(kos_group *g, kos_work *w) {
+    int status = step(g, w);
+    int64_t start = w->started, before = start;
+    while (status == KOS_PENDING && g->spin_ns) {
+        int64_t now = kos_clock();
+        if (now - before > g->spin_ns)  // it has copied meanwhile: the other ranks do the same
+            start = now;
+        before = now;
+        if (now - start >= g->spin_ns)
+            break;
+        for (int polls = 0; polls < POLLS && (status = step(g, w)) == KOS_PENDING; polls++) {
+            if (g->yields) {
+                sched_yield();
+                break;
+            }
+            pause_core();
+        }
+        if (status != KOS_PENDING)
+            break;
+        kos_result result = check_and_step(g, w);
+        if (result.status != KOS_PENDING)
+            return result.status == KOS_DONE ? result : failed_alone(g, w, result);
+    }
+    return status == KOS_FAILED ? failed_alone(g, w, w->result) : KOS_RESULT((uint8_t)status);
+}
+
+// --- The outstanding Works -----------------------------------------------------------------------------------------
+
+void kos_enqueue(kos_group *g, kos_work *w) {
+    if (is_message(w)) {
+        kos_mail_post(g, w);
+        w->next = g->messages;
+        g->messages = w;
+        return;
+    }
+    if (g->tail)
+        g->tail->next = w;
+    else
+        g->head = w;
+    g->tail = w;
+}
+
+static void pop(kos_group *g) {
+    kos_work *w = g->head;
+    g->head = w->next;
+    if (!g->head)
+        g->tail = NULL;
+    w->next = g->over;
+    g->over = w;
+}
+
+// Calls `ended` of the Works that are over: last, because it may free arrays, whose destructors may call the core.
+static void report_ends(kos_group *g) {
+    for (kos_work *w; (w = g->over);) {
+        g->over = w->next;
+        w->next = NULL;
+        g->ended(w);
+    }
+}
+
+static void break_work(kos_work *w, kos_result result) {
+    w->result = result;
+    kos_set(w, kos_stage_of(w), KOS_BROKEN);
+}
+
+static void fail_collectives(kos_group *g, kos_result result) {
+    while (g->head) {
+        break_work(g->head, result);
+        pop(g);
+    }
+}
+
+static void end_message(kos_group *g, kos_work **at) {
+    kos_work *w = *at;
+    *at = w->next;
+    w->next = g->over;
+    g->over = w;
+}
+
+static void fail_message(kos_group *g, kos_work **at, kos_result result) {
+    kos_work *w = *at;
+    kos_mail_cancel(g, w);
+    break_work(w, result);
+    end_message(g, at);
+}
+
+static void fail_all(kos_group *g, kos_result result) {
+    fail_collectives(g, result);
+    while (g->messages)
+        fail_message(g, &g->messages, result);
+}
+
+void kos_close(kos_group *g) {
+    if (!atomic_load_explicit(&g->closed, memory_order_relaxed))
+        fail_all(g, (kos_result){KOS_FAILED, KOS_CLOSED, (uint16_t)g->rank, 0});
+    atomic_store_explicit(&g->closed, 1, memory_order_relaxed);
+    report_ends(g);
+}
+
+void kos_abandon(kos_group *g, kos_work *w) {
+    for (kos_work **at = &g->messages; *at; at = &(*at)->next)
+        if (*at == w) {
+            fail_message(g, at, KOS_RESULT(KOS_FAILED));
+            break;
+        }
+    report_ends(g);
+}
+
+static void advance_messages(kos_group *g) {
+    kos_mail_advance(g);
+    for (kos_work **at = &g->messages, *w; (w = *at);) {
+        int status = kos_mail_step(g, w);
+        kos_result result = status == KOS_FAILED ? w->result : KOS_RESULT((uint8_t)status);
+        if (status == KOS_PENDING)
+            result = check_and_step(g, w);
+        if (result.status == KOS_FAILED)
+            fail_message(g, at, result);
+        else if (result.status == KOS_DONE)
+            end_message(g, at);
+        else
+            at = &w->next;
+    }
+}
+
+static void advance_collectives(kos_group *g) {
+    while (g->head) {
+        for (kos_work *w = g->head; w; w = w->next) {
+            if (kos_phase_of(w) == KOS_NOT_PUT && kos_may_put(g, w))
+                kos_put(g, w);
+            if (!has_put_all(w))
+                break;
+        }
+        int status = kos_step(g, g->head);
+        if (status == KOS_FAILED)
+            fail_collectives(g, g->head->result);
+        if (status != KOS_DONE)
+            break;
+        pop(g);
+    }
+    if (!g->head)
+        return;
+    kos_result result = check_failure(g, g->head);
+    if (result.status == KOS_FAILED)
+        fail_collectives(g, result);
+}
+
+void kos_advance(kos_group *g) {
+    kos_result result = kos_failure(g, KOS_WORD_SEQUENCE);
+    if (result.code == KOS_CLOSED || result.code == KOS_FORKED)
+        fail_all(g, result);
+    else {
+        advance_messages(g);
+        advance_collectives(g);
+    }
+    report_ends(g);
+}
+
+// --- Waiting without the GIL ---------------------------------------------------------------------------------------
+
+static int may_go_on(const kos_group *g, const kos_work *w, const kos_watch *watch, int *peer) {
+    // Another thread has advanced it, or a message has arrived, which this Work or its sender may wait for.
+    if (kos_progress_of(w) != watch->progress || kos_mail_arrived(g))
+        return 1;
+    for (int i = 0; i < 2; i++)
+        if (watch->words[i] && atomic_load_explicit(watch->words[i], memory_order_relaxed) != watch->values[i])
+            return 1;
+    if (is_message(w))
+        return 0;
+    while (*peer < g->size && !kos_awaits(g, w, watch, *peer))
+        ++*peer;
+    return *peer == g->size;
+}
+
+kos_result kos_park(const kos_group *g, const kos_work *w, const kos_watch *watch, int64_t until) {
+    int64_t start = kos_clock(), now = start;
+    for (int peer = 0;;) {
+        for (int polls = 0; polls < POLLS; polls++) {
+            if (may_go_on(g, w, watch, &peer))
+                return KOS_RESULT(KOS_PENDING);
+            if (g->yields || !g->spin_ns || now - start > PAUSES_NS)
+                break;
+            pause_core();
+        }
+        now = kos_clock();
+        if (check_failure(g, w).status == KOS_FAILED)
+            return KOS_RESULT(KOS_PENDING);  // kos_advance then reports it, with the GIL
+        if (now >= until)
+            return KOS_RESULT(KOS_CHECK);
+        if (now - start > YIELDS_NS)
+            nanosleep(&(struct timespec){0, SLEEP_NS}, NULL);
+        else if (g->yields || !g->spin_ns || now - start > PAUSES_NS)
+            sched_yield();
+    }
+}

@@ -1,0 +1,432 @@
+// The interface of kos' core: what a call is in C, what it returns, and the layout of the memory that the ranks of one
+// host share.  Nothing here depends on Python; module.c is the Python interface.
+//
+// C handles flags, the failure word and a clock.  Python numbers the calls, checks processes and deadlines, and raises
+// errors with a text.  A start publishes the fingerprint of the call, and copies its data.  Every later step may be
+// repeated until it returns DONE or FAILED.
+//
+// Ordering.  Every word of the segment has one writer, except the failure word (compare-and-swap).  A writer stores the
+// payload, then the flag with release; a reader loads the flag with acquire, then the payload.  This holds on machines
+// that reorder stores (aarch64) as on x86-64.  Where more is needed, a comment gives the reason.
+#ifndef KOS_CORE_H
+#define KOS_CORE_H
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+
+// What every step returns.
+enum kos_status {
+    KOS_DONE,     // the result is in the caller's array
+    KOS_PENDING,  // not yet: step again
+    KOS_CHECK,    // the time of a wait is over
+    KOS_FAILED,   // code, rank and word describe the failure
+};
+
+// Why a call failed.
+enum kos_code {
+    KOS_MISMATCH = 1,  // `rank` has begun another call with this number
+    KOS_REPORTED,     // Python has reported a failure, whose text is in its part of the segment
+    KOS_FORKED,       // this process was forked from the one that made the group
+    KOS_CLOSED,       // this rank has closed the group
+    KOS_DRIVER,       // the CUDA driver refused a launch
+    KOS_COUNTS,       // `rank` sends another number of bytes than its receiver expects: kos_group.counts
+    KOS_MESSAGE,      // the message of `rank` and its receive differ in bytes or dtype; only these two ends fail
+    KOS_REFUSED_MESSAGE,  // the same, for the sender: `rank` expects other bytes or another dtype
+};
+
+// `word` is the failure word for KOS_REPORTED, which is the same on all ranks; for KOS_MISMATCH the number of the call,
+// for KOS_DRIVER the status of the driver, for the two of messages what the other end has: its bytes << 8 | its dtype.
+typedef struct {
+    uint8_t status, code;
+    uint16_t rank;
+    uint64_t word;
+} kos_result;
+#define KOS_RESULT(status) ((kos_result){status, 0, 0, 0})
+
+// The failure word: the rank that reported, and the first call that it concerns.  Python has written the text before.
+#define KOS_WORD(rank, sequence) (UINT64_C(1) << 63 | (uint64_t)(rank) << 44 | ((sequence) & KOS_WORD_SEQUENCE))
+#define KOS_WORD_SEQUENCE ((UINT64_C(1) << 44) - 1)  // of a message, which every failure ends
+
+// --- The segment ---------------------------------------------------------------------------------------------------
+// header | a line of flags per rank | a ring of fingerprints per rank | descriptions of calls per rank (Python's) |
+// slots | a mailbox per pair of ranks.  Python makes the memory and maps it; offsets are in kos_layout.
+
+enum {
+    KOS_MAX_RANKS = 256,
+    KOS_LINE = 128,              // bytes: two cache lines, because prefetchers fetch them in pairs
+    KOS_CACHE_LINE = 64,
+    KOS_RING = 1024,             // calls of a rank that is further ahead are not compared
+    KOS_TEXTS = 256,             // descriptions of calls per rank, by fingerprint % KOS_TEXTS
+    KOS_TEXT_BYTES = 1024,
+    KOS_DEPTH = 2,               // slots of a rank: one is filled while the other is read
+    KOS_SLOT_PERIOD = 2 * KOS_DEPTH,  // stages after which a rank uses the same slot again (kos_group.slots)
+    KOS_SLOT_BYTES = 128 << 10,  // the largest payload of a stage, unless there are many ranks
+    KOS_SLOTS_BYTES = 16 << 20,  // all slots
+    KOS_INLINE_BYTES = 48,       // a payload up to this shares the cache line of its stamp: one line is transferred
+    KOS_MARKED_BYTES = 8 << 10,  // kos_mark
+    KOS_APART = 2048,            // from a page to a slot: EPYC copies slowly to 1 to 31 bytes above the source mod 4096
+    KOS_HEADERS = 64,            // messages of a mailbox that the receiver has not taken
+    KOS_ANSWERS = 64 << 10,      // large messages of a mailbox that are not read yet, unless there are many ranks
+    KOS_ANSWERS_BYTES = 256 << 20,
+    KOS_INLINE_MESSAGE = 40,     // a message up to this shares the cache line of its header
+    KOS_ROOM_BYTES = 256 << 10,  // for the data of a mailbox, unless there are many ranks
+    KOS_ROOMS_BYTES = 256 << 20,
+    KOS_CREDIT_BYTES = 4 << 20,  // of messages that a receiver keeps for each sender until they are received
+};
+#define KOS_WAIT_NS INT64_C(10000000)  // a start waits for so long: then Python polls, and checks processes and signals
+
+typedef struct {
+    _Atomic uint64_t failure;  // 0, or the first failure of the group: the only word with several writers
+} kos_header;
+
+// Flags of one rank, which alone writes them.  The first two are the core's, the others Python's.
+typedef struct {
+    _Atomic uint64_t arrived;  // calls begun: the entries of the ring below this number are valid
+    _Atomic uint64_t stages_read;     // stages whose slots this rank has read
+    _Atomic uint64_t closed, pid, started;
+} kos_line;
+
+// One rank's data of one stage.  stamp = fingerprint + sequence + (stage of the call << 56).  So one load shows that
+// the rank has arrived, that its call is the same, and that its payload is there.  `stages_read` is a copy of the
+// line's flag, which saves a transfer of the line.
+typedef struct {
+    _Atomic uint64_t stamp;
+    uint64_t stages_read;
+    uint8_t small[KOS_INLINE_BYTES];
+    uint8_t large[];
+} kos_slot;
+
+// What a rank offers the others in the first stage of KOS_OFFER (direct.c).  Then comes data.
+typedef struct {
+    uint64_t later;  // the most bytes that it sends to a rank by later stages
+    struct {
+        uint64_t at, bytes;  // an address, or KOS_IN_SLOT + the place in the slot, or KOS_LATER
+        uint64_t expects;    // the bytes that it expects from that rank
+    } parts[];
+} kos_offer;
+#define KOS_IN_SLOT (UINT64_C(1) << 63)
+#define KOS_LATER UINT64_MAX
+
+// The header of a message.  number = messages of this mailbox before it + 1.
+typedef struct {
+    _Atomic uint64_t number;
+    uint64_t what;   // tag, dtype << KOS_DTYPE_AT, kind << KOS_KIND_AT
+    uint64_t bytes;
+    union {
+        uint8_t small[KOS_INLINE_MESSAGE];
+        struct {
+            uint64_t where;   // its place in the room, or the address of the data
+            uint64_t answer;  // the index of the word that its receiver answers in
+        };
+    };
+} kos_mail;
+
+// Messages from one rank to another.
+typedef struct {
+    // Written by the receiver: messages taken, and bytes of those that it has received.
+    _Atomic uint64_t taken, received;
+    uint64_t unused[KOS_LINE / 8 - 2];
+    kos_mail mail[KOS_HEADERS];
+    _Atomic uint64_t answers[];  // then the room
+} kos_mailbox;
+
+typedef struct {
+    size_t lines, rings, texts, slots, slot_bytes, slot_pitch, mailboxes, room_at, room, mailbox_pitch, total;
+    uint32_t answers;  // words of a mailbox
+} kos_layout;  // bytes; the places from the start, that of the room in its mailbox
+
+// --- Reductions ----------------------------------------------------------------------------------------------------
+
+enum kos_op { KOS_SUM, KOS_PROD, KOS_MIN, KOS_MAX, KOS_AVG, KOS_BAND, KOS_BOR, KOS_BXOR, KOS_OPS };
+
+// In the order of kos/dtypes.py.
+enum kos_dtype {
+    KOS_FLOAT64, KOS_FLOAT32, KOS_FLOAT16, KOS_BFLOAT16, KOS_FLOAT8_E4M3FN, KOS_FLOAT8_E5M2, KOS_INT8, KOS_INT16,
+    KOS_INT32, KOS_INT64, KOS_UINT8, KOS_UINT16, KOS_UINT32, KOS_UINT64, KOS_BOOL, KOS_COMPLEX64, KOS_COMPLEX128,
+    KOS_DTYPES,
+};
+
+typedef void (*kos_combine)(void *out, const void *a, const void *b, size_t count);  // out may be a or b
+
+typedef struct {
+    kos_combine combine;
+    void (*widen)(float *out, const void *in, size_t count);  // to fp32, in which `combine` works; NULL: as they are
+    void (*narrow)(void *out, const float *in, size_t count);
+    void (*average)(void *x, size_t count, int ranks);
+    unsigned bytes;  // of an element
+} kos_reduction;
+
+// --- A call --------------------------------------------------------------------------------------------------------
+
+enum kos_operation {
+    KOS_BARRIER, KOS_BROADCAST, KOS_REDUCE, KOS_ALL_REDUCE, KOS_ALL_GATHER, KOS_GATHER, KOS_SCATTER, KOS_ALL_TO_ALL,
+    KOS_REDUCE_SCATTER, KOS_SCAN, KOS_EXSCAN, KOS_SEND, KOS_RECV, KOS_SEND_RECV, KOS_OPERATIONS,
+};
+
+enum kos_algorithm {
+    KOS_SLOTS,     // through the slots, in as many stages as the largest part needs
+    KOS_TWO_SHOT,  // a reduction in which each rank reduces its part: stages of reduce_scatter and of gather alternate
+    KOS_OFFER,     // the first stage says where the data is: in the slot, in the rank's memory, or in later stages
+    KOS_MAIL,      // messages
+};
+
+// The part of an array that goes to, or comes from, one rank.
+typedef struct {
+    uint64_t at, bytes;
+} kos_part;
+
+// Who puts data, who takes it, and from whom: rank sets, relative to the root or this rank.
+enum kos_who { KOS_NOBODY, KOS_EVERYBODY, KOS_ROOT, KOS_OTHERS, KOS_UP_TO_ME, KOS_BELOW_ME };
+typedef struct {
+    uint8_t putters, takers, sources;
+    uint8_t parted;   // a slot has a part for each rank, else all ranks read the same data
+    uint8_t reduces;  // what is taken is reduced, else copied
+} kos_pattern;
+
+// What a call is, as Python knows it.
+typedef struct {
+    uint64_t fingerprint;  // equal on two ranks exactly if their calls match; 56 bits
+    int operation, dtype, op, root;
+    uint64_t count;  // elements: of the part of one rank in all_gather, reduce_scatter and the like
+    int varies;      // a v-form
+    const uint64_t *send_counts, *recv_counts;  // of a v-form, in elements by rank; NULL where this rank has none
+    int dst, src;    // of messages
+    uint64_t tag, recv_tag;
+} kos_request;
+
+// How a call runs on this rank: immutable, and the same for every array.
+typedef struct {
+    uint64_t fingerprint;
+    kos_reduction reduction;
+    const kos_pattern *patterns[2];  // of the stages, by number % 2
+    uint64_t send_bytes, recv_bytes;  // of the arrays
+    uint64_t per_stage, stages;      // bytes of a part in one stage; stages, 0: known after the first one
+    unsigned alignment;
+    uint8_t operation, algorithm, dtype;
+    uint8_t small;                   // the payload shares the cache line of the stamp
+    uint8_t varies;
+    int root, size, dst, src;
+    uint64_t tag, recv_tag;          // of messages, with the dtype
+    kos_part parts[];                // send parts by rank, then those received
+} kos_prepared;
+
+enum kos_phase { KOS_NOT_PUT, KOS_PUT, KOS_DRAIN, KOS_ENDED, KOS_BROKEN };
+
+// One end of a message.
+enum kos_end { KOS_COMPLETE, KOS_QUEUED, KOS_EXPECTED, KOS_STREAMED, KOS_UNANSWERED, KOS_REFUSED };
+typedef struct kos_message {
+    uint8_t *data;
+    uint64_t what, bytes, moved;  // moved: bytes, of a message in pieces
+    uint64_t sequence;            // of the collective that it belongs to; KOS_WORD_SEQUENCE: none
+    int peer, state;
+    uint32_t answer;
+    uint64_t refusal;             // what the other end has
+    struct kos_message *next;     // of the same state and peer
+} kos_message;
+
+// One start in flight: everything that differs between two starts of one Prepared.
+typedef struct kos_work {
+    const kos_prepared *prepared;  // lives as long as the Work
+    const uint8_t *send;
+    uint8_t *recv;
+    uint64_t sequence;
+    uint64_t first, stages;      // the number of its first stage, and how many there are; 0: not known yet
+    int64_t started;             // nanoseconds of the monotonic clock
+    _Atomic uint64_t progress;   // stage of the call << 3 | phase; read without the GIL by kos_park
+    int peer;                    // the first rank whose payload has not been seen
+    int unreadable;              // 1 + a rank whose memory could not be read, or 0
+    uint8_t drains, posted;      // ends when all ranks have read; a message is in the queues of its box
+    kos_result result;           // of a KOS_BROKEN one
+    struct kos_work *next;
+    kos_message send_end, recv_end;
+} kos_work;
+
+// What a wait without the GIL looks at, taken with the GIL.
+typedef struct {
+    uint64_t progress, stage;  // stage: of the group
+    int unreadable;
+    const _Atomic uint64_t *words[2];  // of messages; NULL: none
+    uint64_t values[2];
+} kos_watch;
+
+// A message that has arrived before its receive.
+typedef struct kos_arrival {
+    uint64_t what, bytes, where, answer;
+    struct kos_arrival *next;
+    uint8_t data[];
+} kos_arrival;
+
+typedef struct {
+    kos_message *first, *last;
+} kos_queue;
+
+// The messages between this rank and another one.
+typedef struct {
+    kos_mailbox *out, *in;
+    uint8_t *out_room, *in_room;
+    uint64_t sent, taken;       // messages
+    uint64_t room_at, ends[KOS_HEADERS];  // bytes of the room ever used: at all, and through each message
+    uint64_t eager;             // bytes ever sent that count against KOS_CREDIT_BYTES
+    uint32_t answers;           // words in use at least once
+    uint32_t free_count;
+    uint32_t *free;             // words that are free again
+    kos_queue queued, expected;  // sends without a header, receives without a message
+    kos_queue streamed;         // receives in pieces
+    kos_arrival *arrived, **arrived_end;
+} kos_box;
+
+// One rank's end of a segment.  One thread at a time may call any function but kos_park: under Python, the GIL.
+typedef struct {
+    uint8_t *memory;
+    kos_layout layout;
+    kos_header *header;
+    kos_line *line;    // this rank's
+    int rank, size;
+    int generation;    // kos_forks when it was made
+    _Atomic int closed;
+    int direct;        // whether every rank can read the memory of every other one
+    int64_t spin_ns;   // a wait holds the GIL for so long; 0 where ranks are threads
+    int yields;        // whether ranks exceed the cores: a wait leaves its core to others
+    uint64_t counts[3];  // of the last KOS_COUNTS: the receiver, the bytes that it expects, those that are sent
+    uint64_t stage;    // of the next call that uses slots
+    uint64_t free;     // stages below this have a free slot
+    kos_work *head, *tail;     // the outstanding collectives, in the order of their start
+    kos_work *messages;        // the outstanding messages
+    kos_work *over;            // Works of which `ended` is not called yet
+    void (*ended)(kos_work *);  // called once for each Work when it is no longer outstanding; may call the core
+    kos_box *boxes;            // by rank
+    uint8_t *scratch;          // KOS_SCRATCH_BYTES
+    // A rank's slot of a stage, by stage % KOS_SLOT_PERIOD.  The slot of rank r now is that of rank r - 1 KOS_DEPTH
+    // stages later: a CPU core writes cache lines that it has read faster than lines that others have read.
+    kos_slot *slots[KOS_SLOT_PERIOD][KOS_MAX_RANKS];
+} kos_group;
+
+enum { KOS_SCRATCH_BYTES = 256 << 10, KOS_DTYPE_AT = 48, KOS_KIND_AT = 56 };
+
+extern int kos_forks;  // counts the forks that led to this process; a group of another one is refused
+
+static inline kos_line *kos_line_of(const kos_group *g, int rank) {
+    return (kos_line *)(g->memory + g->layout.lines + (size_t)rank * KOS_LINE);
+}
+
+static inline size_t kos_up(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
+
+static inline int kos_is_in(int who, int rank, int root) {
+    return who == KOS_OTHERS ? rank != root : who == KOS_ROOT ? rank == root : who != KOS_NOBODY;
+}
+
+// Writes to each cache line of data that this rank alone has read, in memory that its sender always writes.  A CPU core
+// writes lines that the other has written in a third of the time of those that the other has only read.
+static inline void kos_mark(const uint8_t *data, size_t bytes) {
+    volatile uint8_t *lines = (volatile uint8_t *)(uintptr_t)data;
+    for (size_t at = 0; bytes >= KOS_MARKED_BYTES && at < bytes; at += KOS_CACHE_LINE)
+        lines[at] = 0;
+}
+
+// Whether this end of a message waits for the other one.
+static inline int kos_is_open(const kos_message *m) { return m->state != KOS_COMPLETE && m->state != KOS_REFUSED; }
+
+static inline uint64_t kos_progress_of(const kos_work *w) {
+    return atomic_load_explicit(&w->progress, memory_order_relaxed);
+}
+static inline int kos_phase_of(const kos_work *w) { return kos_progress_of(w) & 7; }
+static inline uint64_t kos_stage_of(const kos_work *w) { return kos_progress_of(w) >> 3; }
+
+// Relaxed: `progress` orders no data.  Threads of one rank order it by the GIL.
+static inline void kos_set(kos_work *w, uint64_t stage, int phase) {
+    atomic_store_explicit(&w->progress, stage << 3 | (unsigned)phase, memory_order_relaxed);
+}
+
+// Places in a call where a test stops or kills this process: a build with -DKOS_POINTS.
+enum kos_point {
+    KOS_AT_BEGIN, KOS_AT_PUBLISHED, KOS_AT_PUT, KOS_AT_STAMPED, KOS_AT_SEEN, KOS_AT_TAKEN, KOS_AT_DRAIN, KOS_AT_SEND,
+    KOS_AT_SENT, KOS_AT_DELIVER, KOS_AT_TAKE,
+};
+#ifdef KOS_POINTS
+extern int kos_stop_point, kos_stop_count, kos_stop_signal;
+void kos_pass(int point);
+#define KOS_POINT(point) kos_pass(point)
+#else
+#define KOS_POINT(point) ((void)0)
+#endif
+
+// segment.c
+kos_layout kos_layout_of(int size);
+int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size);  // 0, -1: unfit memory, -2: no memory
+void kos_free(kos_group *g);  // what kos_open has allocated
+void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint);  // that this rank begins that call
+int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint);  // a rank whose call differs, or -1
+uint64_t kos_fail(const kos_group *g, uint64_t sequence);  // the failure word: this, or an earlier failure
+kos_result kos_failure(const kos_group *g, uint64_t sequence);  // FAILED if that call cannot go on, or PENDING
+int64_t kos_clock(void);
+
+// reduce.c
+unsigned kos_bytes_of(int dtype);  // of an element; 0: no dtype
+int kos_reduction_of(int dtype, int op, kos_reduction *r);  // 0, or -1: the dtype has no such operation
+// Reduces the inputs in their order; `out` may be one of them.  `ranks` divides an average.
+void kos_reduce(const kos_reduction *r, void *out, const void *const *in, int inputs, size_t count, int ranks);
+
+// prepare.c
+size_t kos_prepared_bytes(int size);
+// 0, or -1: not supported.
+int kos_prepare(const kos_group *g, const kos_request *request, kos_prepared *p);
+
+// slots.c: the stages of a collective.
+int kos_may_put(const kos_group *g, const kos_work *w);
+void kos_put(kos_group *g, kos_work *w);
+int kos_step(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING, KOS_FAILED: w->result
+int kos_awaits(const kos_group *g, const kos_work *w, const kos_watch *watch, int rank);  // needs no GIL
+
+// direct.c
+int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes);  // 0, or an errno
+void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot);
+int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots);  // as kos_step
+
+// mailbox.c
+int kos_mail_start(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING or KOS_FAILED, as kos_mail_step
+int kos_mail_step(kos_group *g, kos_work *w);
+void kos_mail_post(kos_group *g, kos_work *w);  // a Work that will not move in memory any more
+void kos_mail_cancel(kos_group *g, kos_work *w);
+void kos_mail_advance(kos_group *g);            // takes what has arrived, sends what was queued
+int kos_mail_arrived(const kos_group *g);       // whether a message has arrived; needs no GIL
+
+// call.c
+kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, const void *send, void *recv, kos_work *w);
+kos_result kos_spin(kos_group *g, kos_work *w);  // at most spin_ns; only for a Work that is the only one
+int kos_alone(const kos_group *g);              // whether no Work is outstanding, so that a wait may spin
+void kos_enqueue(kos_group *g, kos_work *w);
+void kos_advance(kos_group *g);                 // advances every outstanding Work; never waits
+void kos_close(kos_group *g);                   // every outstanding Work is KOS_BROKEN, and no other begins
+void kos_abandon(kos_group *g, kos_work *w);    // ends a message that nobody waits for any more
+enum { KOS_AWAITS_READ = 1, KOS_AWAITS_MESSAGE = 2 };  // of a message: its receipt by the rank, or one from it
+int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it waits for that rank, and for what
+
+kos_watch kos_watch_of(const kos_group *g, const kos_work *w);
+// Waits until the Work may go on: PENDING; or until `until`: CHECK.  Needs no GIL.
+kos_result kos_park(const kos_group *g, const kos_work *w, const kos_watch *watch, int64_t until);
+
+// launch.c: cuLaunchKernelEx.  The driver's headers are not needed: these are its types.
+typedef struct {
+    unsigned grid[3], block[3], shared_bytes;
+    void *stream, *attributes;
+    unsigned attribute_count;
+} kos_launch_config;
+
+typedef int (*kos_launch_function)(const kos_launch_config *, void *kernel, void **parameters, void **extra);
+
+enum { KOS_PARAMETER_BYTES = 4096, KOS_WORDS = 16 };  // the driver's limit for a kernel's parameters; words of a start
+
+// A kernel with its launch and its parameters: immutable.  Python packs it (kos/_core/kernel.py), as bytes.
+typedef struct {
+    kos_launch_function launch;
+    void *kernel;  // CUfunction
+    kos_launch_config config;
+    uint64_t fingerprint;
+    size_t bytes;
+    uint8_t parameters[];  // with the kernel's own offsets; a start replaces the first 8-byte words
+} kos_kernel;
+
+int kos_launch(const kos_kernel *k, void *stream, const uint64_t *words, size_t count);  // needs no GIL; CUresult
+
+#endif

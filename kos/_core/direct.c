@@ -1,0 +1,179 @@
+// One copy from another process's memory, by process_vm_readv ("cross memory attach"), which Linux allows to processes
+// that may debug each other.  A slot would need two copies, and its lines would come from the core that wrote them.
+//
+// In the first stage of a call each rank offers its data: it writes to its slot, for every rank, where the data is.
+// Data that fits is in the slot; for the rest the offer has its address, or says that it comes in later stages, if the
+// memory cannot be read.  A rank whose memory is read ends the call when all ranks have counted the stage as read.
+#define _GNU_SOURCE
+#include "core.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/uio.h>
+
+// The kernel's loads come after the acquire that showed the address, and before the release that counts the data as
+// read: both are made by this thread.
+int kos_read(const kos_group *g, int rank, void *to, uint64_t from, size_t bytes) {
+    uint8_t *at = to;
+    const pid_t pid = (pid_t)atomic_load_explicit(&kos_line_of(g, rank)->pid, memory_order_relaxed);
+    while (bytes) {  // Linux copies at most 2 GiB at a time
+        struct iovec local = {at, bytes}, remote = {(void *)(uintptr_t)from, bytes};
+        ssize_t done = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+        if (done < 0)
+            return errno;
+        if (!done)
+            return EFAULT;
+        at += done;
+        from += (uint64_t)done;
+        bytes -= (size_t)done;
+    }
+    return 0;
+}
+
+static const kos_offer *offer_of(const kos_slot *slot) { return (const kos_offer *)slot->large; }
+
+static int takes(const kos_prepared *p, int rank) { return kos_is_in(p->patterns[0]->takers, rank, p->root); }
+
+static int is_rooted(const kos_prepared *p) {
+    return p->operation == KOS_BROADCAST || p->operation == KOS_GATHER || p->operation == KOS_SCATTER;
+}
+
+void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot) {
+    const kos_prepared *p = w->prepared;
+    const kos_pattern *pattern = p->patterns[0];
+    kos_offer *offer = (kos_offer *)slot->large;
+    const int puts = kos_is_in(pattern->putters, g->rank, p->root);
+    size_t end = kos_up(sizeof *offer + g->size * sizeof *offer->parts, KOS_CACHE_LINE);
+    uint64_t later = 0, shared = 0;
+    int readable = -1;  // not known yet
+    w->drains = p->varies && !is_rooted(p);  // if counts differ, one rank finds it, and counts no stage as read
+    for (int r = 0; r < g->size; r++) {
+        kos_part mine = p->parts[r];
+        uint8_t byte;
+        offer->parts[r].bytes = puts && takes(p, r) ? mine.bytes : 0;
+        offer->parts[r].expects = p->parts[g->size + r].bytes;
+        if (r == g->rank || !offer->parts[r].bytes)
+            offer->parts[r].at = KOS_IN_SLOT;
+        else if (!pattern->parted && shared)
+            offer->parts[r].at = shared;
+        else if (!pattern->reduces && end + mine.bytes <= g->layout.slot_bytes) {
+            memcpy(slot->large + end, w->send + mine.at, mine.bytes);
+            offer->parts[r].at = shared = KOS_IN_SLOT + end;
+            end += kos_up(mine.bytes, KOS_CACHE_LINE);
+        } else {
+            uint64_t address = (uint64_t)(uintptr_t)(w->send + mine.at);
+            if (readable < 0)
+                readable = g->direct && !kos_read(g, g->rank, &byte, address, 1);
+            offer->parts[r].at = shared = readable ? address : KOS_LATER;
+            w->drains |= readable > 0;
+            later = !readable && mine.bytes > later ? mine.bytes : later;
+        }
+    }
+    offer->later = later;
+}
+
+// Whether a rank is sent what it expects; if not, the group has the counts.
+static int agree(kos_group *g, int to, uint64_t expected, uint64_t sent) {
+    if (sent == expected)
+        return 1;
+    g->counts[0] = (uint64_t)to;
+    g->counts[1] = expected;
+    g->counts[2] = sent;
+    return 0;
+}
+
+// Copies what rank r offers this one; returns an errno, or -1 if it offers another number of bytes.
+static int take_part(kos_group *g, kos_work *w, int r, const kos_slot *slot) {
+    const kos_prepared *p = w->prepared;
+    const kos_part mine = p->parts[g->size + r];
+    const uint64_t at = offer_of(slot)->parts[g->rank].at;
+    uint8_t *to = w->recv + mine.at;
+    if (r == g->rank) {
+        const uint8_t *own = w->send ? w->send + p->parts[r].at : NULL;
+        if (own && w->recv && own != to && p->parts[r].bytes == mine.bytes)
+            memmove(to, own, mine.bytes);
+        return p->send_bytes && !agree(g, r, mine.bytes, p->parts[r].bytes) ? -1 : 0;
+    }
+    if (!agree(g, g->rank, mine.bytes, offer_of(slot)->parts[g->rank].bytes))
+        return -1;
+    if (at == KOS_LATER || !mine.bytes)
+        return 0;
+    if (at & KOS_IN_SLOT) {
+        memcpy(to, slot->large + (at ^ KOS_IN_SLOT), mine.bytes);
+        if (is_rooted(p) && p->operation != KOS_BROADCAST)
+            kos_mark(slot->large + (at ^ KOS_IN_SLOT), mine.bytes);
+        return 0;
+    }
+    return kos_read(g, r, to, at, mine.bytes);
+}
+
+// A rank whose bytes to or from the root differ from what the other end expects, or -1.  All ranks find the same one.
+static int differing(kos_group *g, const kos_prepared *p, kos_slot **slots) {
+    for (int r = 0; r < p->size; r++) {
+        const int gathers = p->operation == KOS_GATHER, from = gathers ? r : p->root, to = gathers ? p->root : r;
+        const kos_offer *sender = offer_of(slots[from]), *receiver = offer_of(slots[to]);
+        if (r != p->root && !agree(g, to, receiver->parts[from].expects, sender->parts[to].bytes))
+            return from;
+    }
+    return -1;
+}
+
+// Reads and reduces in chunks that stay in the cache.
+static int reduce_parts(kos_group *g, kos_work *w, kos_slot **slots) {
+    const kos_prepared *p = w->prepared;
+    const size_t most = KOS_SCRATCH_BYTES / (size_t)g->size / KOS_CACHE_LINE * KOS_CACHE_LINE;
+    const kos_part mine = p->parts[g->rank];
+    for (size_t at = 0; at < mine.bytes; at += most) {
+        const void *in[KOS_MAX_RANKS];
+        size_t bytes = mine.bytes - at < most ? mine.bytes - at : most;
+        for (int r = 0; r < g->size; r++) {
+            uint8_t *to = g->scratch + most * (size_t)r;
+            in[r] = r == g->rank ? w->send + mine.at + at : to;
+            int error = r == g->rank ? 0 : kos_read(g, r, to, offer_of(slots[r])->parts[g->rank].at + at, bytes);
+            if (error) {
+                w->unreadable = r + 1;
+                return error;
+            }
+        }
+        kos_reduce(&p->reduction, w->recv + at, in, g->size, bytes / p->reduction.bytes, g->size);
+    }
+    return 0;
+}
+
+int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots) {
+    const kos_prepared *p = w->prepared;
+    const int first = p->patterns[0]->sources == KOS_ROOT ? p->root : 0;
+    const int last = p->patterns[0]->sources == KOS_ROOT ? p->root + 1 : g->size;
+    uint64_t later = 0;
+    int error = 0, r;
+    w->unreadable = 0;
+    for (int r = 0; r < g->size; r++) {
+        uint64_t theirs = offer_of(slots[r])->later;
+        later = theirs > later ? theirs : later;
+    }
+    if (p->patterns[0]->reduces && later) {
+        for (int r = 0; r < g->size; r++)  // all in later stages: the parts of the longest receiver are those of all
+            later = p->parts[r].bytes > later ? p->parts[r].bytes : later;
+        w->drains = 0;
+    } else if (p->patterns[0]->reduces)
+        error = reduce_parts(g, w, slots);
+    else if (takes(p, g->rank))
+        for (int r = first; r < last && !error; r++)
+            if ((error = take_part(g, w, r, slots[r])))
+                w->unreadable = r + 1;
+    if (p->varies && is_rooted(p) && error <= 0 && (r = differing(g, p, slots)) >= 0) {
+        w->unreadable = r + 1;
+        error = -1;
+    }
+    if (error > 0)  // its process has ended, or it has failed and freed its memory: the checks find it
+        return KOS_PENDING;
+    // A rank that has failed may have changed its memory while it was read.
+    w->result = kos_failure(g, w->sequence);
+    if (error && w->result.status != KOS_FAILED)
+        w->result = (kos_result){KOS_FAILED, KOS_COUNTS, (uint16_t)(w->unreadable - 1), w->sequence};
+    if (w->result.status == KOS_FAILED)
+        return KOS_FAILED;
+    w->stages = 1 + (later + p->per_stage - 1) / p->per_stage;
+    g->stage += w->stages - 1;
+    return KOS_DONE;
+}

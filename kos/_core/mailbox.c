@@ -1,0 +1,424 @@
+// Messages.  A mailbox has a ring of headers and room for data.
+//
+// A short message is eager: its sender copies it to the header or to the room, and is done.  A long one, or one beyond
+// the credits, uses the rendezvous protocol: its header has the address, the receiver reads the data in one copy and
+// answers.  If the memory cannot be read, the receiver answers that it is ready, and the data comes in pieces.
+//
+// A rank takes all messages that have arrived, and keeps those without a receive.  So messages of one tag are received
+// in order, and no order of tags blocks.
+#include "core.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum kind { INLINE, ROOM, ADDRESS, STREAM, PIECE };
+// The sender writes CANCELLED; a refusal is REFUSED + what was expected.  DROPPED: the receiver has found CANCELLED, so
+// the word may be used again; or it has cancelled its receive of pieces.
+enum answer { READ = 1, CANCELLED, READY, DROPPED };
+enum { OVERHEAD_BYTES = 256 };               // of an eager message, that counts against the credits
+#define NO_ANSWER UINT32_MAX
+#define REFUSED (UINT64_C(1) << 63)
+#define WHAT (((UINT64_C(1) << KOS_KIND_AT) - 1))
+
+static void push(kos_queue *q, kos_message *m) {
+    m->next = NULL;
+    if (q->last)
+        q->last->next = m;
+    else
+        q->first = m;
+    q->last = m;
+}
+
+static void drop(kos_queue *q, kos_message *m) {
+    kos_message *before = NULL;
+    for (kos_message *each = q->first; each != m; each = each->next) {
+        if (!each)
+            return;
+        before = each;
+    }
+    if (before)
+        before->next = m->next;
+    else
+        q->first = m->next;
+    if (q->last == m)
+        q->last = before;
+    m->next = NULL;
+}
+
+static uint64_t end_of(const kos_message *m) { return m->bytes << 8 | (m->what >> KOS_DTYPE_AT & 0xff); }
+
+// --- The sender ----------------------------------------------------------------------------------------------------
+
+// A place in the room, or UINT64_MAX.  Places are freed in order, as messages are taken.
+static uint64_t reserve(const kos_group *g, kos_box *box, uint64_t bytes, uint64_t taken) {
+    const uint64_t room = g->layout.room, length = kos_up(bytes, KOS_CACHE_LINE);
+    uint64_t at = box->room_at, free = taken ? box->ends[(taken - 1) % KOS_HEADERS] : 0;
+    if (at % room + length > room || taken == box->sent)
+        at += (room - at % room) % room;  // to the start, which the caches hold
+    if (taken == box->sent)
+        free = at;
+    if (length > room || at + length - free > room)
+        return UINT64_MAX;
+    box->room_at = at + length;
+    return at % room;
+}
+
+static uint32_t new_answer(const kos_group *g, kos_box *box) {
+    const uint32_t most = g->layout.answers;
+    if (box->free_count)
+        return box->free[--box->free_count];
+    if (!box->free && !(box->free = malloc(most * sizeof *box->free)))
+        return most;
+    if (box->answers < most)
+        return box->answers++;
+    uint32_t index = 0;  // of a cancelled message
+    while (index < most && atomic_load_explicit(&box->out->answers[index], memory_order_acquire) != DROPPED)
+        index++;
+    return index;
+}
+
+static void free_answer(kos_box *box, kos_message *m) {
+    atomic_store_explicit(&box->out->answers[m->answer], 0, memory_order_relaxed);
+    box->free[box->free_count++] = m->answer;
+}
+
+// Replaces an answer; or returns the one that is there instead.  Acquire and release: loads and stores of the data come
+// before, and neither side sees its own state change before the answer.
+static uint64_t replace(_Atomic uint64_t *answer, uint64_t old, uint64_t new) {
+    atomic_compare_exchange_strong_explicit(answer, &old, new, memory_order_acq_rel, memory_order_acquire);
+    return old;
+}
+
+static void publish(kos_box *box, kos_mail *mail, uint64_t what, uint64_t bytes) {
+    mail->what = what;
+    mail->bytes = bytes;
+    box->ends[box->sent % KOS_HEADERS] = box->room_at;
+    box->sent++;
+    KOS_POINT(KOS_AT_SEND);
+    // Release: whoever acquires the number finds the header, the data, and the cleared answer.
+    atomic_store_explicit(&mail->number, box->sent, memory_order_release);
+    KOS_POINT(KOS_AT_SENT);
+}
+
+// The next header; NULL if none is free.  Acquire: the receiver has read what this rank may now write.
+static kos_mail *header_of(kos_box *box, uint64_t *taken) {
+    *taken = atomic_load_explicit(&box->out->taken, memory_order_acquire);
+    return box->sent - *taken < KOS_HEADERS ? &box->out->mail[box->sent % KOS_HEADERS] : NULL;
+}
+
+static int send(kos_group *g, kos_box *box, kos_message *m) {
+    uint64_t taken, at, credit = box->eager + m->bytes + OVERHEAD_BYTES;
+    kos_mail *mail = header_of(box, &taken);
+    if (!mail)
+        return 0;
+    // Relaxed: the number bounds what the receiver keeps, and orders no data.
+    const int eager = credit - atomic_load_explicit(&box->out->received, memory_order_relaxed) <= KOS_CREDIT_BYTES;
+    if (eager && m->bytes <= KOS_INLINE_MESSAGE) {
+        memcpy(mail->small, m->data, m->bytes);
+        box->eager = credit;
+        publish(box, mail, m->what | (uint64_t)INLINE << KOS_KIND_AT, m->bytes);
+    } else if (eager && m->bytes <= g->layout.room / 4 && (at = reserve(g, box, m->bytes, taken)) != UINT64_MAX) {
+        memcpy(box->out_room + at, m->data, m->bytes);
+        mail->where = at;
+        box->eager = credit;
+        publish(box, mail, m->what | (uint64_t)ROOM << KOS_KIND_AT, m->bytes);
+    } else {
+        if ((m->answer = new_answer(g, box)) == g->layout.answers)
+            return 0;
+        const int kind = g->direct ? ADDRESS : STREAM;
+        mail->where = (uint64_t)(uintptr_t)m->data;
+        mail->answer = m->answer;
+        atomic_store_explicit(&box->out->answers[m->answer], 0, memory_order_relaxed);
+        publish(box, mail, m->what | (uint64_t)kind << KOS_KIND_AT, m->bytes);
+        m->state = KOS_UNANSWERED;
+        return 1;
+    }
+    m->state = KOS_COMPLETE;
+    return 1;
+}
+
+static void send_pieces(kos_group *g, kos_box *box, kos_message *m) {
+    const uint64_t most = g->layout.room / 4;
+    uint64_t taken, at;
+    kos_mail *mail;
+    while (m->moved < m->bytes && (mail = header_of(box, &taken))) {
+        uint64_t bytes = m->bytes - m->moved < most ? m->bytes - m->moved : most;
+        if ((at = reserve(g, box, bytes, taken)) == UINT64_MAX)
+            return;
+        memcpy(box->out_room + at, m->data + m->moved, bytes);
+        mail->where = at;
+        mail->answer = m->answer;
+        publish(box, mail, (uint64_t)PIECE << KOS_KIND_AT, bytes);
+        m->moved += bytes;
+    }
+}
+
+static void step_send(kos_group *g, kos_box *box, kos_message *m, int posted) {
+    if (m->state == KOS_QUEUED && (!box->queued.first || box->queued.first == m) && send(g, box, m) && posted)
+        drop(&box->queued, m);
+    if (m->state != KOS_UNANSWERED)
+        return;
+    // Acquire: the receiver has read the data before it answered, so the program may change it.
+    uint64_t answer = atomic_load_explicit(&box->out->answers[m->answer], memory_order_acquire);
+    if (answer == READY) {
+        send_pieces(g, box, m);
+        if (m->moved < m->bytes)
+            return;
+    } else if (!answer)
+        return;
+    m->state = answer & REFUSED ? KOS_REFUSED : KOS_COMPLETE;
+    m->refusal = answer & ~REFUSED;
+    free_answer(box, m);
+}
+
+// --- The receiver --------------------------------------------------------------------------------------------------
+
+// Answers, or returns 0 if the sender has cancelled the message.
+static int reply(kos_box *box, uint64_t index, uint64_t answer) {
+    if (!replace(&box->in->answers[index], 0, answer))
+        return 1;
+    atomic_store_explicit(&box->in->answers[index], DROPPED, memory_order_release);
+    return 0;
+}
+
+// Counts an eager message as received.  This rank alone writes the number.
+static void give_credit(kos_box *box, uint64_t bytes) {
+    uint64_t received = atomic_load_explicit(&box->in->received, memory_order_relaxed);
+    atomic_store_explicit(&box->in->received, received + bytes + OVERHEAD_BYTES, memory_order_release);
+}
+
+// Receives a message; 0 if its sender has cancelled it, so that the receive waits for another one.
+static int deliver(kos_group *g, kos_box *box, kos_message *m, const kos_arrival *from, const uint8_t *data) {
+    const int kind = (int)(from->what >> KOS_KIND_AT), same = (from->what & WHAT) == m->what && from->bytes == m->bytes;
+    m->refusal = from->bytes << 8 | (from->what >> KOS_DTYPE_AT & 0xff);
+    if (kind <= ROOM) {
+        give_credit(box, from->bytes);
+        if (same)
+            memcpy(m->data, data, m->bytes);
+        kos_mark(data, from->bytes);
+    } else if (!same) {
+        if (!reply(box, from->answer, REFUSED | end_of(m)))
+            return 0;
+    } else {
+        if (atomic_load_explicit(&box->in->answers[from->answer], memory_order_acquire))
+            return reply(box, from->answer, READ);
+        // An error: the memory is a device's, and the data comes in pieces; or the sender has ended, which the checks
+        // find, or has freed its memory after a failure.
+        const int read = !m->bytes || (kind == ADDRESS && !kos_read(g, m->peer, m->data, from->where, m->bytes));
+        KOS_POINT(KOS_AT_DELIVER);
+        if (!reply(box, from->answer, read ? READ : READY))
+            return 0;
+        m->answer = read ? NO_ANSWER : (uint32_t)from->answer;
+        m->moved = 0;
+        // A rank that has failed may have changed the data while it was read.
+        m->state = read && kos_failure(g, m->sequence).status == KOS_PENDING ? KOS_COMPLETE : KOS_STREAMED;
+        return 1;
+    }
+    m->state = same ? KOS_COMPLETE : KOS_REFUSED;
+    return 1;
+}
+
+static int keep(kos_box *box, const kos_arrival *a, const uint8_t *data) {
+    const uint64_t bytes = a->what >> KOS_KIND_AT <= ROOM ? a->bytes : 0;
+    kos_arrival *kept = malloc(sizeof *kept + bytes);
+    if (!kept)
+        return -1;  // the message stays in the mailbox
+    *kept = *a;
+    memcpy(kept->data, data, bytes);
+    *box->arrived_end = kept;
+    box->arrived_end = &kept->next;
+    return 0;
+}
+
+// A piece of a message.  If its receive was cancelled it is dropped.
+static void take_piece(kos_box *box, kos_message *extra, const kos_mail *mail) {
+    kos_message *m = box->streamed.first;
+    while (m && m->answer != mail->answer)
+        m = m->next;
+    if (!m && extra && extra->state == KOS_STREAMED && extra->answer == mail->answer)
+        m = extra;
+    if (!m || m->moved + mail->bytes > m->bytes)
+        return;
+    memcpy(m->data + m->moved, box->in_room + mail->where, mail->bytes);
+    kos_mark(box->in_room + mail->where, mail->bytes);
+    m->moved += mail->bytes;
+    if (m->moved == m->bytes) {
+        m->state = KOS_COMPLETE;
+        drop(&box->streamed, m);
+    }
+}
+
+static const kos_mail *next_mail(const kos_box *box, uint64_t taken) {
+    const kos_mail *mail = &box->in->mail[taken % KOS_HEADERS];
+    // Acquire: the header and the data were stored before the number.
+    return atomic_load_explicit(&mail->number, memory_order_acquire) == taken + 1 ? mail : NULL;
+}
+
+static kos_message *match(kos_box *box, kos_message *extra, uint64_t tag) {
+    for (kos_message *m = box->expected.first; m; m = m->next)
+        if (!((m->what ^ tag) << (64 - KOS_DTYPE_AT)))
+            return m;
+    return extra && extra->state == KOS_EXPECTED && !((extra->what ^ tag) << (64 - KOS_DTYPE_AT)) ? extra : NULL;
+}
+
+static void delivered(kos_box *box, kos_message *m, const kos_message *extra) {
+    if (m == extra)
+        return;
+    drop(&box->expected, m);
+    if (m->state == KOS_STREAMED)
+        push(&box->streamed, m);
+}
+
+// Takes what has arrived.  `extra` is a receive that is in no queue; with it only what comes before its message.
+static void take(kos_group *g, kos_box *box, kos_message *extra) {
+    const kos_mail *mail;
+    while ((!extra || extra->state != KOS_COMPLETE) && (mail = next_mail(box, box->taken))) {
+        const int kind = (int)(mail->what >> KOS_KIND_AT);
+        const uint8_t *data = kind == ROOM || kind == PIECE ? box->in_room + mail->where : mail->small;
+        if (kind == PIECE)
+            take_piece(box, extra, mail);
+        else {
+            kos_arrival a = {.what = mail->what, .bytes = mail->bytes};
+            if (kind != INLINE) {
+                a.where = mail->where;
+                a.answer = mail->answer;
+            }
+            kos_message *m = match(box, extra, mail->what);
+            if (!m) {
+                if (keep(box, &a, data))
+                    return;
+            } else if (deliver(g, box, m, &a, data))
+                delivered(box, m, extra);
+        }
+        KOS_POINT(KOS_AT_TAKE);
+        box->taken++;
+        // Release: the sender writes to the header and the room only after the loads above.
+        atomic_store_explicit(&box->in->taken, box->taken, memory_order_release);
+    }
+}
+
+// Receives a message that has arrived before.
+static void find_arrival(kos_group *g, kos_box *box, kos_message *m) {
+    for (kos_arrival **at = &box->arrived, *each; (each = *at) && m->state == KOS_EXPECTED;) {
+        if (match(box, m, each->what) != m) {
+            at = &each->next;
+            continue;
+        }
+        deliver(g, box, m, each, each->data);
+        *at = each->next;
+        if (box->arrived_end == &each->next)
+            box->arrived_end = at;
+        free(each);
+    }
+}
+
+// --- Works ---------------------------------------------------------------------------------------------------------
+
+int kos_mail_start(kos_group *g, kos_work *w) {
+    const kos_prepared *p = w->prepared;
+    w->send_end = w->recv_end = (kos_message){.state = KOS_COMPLETE, .peer = g->rank};
+    if (p->operation != KOS_RECV) {
+        w->send_end = (kos_message){.data = (uint8_t *)(uintptr_t)w->send, .what = p->tag, .bytes = p->send_bytes,
+                                    .sequence = w->sequence, .peer = p->dst, .state = KOS_QUEUED};
+        step_send(g, &g->boxes[p->dst], &w->send_end, 0);
+    }
+    if (p->operation != KOS_SEND) {
+        w->recv_end = (kos_message){.data = w->recv, .what = p->recv_tag, .bytes = p->recv_bytes,
+                                    .sequence = w->sequence, .peer = p->src, .state = KOS_EXPECTED};
+        if (g->boxes[p->src].arrived)
+            find_arrival(g, &g->boxes[p->src], &w->recv_end);
+    }
+    return kos_mail_step(g, w);
+}
+
+// Whether the sender of a message in pieces has cancelled it.
+static int is_cancelled(const kos_box *box, const kos_message *m) {
+    return m->state == KOS_STREAMED && m->answer != NO_ANSWER
+        && atomic_load_explicit(&box->in->answers[m->answer], memory_order_acquire) == CANCELLED;
+}
+
+// Receives the next message instead of one in pieces, which is cancelled.
+static void receive_next(kos_group *g, kos_box *box, kos_message *m, int posted) {
+    drop(&box->streamed, m);
+    atomic_store_explicit(&box->in->answers[m->answer], DROPPED, memory_order_release);
+    m->state = KOS_EXPECTED;
+    find_arrival(g, box, m);  // if one with this tag has arrived, no other receive expects it
+    if (posted && m->state == KOS_EXPECTED) {  // before those of this tag that were posted later
+        m->next = box->expected.first;
+        box->expected.first = m;
+        if (!box->expected.last)
+            box->expected.last = m;
+    } else if (posted && m->state == KOS_STREAMED)
+        push(&box->streamed, m);
+}
+
+int kos_mail_step(kos_group *g, kos_work *w) {
+    kos_message *r = &w->recv_end, *s = &w->send_end;
+    kos_box *from = &g->boxes[r->peer];
+    if (r->state == KOS_EXPECTED || r->state == KOS_STREAMED) {
+        const int cancelled = is_cancelled(from, r);  // before: else the word may be that of a later message
+        take(g, from, w->posted ? NULL : r);
+        if (cancelled && r->state == KOS_STREAMED)
+            receive_next(g, from, r, w->posted);
+    }
+    if (s->state == KOS_QUEUED || s->state == KOS_UNANSWERED)
+        step_send(g, &g->boxes[s->peer], s, w->posted);
+    if (r->state == KOS_COMPLETE && s->state == KOS_COMPLETE) {
+        kos_set(w, 0, KOS_ENDED);
+        return KOS_DONE;
+    }
+    if (kos_is_open(r) || kos_is_open(s))
+        return KOS_PENDING;  // the end that is left completes, even beside a refused one
+    const int received = r->state == KOS_REFUSED;
+    const kos_message *refused = received ? r : s;
+    w->result = (kos_result){KOS_FAILED, received ? KOS_MESSAGE : KOS_REFUSED_MESSAGE, (uint16_t)refused->peer,
+                             refused->refusal};
+    return KOS_FAILED;
+}
+
+void kos_mail_post(kos_group *g, kos_work *w) {
+    kos_message *r = &w->recv_end, *s = &w->send_end;
+    if (r->state == KOS_EXPECTED)
+        push(&g->boxes[r->peer].expected, r);
+    else if (r->state == KOS_STREAMED)
+        push(&g->boxes[r->peer].streamed, r);
+    if (s->state == KOS_QUEUED)
+        push(&g->boxes[s->peer].queued, s);
+    w->posted = 1;
+}
+
+// Ends what is not complete.  The receiver of a cancelled message receives the next one.
+void kos_mail_cancel(kos_group *g, kos_work *w) {
+    kos_message *r = &w->recv_end, *s = &w->send_end;
+    kos_box *to = &g->boxes[s->peer], *from = &g->boxes[r->peer];
+    const int own = g->generation == kos_forks;  // in a forked process it is the parent's
+    if (r->state == KOS_EXPECTED)
+        drop(&from->expected, r);
+    else if (r->state == KOS_STREAMED)
+        drop(&from->streamed, r);
+    if (own && r->state == KOS_STREAMED && r->answer != NO_ANSWER)
+        replace(&from->in->answers[r->answer], READY, DROPPED);
+    if (s->state == KOS_QUEUED)
+        drop(&to->queued, s);
+    if (!own || s->state != KOS_UNANSWERED)
+        return;
+    _Atomic uint64_t *word = &to->out->answers[s->answer];
+    const uint64_t answer = replace(word, 0, CANCELLED);
+    if (answer && (answer != READY || replace(word, READY, CANCELLED) != READY))
+        free_answer(to, s);
+}
+
+void kos_mail_advance(kos_group *g) {
+    for (int r = 0; r < g->size; r++)
+        take(g, &g->boxes[r], NULL);
+}
+
+int kos_mail_arrived(const kos_group *g) {
+    for (int r = 0; r < g->size; r++) {
+        const kos_mailbox *in = g->boxes[r].in;
+        uint64_t taken = atomic_load_explicit(&in->taken, memory_order_relaxed);  // this rank's own count
+        if (atomic_load_explicit(&in->mail[taken % KOS_HEADERS].number, memory_order_relaxed) == taken + 1)
+            return 1;
+    }
+    return 0;
+}

@@ -1,0 +1,262 @@
+// kos._core.native: the core as Python sees it.
+//
+// A call that the core completes executes no Python code.  Otherwise the core returns a Work, which Python polls, or
+// calls failed(code, rank, word) of the group's owner, a Python object, which raises.
+#include "module.h"
+
+#include <sched.h>
+#include <string.h>
+
+static PyObject *group_launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    Group *g = (Group *)self;
+    uint64_t words[KOS_WORDS];
+    char *packed;
+    Py_ssize_t bytes, given = count - 3;
+    if (given < 0 || given > KOS_WORDS)
+        return PyErr_Format(PyExc_TypeError, "launch: expected kernel, number, stream and up to %d words", KOS_WORDS);
+    if (PyBytes_AsStringAndSize(args[0], &packed, &bytes))
+        return NULL;
+    const kos_kernel *k = (const kos_kernel *)packed;
+    if ((size_t)bytes < sizeof *k || k->bytes != bytes - sizeof *k || k->bytes > KOS_PARAMETER_BYTES
+        || given * sizeof *words > k->bytes)
+        return PyErr_Format(PyExc_ValueError, "launch: expected a packed kernel with at least %zd words", given);
+    const uint64_t sequence = PyLong_AsUnsignedLongLong(args[1]);
+    void *stream = PyLong_AsVoidPtr(args[2]);
+    for (Py_ssize_t i = 0; i < given; i++)
+        words[i] = PyLong_AsUnsignedLongLong(args[3 + i]);
+    if (PyErr_Occurred())
+        return NULL;
+    kos_result r = kos_failure(&g->core, sequence);
+    if (r.status == KOS_FAILED)
+        return raise_failure(g, r);
+    kos_publish(&g->core, sequence, k->fingerprint);
+    int status;
+    Py_BEGIN_ALLOW_THREADS  // a full launch queue blocks, and the watchdog must run to end it
+    status = kos_launch(k, stream, words, given);
+    Py_END_ALLOW_THREADS
+    if (status)
+        return raise_failure(g, (kos_result){KOS_FAILED, KOS_DRIVER, g->core.rank, status});
+    Py_RETURN_NONE;
+}
+
+// --- The rest of a group ---------------------------------------------------------------------------------------------
+
+// Whether this process may not use the memory: the group is closed, or another process made it.
+static int is_over(const kos_group *g) {
+    const int code = kos_failure(g, 0).code;
+    return code == KOS_CLOSED || code == KOS_FORKED;
+}
+
+// publish(sequence, fingerprint): this rank begins a call that the core does not run.
+static PyObject *group_publish(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    kos_group *g = &((Group *)self)->core;
+    if (count != 2)
+        return PyErr_Format(PyExc_TypeError, "publish: expected a number and a fingerprint, got %zd arguments", count);
+    const uint64_t sequence = PyLong_AsUnsignedLongLong(args[0]), fingerprint = PyLong_AsUnsignedLongLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    if (is_over(g))
+        return raise_failure((Group *)self, kos_failure(g, 0));
+    kos_publish(g, sequence, fingerprint);
+    Py_RETURN_NONE;
+}
+
+// fail(sequence): fails that call and later ones on all ranks, unless an earlier failure does.
+static PyObject *group_fail(PyObject *self, PyObject *argument) {
+    kos_group *g = &((Group *)self)->core;
+    const uint64_t sequence = PyLong_AsUnsignedLongLong(argument);
+    if (PyErr_Occurred())
+        return NULL;
+    if (!is_over(g)) {
+        kos_fail(g, sequence);
+        kos_advance(g);  // releases the arrays of what has failed
+    }
+    Py_RETURN_NONE;
+}
+
+// failure(): the failure word, after which its text may be read; 0 for none.
+static PyObject *group_failure(PyObject *self, PyObject *unused) {
+    return PyLong_FromUnsignedLongLong(kos_failure(&((Group *)self)->core, KOS_WORD_SEQUENCE).word);
+}
+
+static PyObject *group_counts(PyObject *self, PyObject *unused) {
+    const uint64_t *counts = ((Group *)self)->core.counts;
+    return Py_BuildValue("KKK", counts[0], counts[1], counts[2]);
+}
+
+// held(): messages that have arrived without a receive, answers in use, outstanding Works.
+static PyObject *group_held(PyObject *self, PyObject *unused) {
+    const kos_group *g = &((Group *)self)->core;
+    int arrived = 0, answers = 0, works = 0;
+    for (int r = 0; r < g->size; r++) {
+        for (const kos_arrival *each = g->boxes[r].arrived; each; each = each->next)
+            arrived++;
+        answers += (int)(g->boxes[r].answers - g->boxes[r].free_count);
+    }
+    for (const kos_work *w = g->head; w; w = w->next)
+        works++;
+    for (const kos_work *w = g->messages; w; w = w->next)
+        works++;
+    return Py_BuildValue("iii", arrived, answers, works);
+}
+
+// Whether these bytes are at that address of that rank.
+static PyObject *group_read(PyObject *self, PyObject *args) {
+    unsigned long long address;
+    int rank;
+    char found[64];
+    const char *expected;
+    Py_ssize_t bytes;
+    kos_group *g = &((Group *)self)->core;
+    if (!PyArg_ParseTuple(args, "iKy#:read", &rank, &address, &expected, &bytes))
+        return NULL;
+    if (rank < 0 || rank >= g->size || bytes > (Py_ssize_t)sizeof found)
+        return PyErr_Format(PyExc_ValueError, "expected a rank and up to %zu bytes", sizeof found);
+    if (is_over(g))
+        return raise_failure((Group *)self, kos_failure(g, 0));
+    return PyBool_FromLong(!kos_read(g, rank, found, address, bytes) && !memcmp(found, expected, bytes));
+}
+
+static PyObject *group_close(PyObject *self, PyObject *unused) {
+    Group *g = (Group *)self;
+    const int own = g->core.generation == kos_forks;  // a forked process has no threads that wait
+    kos_close(&g->core);
+    while (own && g->parked) {  // they read the memory until they see this
+        Py_BEGIN_ALLOW_THREADS
+        sched_yield();
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&g->memory);
+    Py_RETURN_NONE;
+}
+
+static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    PyObject *memory, *owner;
+    int rank, size;
+    double spin;
+    if (!PyArg_ParseTuple(args, "OiiOd:Group", &memory, &rank, &size, &owner, &spin))
+        return NULL;
+    Group *g = (Group *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!g)
+        return NULL;
+    g->core.ended = work_ended;
+    g->core.spin_ns = spin * 1e9;
+    g->owner = Py_NewRef(owner);
+    if (!PyObject_GetBuffer(memory, &g->memory, PyBUF_WRITABLE)) {
+        int error = kos_open(&g->core, g->memory.buf, g->memory.len, rank, size);
+        const char *text = "expected the memory of layout(%d) and a rank of it, got %zd bytes and rank %d";
+        if (error == -2)
+            PyErr_NoMemory();
+        else if (error)
+            PyErr_Format(PyExc_ValueError, text, size, g->memory.len, rank);
+    }
+    if (PyErr_Occurred())
+        Py_CLEAR(g);
+    return (PyObject *)g;
+}
+
+static int group_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT((PyObject *)Py_TYPE(self));
+    Py_VISIT(((Group *)self)->owner);
+    return 0;
+}
+
+static int group_clear(PyObject *self) {
+    Py_CLEAR(((Group *)self)->owner);
+    return 0;
+}
+
+static void group_dealloc(PyObject *self) {  // no Work is outstanding: each refers to its group
+    Group *g = (Group *)self;
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    PyBuffer_Release(&g->memory);
+    kos_free(&g->core);
+    group_clear(self);
+    PyObject_GC_Del(self);
+    Py_DECREF((PyObject *)type);
+}
+
+// --- The module ------------------------------------------------------------------------------------------------------
+
+static PyObject *layout(PyObject *self, PyObject *argument) {
+    long size = PyLong_AsLong(argument);
+    if (size < 1 || size > KOS_MAX_RANKS)
+        return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "expected 1 to 256 ranks, got %ld", size);
+    kos_layout at = kos_layout_of(size);
+    return Py_BuildValue("nnnnn", at.lines, at.rings, at.texts, at.mailboxes, at.total);
+}
+
+static PyMethodDef group_methods[] = {
+    {"launch", (PyCFunction)(void *)group_launch, METH_FASTCALL, NULL},
+    {"prepare", group_prepare, METH_VARARGS, NULL},
+    {"publish", (PyCFunction)(void *)group_publish, METH_FASTCALL, NULL},
+    {"read", group_read, METH_VARARGS, NULL},
+    {"fail", group_fail, METH_O, NULL},
+    {"failure", group_failure, METH_NOARGS, NULL},
+    {"counts", group_counts, METH_NOARGS, NULL},
+    {"held", group_held, METH_NOARGS, NULL},
+    {"close", group_close, METH_NOARGS, NULL},
+    {0},
+};
+static PyMemberDef group_members[] = {
+    {"direct", T_INT, offsetof(Group, core.direct), 0, NULL},
+    {"spin_ns", T_LONGLONG, offsetof(Group, core.spin_ns), 0, NULL},
+    {"yields", T_INT, offsetof(Group, core.yields), 0, NULL},
+    {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
+    {"parked", T_INT, offsetof(Group, parked), READONLY, NULL},
+    {0},
+};
+static PyType_Slot group_slots[] = {
+    {Py_tp_new, group_new}, {Py_tp_dealloc, group_dealloc}, {Py_tp_traverse, group_traverse},
+    {Py_tp_clear, group_clear}, {Py_tp_methods, group_methods}, {Py_tp_members, group_members}, {0},
+};
+static PyType_Spec group_spec = {"kos._core.native.Group", sizeof(Group), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+                                 group_slots};
+
+#define CONSTANT(name) {#name, KOS_##name}
+static const struct { const char *name; long value; } constants[] = {
+    CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(SLOT_BYTES), CONSTANT(MAX_RANKS),
+    CONSTANT(MISMATCH), CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(DRIVER), CONSTANT(COUNTS),
+    CONSTANT(MESSAGE), CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ),
+    CONSTANT(AWAITS_MESSAGE), CONSTANT(HEADERS),
+};
+
+#ifdef KOS_POINTS
+static PyObject *stop_at(PyObject *self, PyObject *args) {
+    if (!PyArg_ParseTuple(args, "iii:stop_at", &kos_stop_point, &kos_stop_count, &kos_stop_signal))
+        return NULL;
+    Py_RETURN_NONE;
+}
+#endif
+
+// fence(): what this thread has written before is visible to whoever sees what it writes after; the same for reads.
+static PyObject *fence(PyObject *self, PyObject *unused) {
+    atomic_thread_fence(memory_order_seq_cst);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef functions[] = {
+    {"layout", layout, METH_O, NULL},
+    {"fence", fence, METH_NOARGS, NULL},
+    {"arrays", eager_arrays, METH_VARARGS, NULL},
+#ifdef KOS_POINTS
+    {"stop_at", stop_at, METH_VARARGS, NULL},
+#endif
+    {0},
+};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "native", NULL, -1, functions, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit_native(void) {
+    PyObject *m = PyModule_Create(&module), *group = PyType_FromSpec(&group_spec);
+    work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
+    prepared_type = (PyTypeObject *)PyType_FromSpec(&prepared_spec);
+    int error = !m || !group || !work_type || !prepared_type || PyModule_AddObjectRef(m, "Group", group)
+        || eager_init(m);
+    for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
+        error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);
+    Py_XDECREF(group);
+    if (error)
+        Py_CLEAR(m);
+    return m;
+}

@@ -1,0 +1,94 @@
+"""The extension module built from the C files of this folder; module.c describes the owner of a group."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
+
+LINE: int
+RING: int
+TEXTS: int
+TEXT_BYTES: int
+SLOT_BYTES: int
+MAX_RANKS: int
+HEADERS: int
+MISMATCH: int
+REPORTED: int
+FORKED: int
+CLOSED: int
+DRIVER: int
+COUNTS: int
+MESSAGE: int
+REFUSED_MESSAGE: int
+WORD_SEQUENCE: int
+AWAITS_READ: int
+AWAITS_MESSAGE: int
+
+def layout(size: int, /) -> tuple[int, int, int, int, int]:
+    """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""
+
+def fence() -> None:
+    """What this thread wrote before is visible to whoever sees what it writes after; the same for reads."""
+
+def arrays(example: Any, address: int, /) -> bool:
+    """Use the type of this array, 2 x 3 of float64 at ``address``; False if NumPy's layout is another one."""
+
+class Owner(Protocol):
+    def failed(self, code: int, rank: int, word: int, /) -> NoReturn: ...
+
+class Work:
+    def done(self) -> bool:
+        """Advance all Works of the group; whether this one is complete."""
+    def wait(self) -> Work | None:
+        """Advance it for up to 10 ms; None if it is complete."""
+    def cancel(self) -> None:
+        """End a message that is not complete."""
+    def missing(self, rank: int, /) -> int:
+        """Whether this Work waits for that rank; of a message AWAITS_READ, AWAITS_MESSAGE or both."""
+
+class Prepared:
+    """Arrays are objects with the buffer protocol; None where this rank has none, one array for a call in place."""
+
+    def start(self, sequence: int, waits: bool, send: Any, recv: Any, /) -> Work | None:
+        """Begin the call, and wait for up to 10 ms if it ``waits``; None if it is complete."""
+
+class Eager:
+    """Makes operations of a communicator that need no Python; see module_eager.c."""
+
+    off: bool
+    hits: int
+    def __init__(
+        self, group: Group, comm: Any, backend: Any, node: Any, board: Any, active: list[Any], recorder: Any,
+        slots: list[list[Any]], collectives: Iterator[int], messages: Iterator[int], /,
+    ) -> None: ...  # fmt: skip
+    def method(self, name: str, method: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
+        """What stands in for that method of the communicator."""
+    def forget(self) -> None:
+        """Forget all calls."""
+
+class Group:
+    direct: int
+    spin_ns: int
+    yields: int
+    parks: int
+    """Waits without the GIL so far."""
+    parked: int
+    """Threads in such a wait."""
+    def __init__(self, memory: Any, rank: int, size: int, owner: Owner, spin: float, /) -> None: ...
+    def launch(self, kernel: bytes, sequence: int, stream: int, /, *words: int) -> None: ...
+    def prepare(
+        self, operation: int, dtype: int, op: int, root: int, count: int, varies: bool,
+        send_counts: tuple[int, ...] | None, recv_counts: tuple[int, ...] | None, dst: int, src: int, tag: int,
+        recv_tag: int, fingerprint: int, /,
+    ) -> Prepared | None: ...  # fmt: skip
+    def publish(self, sequence: int, fingerprint: int, /) -> None:
+        """Publish a call that the core does not run."""
+    def read(self, rank: int, address: int, expected: bytes, /) -> bool:
+        """Whether these bytes are at that address of that rank."""
+    def fail(self, sequence: int, /) -> None:
+        """Fail that call and later ones on all ranks, unless an earlier failure does."""
+    def failure(self) -> int:
+        """The failure word, after which its text may be read; 0 for none."""
+    def counts(self) -> tuple[int, int, int]:
+        """Of the last COUNTS: the receiver, the bytes that it expects, and those that are sent."""
+    def held(self) -> tuple[int, int, int]:
+        """Messages that have arrived without a receive, answers in use, outstanding Works."""
+    def close(self) -> None: ...

@@ -1,0 +1,138 @@
+// From a request to a Prepared: which algorithm runs it, which part of which array goes where, and in how many stages.
+//
+// All ranks must find the same algorithm and number of stages.  So these follow from what all ranks know: in a v-form
+// whose counts only some ranks know, the first stage says how many others come (KOS_OFFER).
+#include "core.h"
+
+#include <string.h>
+
+enum {
+    // An all_reduce up to this is reduced by every rank, which saves one wait.  More ranks read more.
+    ONE_SHOT_BYTES = 128 << 10,
+    // A rank reads a part above this in one copy from another rank's memory.
+    DIRECT_BYTES = 256 << 10,
+};
+
+static const kos_pattern patterns[] = {
+    [KOS_BARRIER] = {KOS_NOBODY, KOS_NOBODY, KOS_NOBODY, 0, 0},
+    [KOS_BROADCAST] = {KOS_ROOT, KOS_EVERYBODY, KOS_ROOT, 0, 0},
+    [KOS_REDUCE] = {KOS_OTHERS, KOS_ROOT, KOS_EVERYBODY, 0, 1},
+    [KOS_ALL_REDUCE] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_EVERYBODY, 0, 1},
+    [KOS_ALL_GATHER] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_EVERYBODY, 0, 0},
+    [KOS_GATHER] = {KOS_OTHERS, KOS_ROOT, KOS_EVERYBODY, 0, 0},
+    [KOS_SCATTER] = {KOS_ROOT, KOS_EVERYBODY, KOS_ROOT, 1, 0},
+    [KOS_ALL_TO_ALL] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_EVERYBODY, 1, 0},
+    [KOS_REDUCE_SCATTER] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_EVERYBODY, 1, 1},
+    [KOS_SCAN] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_UP_TO_ME, 0, 1},
+    [KOS_EXSCAN] = {KOS_EVERYBODY, KOS_EVERYBODY, KOS_BELOW_ME, 0, 1},
+};
+
+size_t kos_prepared_bytes(int size) { return sizeof(kos_prepared) + 2 * (size_t)size * sizeof(kos_part); }
+
+// Fills the parts of one array, which is `counts` one after another, or `size` parts of `bytes`, or one such part that
+// goes to or comes from every rank.  Returns the bytes of the array.
+static uint64_t fill(kos_part *parts, int size, const uint64_t *counts, unsigned item, uint64_t bytes, int apart) {
+    uint64_t at = 0;
+    for (int r = 0; r < size; r++) {
+        parts[r] = (kos_part){at, counts ? counts[r] * item : bytes};
+        if (counts || apart)
+            at += parts[r].bytes;
+    }
+    return counts || apart ? at : bytes;
+}
+
+static uint64_t largest_of(const kos_part *parts, int size) {
+    uint64_t most = 0;
+    for (int r = 0; r < size; r++)
+        most = parts[r].bytes > most ? parts[r].bytes : most;
+    return most;
+}
+
+// Each rank reduces one part of an all_reduce or a reduce, and then the other ranks, or the root, get it.
+static void prepare_two_shot(const kos_group *g, kos_prepared *p, uint64_t bytes) {
+    const uint64_t step = kos_up((bytes + g->size - 1) / g->size, KOS_CACHE_LINE);
+    for (int r = 0; r < g->size; r++) {
+        uint64_t at = r * step < bytes ? r * step : bytes;
+        p->parts[r] = p->parts[g->size + r] = (kos_part){at, bytes - at < step ? bytes - at : step};
+    }
+    p->algorithm = KOS_TWO_SHOT;
+    p->patterns[0] = &patterns[KOS_REDUCE_SCATTER];
+    p->patterns[1] = &patterns[p->operation == KOS_REDUCE ? KOS_GATHER : KOS_ALL_GATHER];
+    p->per_stage = g->layout.slot_bytes / g->size / KOS_CACHE_LINE * KOS_CACHE_LINE;
+    p->stages = 2 * ((step + p->per_stage - 1) / p->per_stage);
+}
+
+static void prepare_collective(const kos_group *g, const kos_request *q, kos_prepared *p) {
+    const kos_pattern *pattern = &patterns[q->operation];
+    const int size = g->size, known = q->operation == KOS_ALL_GATHER || q->operation == KOS_REDUCE_SCATTER;
+    const int apart = !pattern->reduces && pattern->sources != KOS_ROOT;
+    const unsigned item = p->reduction.bytes;
+    const uint64_t bytes = q->count * item;
+    kos_part *send = p->parts, *recv = p->parts + size;
+    p->patterns[0] = p->patterns[1] = pattern;
+    uint64_t sent = fill(send, size, q->send_counts, item, bytes, pattern->parted);
+    uint64_t received = fill(recv, size, q->recv_counts, item, bytes, apart);
+    uint64_t largest = largest_of(send, size);
+    if (largest_of(recv, size) > largest)
+        largest = largest_of(recv, size);
+    p->send_bytes = kos_is_in(pattern->putters, g->rank, q->root) || pattern->reduces
+            || (q->operation == KOS_GATHER && g->rank == q->root) ? sent : 0;
+    const int takes = kos_is_in(pattern->takers, g->rank, q->root) && (q->operation != KOS_EXSCAN || g->rank);
+    p->recv_bytes = takes ? received : 0;
+    p->alignment = !pattern->reduces ? 1 : q->dtype >= KOS_COMPLEX64 ? item / 2 : item;
+    if ((q->operation == KOS_ALL_REDUCE || (q->operation == KOS_REDUCE && size > 2))
+        && bytes * (size - 1) > ONE_SHOT_BYTES) {
+        prepare_two_shot(g, p, bytes);
+        return;
+    }
+    // What one rank puts in a slot: its data, or a part for every rank.
+    const uint64_t places = pattern->parted ? size : 1;
+    p->small = places * largest <= KOS_INLINE_BYTES;
+    p->per_stage = p->small ? largest : g->layout.slot_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
+    p->stages = p->per_stage && largest ? (largest + p->per_stage - 1) / p->per_stage : 1;
+    if ((q->varies && !known) || (g->direct && largest > DIRECT_BYTES && (!pattern->reduces || pattern->parted))) {
+        p->algorithm = KOS_OFFER;
+        p->per_stage = g->layout.slot_bytes / places / KOS_CACHE_LINE * KOS_CACHE_LINE;
+        p->stages = p->small = 0;
+    }
+}
+
+static int has_counts(const kos_request *q, int size) {
+    uint64_t sum = 0;
+    for (int r = 0; r < size; r++)
+        sum += (q->send_counts ? q->send_counts[r] : 0) | (q->recv_counts ? q->recv_counts[r] : 0) | q->count;
+    return sum < UINT64_C(1) << 40;
+}
+
+int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
+    const int messages = q->operation >= KOS_SEND;
+    const unsigned item = kos_bytes_of(q->dtype);
+    memset(p, 0, kos_prepared_bytes(g->size));
+    if (q->operation < 0 || q->operation >= KOS_OPERATIONS || !item || q->root < 0 || q->root >= g->size
+        || !has_counts(q, g->size) || (!messages && !q->fingerprint))
+        return -1;
+    if (!messages && patterns[q->operation].reduces && kos_reduction_of(q->dtype, q->op, &p->reduction))
+        return -1;
+    p->reduction.bytes = item;
+    p->operation = (uint8_t)q->operation;
+    p->dtype = (uint8_t)q->dtype;
+    p->fingerprint = q->fingerprint;
+    p->root = q->root;
+    p->varies = q->varies != 0;
+    p->size = g->size;
+    if (!messages) {
+        prepare_collective(g, q, p);
+        return 0;
+    }
+    if (q->dst < 0 || q->dst >= g->size || q->src < 0 || q->src >= g->size || (q->tag | q->recv_tag) >> KOS_DTYPE_AT)
+        return -1;
+    p->algorithm = KOS_MAIL;
+    p->alignment = 1;
+    p->dst = q->dst;
+    p->src = q->src;
+    p->tag = q->tag | (uint64_t)q->dtype << KOS_DTYPE_AT;
+    p->recv_tag = q->recv_tag | (uint64_t)q->dtype << KOS_DTYPE_AT;
+    p->send_bytes = q->operation == KOS_RECV ? 0 : q->count * item;
+    p->recv_bytes = q->operation == KOS_SEND ? 0 : q->recv_counts ? q->recv_counts[0] * item : q->count * item;
+    return 0;
+}

@@ -1,0 +1,242 @@
+// Collectives through the slots, in stages: put, see, take.
+//
+// In a stage each rank that has data to give copies it to its slot, and stores the stamp.  A rank that sees the stamps
+// it needs copies or reduces the data to its array, and then counts the stage as read.  A slot is filled again
+// KOS_DEPTH stages later, when every rank has counted it.  The pattern of an operation (prepare.c) says who puts and
+// takes what; the steps are the same for all.
+//
+// In the first stage of a call every rank stamps its slot, and waits for all stamps: no call completes before all ranks
+// have begun the same one.
+#include "core.h"
+
+#include <string.h>
+
+static inline const kos_pattern *pattern_of(const kos_work *w, uint64_t stage) {
+    return w->prepared->patterns[stage & 1];
+}
+
+// The ranks whose data this one takes are from *first to below *last.
+static inline void sources_of(const kos_group *g, const kos_pattern *pattern, int root, int *first, int *last) {
+    *first = pattern->sources == KOS_ROOT ? root : 0;
+    *last = pattern->sources == KOS_ROOT ? root + 1 : g->size;
+    if (pattern->sources == KOS_UP_TO_ME || pattern->sources == KOS_BELOW_ME)
+        *last = g->rank + (pattern->sources == KOS_UP_TO_ME);
+    else if (pattern->sources == KOS_NOBODY)
+        *last = 0;
+}
+
+// The bytes of a part that one stage moves.
+static inline kos_part piece_of(const kos_prepared *p, kos_part part, uint64_t stage) {
+    if (p->algorithm != KOS_SLOTS)
+        stage = p->algorithm == KOS_TWO_SHOT ? stage / 2 : stage - 1;
+    const uint64_t done = stage * p->per_stage;
+    if (part.bytes <= done)
+        return (kos_part){part.at, 0};
+    return (kos_part){part.at + done, part.bytes - done < p->per_stage ? part.bytes - done : p->per_stage};
+}
+
+static inline uint8_t *payload(const kos_prepared *p, kos_slot *slot) { return p->small ? slot->small : slot->large; }
+
+// The data of a parted slot for one receiver.  In turn, neighbours write the same lines.
+static inline uint64_t place_of(const kos_group *g, const kos_prepared *p, int sender, int receiver) {
+    return (uint64_t)((receiver - sender + g->size) % g->size) * p->per_stage;
+}
+
+static inline uint64_t stamp_of(const kos_work *w, uint64_t stage) {
+    return w->prepared->fingerprint + w->sequence + (stage << 56);
+}
+
+// Acquire: the payload, and the copy of `stages_read`, were stored before the stamp.
+static inline int has_stamped(kos_slot *slot, uint64_t stamp) {
+    return atomic_load_explicit(&slot->stamp, memory_order_acquire) == stamp;
+}
+
+// Acquire: that rank's loads from the slots came before the store of this number, so they may be written now.
+static inline int has_read(const kos_group *g, int rank, uint64_t stages) {
+    return atomic_load_explicit(&kos_line_of(g, rank)->stages_read, memory_order_acquire) >= stages;
+}
+
+static int all_have_read(const kos_group *g, uint64_t stages) {
+    int rank = 0;
+    while (rank < g->size && has_read(g, rank, stages))
+        rank++;
+    return rank == g->size;
+}
+
+// Whether this rank needs what `rank` puts in that stage.  Offers are never partial: their later stages are rare.
+static inline int needs(const kos_group *g, const kos_work *w, uint64_t stage, int rank) {
+    const kos_prepared *p = w->prepared;
+    const kos_pattern *pattern = pattern_of(w, stage);
+    int first, last;
+    if (!stage || p->algorithm == KOS_OFFER)
+        return 1;
+    if (rank == g->rank || !kos_is_in(pattern->takers, g->rank, p->root))
+        return 0;
+    sources_of(g, pattern, p->root, &first, &last);
+    return rank >= first && rank < last
+        && piece_of(p, p->parts[g->size + (pattern->reduces ? g->rank : rank)], stage).bytes > 0;
+}
+
+static inline uint64_t stage_in_group(const kos_group *g, const kos_work *w) {
+    uint64_t stage = kos_stage_of(w);
+    return stage || kos_phase_of(w) != KOS_NOT_PUT ? w->first + stage : g->stage;
+}
+
+int kos_may_put(const kos_group *g, const kos_work *w) {
+    uint64_t stage = stage_in_group(g, w);
+    return stage < g->free || all_have_read(g, stage + 1 - KOS_DEPTH);
+}
+
+static void put_data(kos_group *g, kos_work *w, kos_slot *slot, uint64_t stage) {
+    const kos_prepared *p = w->prepared;
+    const kos_pattern *pattern = pattern_of(w, stage);
+    const uint8_t *from = w->send;
+    uint8_t *to = payload(p, slot);
+    kos_part piece = piece_of(p, p->parts[g->rank], stage);
+    if (p->algorithm == KOS_TWO_SHOT && stage & 1) {  // what this rank has reduced
+        from = w->recv;
+        if (!from) {
+            from = g->scratch;
+            piece.at = 0;
+        }
+    }
+    if (!pattern->parted)
+        memcpy(to, from + piece.at, piece.bytes);
+    else
+        for (int r = 0; r < g->size; r++) {
+            piece = piece_of(p, p->parts[r], stage);
+            if (r != g->rank)
+                memcpy(to + place_of(g, p, g->rank, r), from + piece.at, piece.bytes);
+        }
+}
+
+void kos_put(kos_group *g, kos_work *w) {
+    const kos_prepared *p = w->prepared;
+    const uint64_t stage = kos_stage_of(w);
+    if (!stage) {
+        w->first = g->stage;
+        g->stage += w->stages ? w->stages : 1;
+    }
+    kos_slot *slot = g->slots[(w->first + stage) % KOS_SLOT_PERIOD][g->rank];
+    const int puts = g->size > 1 && kos_is_in(pattern_of(w, stage)->putters, g->rank, p->root);
+    if (p->algorithm == KOS_OFFER && !stage)
+        kos_put_offer(g, w, slot);
+    else if (puts)
+        put_data(g, w, slot, stage);
+    if (puts || !stage || p->algorithm == KOS_OFFER) {
+        slot->stages_read = atomic_load_explicit(&g->line->stages_read, memory_order_relaxed);
+        KOS_POINT(KOS_AT_PUT);
+        // Release: whoever acquires the stamp finds the payload.
+        atomic_store_explicit(&slot->stamp, stamp_of(w, stage), memory_order_release);
+        KOS_POINT(KOS_AT_STAMPED);
+    }
+    w->peer = 0;
+    kos_set(w, stage, KOS_PUT);
+}
+
+static void take_data(kos_group *g, kos_work *w, kos_slot **slots, uint64_t stage) {
+    const kos_prepared *p = w->prepared;
+    const kos_pattern *pattern = pattern_of(w, stage);
+    const void *in[KOS_MAX_RANKS];
+    int first, last, inputs = 0;
+    sources_of(g, pattern, p->root, &first, &last);
+    kos_part piece = piece_of(p, p->parts[g->size + g->rank], stage);
+    for (int r = first; r < last; r++) {
+        const uint8_t *from = payload(p, slots[r]) + (pattern->parted ? place_of(g, p, r, g->rank) : 0);
+        // This rank's own data is still in its array, where reading it takes a third of the time (64 KB).
+        if (r == g->rank)
+            from = w->send + piece_of(p, p->parts[r], stage).at;
+        if (pattern->reduces) {
+            in[inputs++] = from;
+            continue;
+        }
+        piece = piece_of(p, p->parts[g->size + r], stage);
+        if (r != g->rank) {
+            memcpy(w->recv + piece.at, from, piece.bytes);
+            if (pattern->putters != KOS_EVERYBODY && (g->size == 2 || pattern->parted || pattern->takers == KOS_ROOT))
+                kos_mark(from, piece.bytes);
+        } else if (p->algorithm != KOS_TWO_SHOT && w->recv && from != w->recv + piece.at)
+            memmove(w->recv + piece.at, from, piece.bytes);
+    }
+    if (inputs) {
+        uint8_t *out = w->recv ? w->recv + piece.at : g->scratch;
+        kos_reduce(&p->reduction, out, in, inputs, piece.bytes / p->reduction.bytes, g->size);
+    }
+}
+
+// Takes the data of a stage, and goes on to the next one.
+static int take(kos_group *g, kos_work *w) {
+    const kos_prepared *p = w->prepared;
+    const uint64_t stage = kos_stage_of(w), read = w->first + stage + 1;
+    kos_slot **slots = g->slots[(w->first + stage) % KOS_SLOT_PERIOD];
+    if (p->algorithm == KOS_OFFER && !stage) {
+        int status = kos_take_offers(g, w, slots);
+        if (status != KOS_DONE)
+            return status;
+    } else if (kos_is_in(pattern_of(w, stage)->takers, g->rank, p->root))
+        take_data(g, w, slots, stage);
+    if (!stage) {  // every rank has stamped its slot
+        uint64_t least = read;
+        for (int r = 0; r < g->size; r++)
+            least = slots[r]->stages_read < least ? slots[r]->stages_read : least;
+        g->free = least + KOS_DEPTH;
+    }
+    KOS_POINT(KOS_AT_TAKEN);
+    // Release: a rank that acquires this, here or in a slot, writes to these slots only after the loads above.
+    atomic_store_explicit(&g->line->stages_read, read, memory_order_release);
+    if (stage + 1 < w->stages)
+        kos_set(w, stage + 1, KOS_NOT_PUT);
+    else if (w->drains)
+        kos_set(w, stage, KOS_DRAIN);
+    else {
+        kos_set(w, stage, KOS_ENDED);
+        return KOS_DONE;
+    }
+    return KOS_PENDING;
+}
+
+static inline int has_seen(kos_group *g, kos_work *w) {
+    const uint64_t stage = kos_stage_of(w), stamp = stamp_of(w, stage);
+    kos_slot **slots = g->slots[(w->first + stage) % KOS_SLOT_PERIOD];
+    while (w->peer < g->size && (has_stamped(slots[w->peer], stamp) || !needs(g, w, stage, w->peer)))
+        w->peer++;
+    return w->peer == g->size;
+}
+
+int kos_step(kos_group *g, kos_work *w) {
+    for (;;) {
+        int phase = kos_phase_of(w), status;
+        if (phase == KOS_NOT_PUT) {
+            if (!kos_may_put(g, w))
+                return KOS_PENDING;
+            kos_put(g, w);
+        } else if (phase == KOS_PUT) {
+            if (!has_seen(g, w))
+                return KOS_PENDING;
+            KOS_POINT(KOS_AT_SEEN);
+            uint64_t progress = kos_progress_of(w);
+            status = take(g, w);
+            if (status != KOS_PENDING || kos_progress_of(w) == progress)
+                return status;
+        } else {
+            KOS_POINT(KOS_AT_DRAIN);
+            if (!all_have_read(g, w->first + 1))
+                return KOS_PENDING;
+            kos_set(w, kos_stage_of(w), KOS_ENDED);
+            return KOS_DONE;
+        }
+    }
+}
+
+int kos_awaits(const kos_group *g, const kos_work *w, const kos_watch *watch, int rank) {
+    const uint64_t stage = watch->progress >> 3;
+    const int phase = watch->progress & 7;
+    if (phase == KOS_NOT_PUT)
+        return watch->stage + 1 > KOS_DEPTH && !has_read(g, rank, watch->stage + 1 - KOS_DEPTH);
+    if (phase == KOS_PUT && rank + 1 == watch->unreadable)
+        return 1;
+    if (phase == KOS_PUT)
+        return needs(g, w, stage, rank)
+            && !has_stamped(g->slots[watch->stage % KOS_SLOT_PERIOD][rank], stamp_of(w, stage));
+    return phase == KOS_DRAIN && !has_read(g, rank, watch->stage - stage + 1);
+}

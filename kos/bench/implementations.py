@@ -1,0 +1,136 @@
+"""The implementations under one interface: kos here, the peers in ``peers.py`` and ``peers_gpu.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import kos
+from kos.bench.cases import ROOT, Case
+from kos.comm.schedules import algorithms
+from kos.dtypes import DType
+from kos.errors import InvalidArgument
+
+Call = Callable[[], Any]
+
+OURS = {"mpi": "mpi", "tcp": "tcp", "kos-nccl": "nccl", "peer": "peer", "auto": "auto"}
+"""Our rows' names, and what ``kos.init`` calls the backends; ``mock`` is given its communicator."""
+GPU_BACKENDS = ("kos-nccl", "peer", "auto", "nccl", "nccl-window", "torch-nccl", "torch-symm")
+
+
+def choices(op: str) -> tuple[str, ...]:
+    """What ``--algorithm`` may name for this operation."""
+    if op not in ("all_reduce", "reduce_scatter", "all_gather"):
+        return ("auto",)
+    return ("auto", *algorithms(op), *(("deterministic",) if op != "all_gather" else ()))
+
+
+class Implementation:
+    """One way to carry collectives, and one way to call it ("function" or "persistent")."""
+
+    backend = ""
+    algorithm = "auto"
+    call = "function"
+    space = "plain"
+    """Implementations with the same space are measured on the same slots."""
+
+    def allocate(self) -> Callable[[int, DType], Any] | None:
+        """What makes the arrays of its space; None for plain memory."""
+        return None
+
+    def offers(self, case: Case) -> bool:
+        """Whether slots in its space are worth making for ``case``."""
+        return True
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        """A function that runs the operation once and returns when its caller could continue.
+
+        None where the implementation has no such operation, type or place.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """The arrays of the case are no longer used."""
+
+    def close(self) -> None:
+        """Give back what it holds.  Collective."""
+
+    def __str__(self) -> str:
+        name = self.backend if self.algorithm == "auto" else f"{self.backend} {self.algorithm}"
+        return name if self.call == "function" else f"{name} {self.call}"
+
+
+class Ours(Implementation):
+    """A Communicator of kos."""
+
+    def __init__(self, comm: kos.Communicator, backend: str, algorithm: str = "auto", persistent: bool = False) -> None:
+        self.comm, self.backend, self.algorithm, self.asked = comm, backend, algorithm, algorithm
+        self.call = "persistent" if persistent else "function"
+        self._on_gpu = backend in GPU_BACKENDS
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        comm, op, parts = self.comm, case.function, case.parts
+        out = None if case.in_place else recv
+        redop: Any = kos.ReduceOp[case.redop.upper()] if case.redop != "none" else None
+        named = {"auto": {}, "deterministic": {"deterministic": True}}
+        chosen: Any = named.get(self.asked, {"algorithm": self.asked})
+        at_root, left, right = comm.rank == ROOT, (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        persistent = self.call == "persistent"
+        if self.asked not in choices(op) or (persistent and self._on_gpu and op != "all_reduce"):
+            return None
+        if op == "send_recv" and comm.size == 1:
+            return None
+        given: dict[str, tuple[Any, ...]] = {
+            "barrier": (),
+            "all_reduce": (send, redop),
+            "reduce": (send, ROOT, redop),
+            "broadcast": (send, ROOT),
+            "reduce_scatter": (send, recv, redop),
+            "gather": (send, ROOT, recv if at_root else None),
+            "scatter": (send if at_root else None, recv, ROOT),
+            "send_recv": (send, recv, right, left),
+            "all_to_all_v": (send, *case.counts(comm.rank), recv),
+            "all_gather_v": (send, parts, recv),
+            "reduce_scatter_v": (send, parts, recv, redop),
+            "gather_v": (send, parts, ROOT, recv if at_root else None),
+            "scatter_v": (send if at_root else None, parts, recv, ROOT),
+            "scan": (send, redop),
+            "exscan": (send, redop),
+        }
+        if op in ("all_reduce", "reduce", "broadcast", "scan", "exscan"):
+            chosen |= {"out": None if op == "reduce" and not at_root else out}
+        if op == "barrier" and self._on_gpu:
+            chosen |= {"stream": send.stream}
+        arguments = given.get(op, (send, recv))
+        if persistent or self.asked != "auto":
+            try:  # refused on all ranks, before anything is sent
+                operation = getattr(comm, f"{op}_init")(*arguments, **chosen)
+            except InvalidArgument:
+                return None
+            if persistent:
+                return operation.start if self._on_gpu else lambda: operation.start().wait()
+        return partial(getattr(comm, op), *arguments, **chosen)
+
+    def close(self) -> None:
+        self.comm.close()
+
+
+class OursInWindows(Ours):
+    """Ours, on symmetric arrays from ``Communicator.allocate``."""
+
+    def __init__(self, comm: kos.Communicator, backend: str, stream: Any, algorithm: str) -> None:
+        super().__init__(comm, backend, algorithm)
+        self.stream, self.space = stream, f"{backend} window"
+        self.algorithm = "window" if algorithm == "auto" else f"window {algorithm}"
+
+    def allocate(self) -> Callable[[int, DType], Any]:
+        def allocate(count: int, dtype: DType) -> Any:
+            array = self.comm.allocate(count, dtype)
+            array.stream = self.stream
+            return array
+
+        return allocate
+
+    def close(self) -> None:
+        """The communicator is closed by the implementation that has it too."""

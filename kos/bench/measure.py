@@ -1,0 +1,244 @@
+"""Batches of calls: timed, checked, interleaved among implementations."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from kos.bench.implementations import Call
+from kos.bench.memory import Space
+from kos.comm import Communicator
+
+Times = list[float]
+
+_LEAD_US = 200.0
+"""How long an untimed graph runs before a timed one, whose launch takes tens of microseconds."""
+
+
+class Job:
+    """The ranks: what brings them together between batches, apart from what is measured."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.threads = comm.rendezvous.threads is not None
+        self._mpi: Any = None
+        if comm.rendezvous.mpi_comm is not None:
+            self._mpi = comm.rendezvous.mpi_comm.Dup()
+
+    def barrier(self) -> None:
+        if self._mpi is not None:
+            self._mpi.Barrier()
+        else:
+            self.comm.barrier()
+
+    def gather(self, values: Sequence[float]) -> Any:
+        """All ranks' ``values``, (size, len(values)) in float64."""
+        mine = np.array(values, np.float64)
+        return self.comm.all_gather(mine).reshape(self.size, -1)
+
+    def cpu_ns(self) -> int:
+        """CPU time of this rank so far."""
+        return time.thread_time_ns() if self.threads else time.process_time_ns()
+
+    def close(self) -> None:
+        if self._mpi is not None:
+            self._mpi.Free()
+
+
+class HostTimer:
+    """Times calls that return when their result is there."""
+
+    MODES = ("eager", "single_shot")
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def eager(self, calls: Sequence[Call], lead: Call) -> tuple[Times, float]:
+        """Mean time of back-to-back ``calls``, and the CPU time of each, in us."""
+        cpu_ns, now = self._job.cpu_ns, time.perf_counter_ns
+        self._job.barrier()
+        cpu, began = cpu_ns(), now()
+        for call in calls:
+            call()
+        ended, cpu = now(), cpu_ns() - cpu
+        return [(ended - began) / len(calls) / 1e3], cpu / len(calls) / 1e3
+
+    def single_shot(self, calls: Sequence[Call], lead: Call) -> tuple[Times, float]:
+        """The time of each call, begun after a barrier."""
+        cpu_ns, now, barrier = self._job.cpu_ns, time.perf_counter_ns, self._job.barrier
+        times, cpu = [], 0
+        for call in calls:
+            barrier()
+            cpu -= cpu_ns()
+            began = now()
+            call()
+            times.append((now() - began) / 1e3)
+            cpu += cpu_ns()
+        return times, cpu / len(calls) / 1e3
+
+    def settle(self) -> None:
+        """What was written to the slots is there."""
+
+
+class DeviceTimer:
+    """Times calls that queue work on ``stream``.  ``lead`` is queued before the timed calls: it aligns the GPUs.
+
+    An untimed graph of the same call precedes the timed graph.  While it runs, the launch of the timed graph completes.
+    """
+
+    MODES = ("graph", "eager", "single_shot")
+
+    def __init__(self, job: Job, stream: Any) -> None:
+        from kos.cuda.driver import call, cu
+
+        self._job, self._stream, self._call, self._cu = job, stream, call, cu
+        self._handle = int(stream.handle)
+        self._begun, self._ended = (call(cu.cuEventCreate, 0) for _ in range(2))
+
+    def settle(self) -> None:
+        self._call(self._cu.cuStreamSynchronize, self._handle)
+
+    def capture(self, calls: Sequence[Call]) -> Call:
+        """A function that replays the ``calls``."""
+        from kos.cuda import capture
+
+        with capture(self._stream, keep=calls) as graph:
+            for call in calls:
+                call()
+        return lambda: graph.replay(self._stream)
+
+    def lead(self, calls: Sequence[Call]) -> Call:
+        """A function that replays the ``calls``, as often as the launch of another graph takes.  Collective."""
+        replay = self.capture(calls)
+        for _ in range(2):  # the first is slower
+            self._job.barrier()
+            began = time.perf_counter_ns()
+            replay()
+            self.settle()
+        slowest = float(self._job.gather([(time.perf_counter_ns() - began) / 1e3]).max())
+        return self.capture([*calls] * ceil(_LEAD_US / slowest)) if slowest < _LEAD_US else replay
+
+    def graph(self, replay: Call, calls: int, lead: Call) -> tuple[Times, float]:
+        return self._timed([replay], calls, lead)
+
+    def eager(self, calls: Sequence[Call], lead: Call) -> tuple[Times, float]:
+        return self._timed(calls, len(calls), lead)
+
+    def _timed(self, calls: Sequence[Call], operations: int, lead: Call) -> tuple[Times, float]:
+        call, cu, now = self._call, self._cu, time.perf_counter_ns
+        self._job.barrier()
+        lead()
+        call(cu.cuEventRecord, self._begun, self._handle)
+        began = now()
+        for one in calls:
+            one()
+        cpu = now() - began
+        call(cu.cuEventRecord, self._ended, self._handle)
+        self.settle()
+        milliseconds = float(call(cu.cuEventElapsedTime, self._begun, self._ended))
+        return [1e3 * milliseconds / operations], cpu / operations / 1e3
+
+    def single_shot(self, calls: Sequence[Call], lead: Call) -> tuple[Times, float]:
+        """From each call to the moment the host has seen it done."""
+        now, barrier = time.perf_counter_ns, self._job.barrier
+        times, cpu = [], 0
+        for one in calls:
+            barrier()
+            began = now()
+            one()
+            cpu += now() - began
+            self.settle()
+            times.append((now() - began) / 1e3)
+        return times, cpu / len(calls) / 1e3
+
+
+Timer = HostTimer | DeviceTimer
+
+
+@dataclass
+class Samples:
+    """What the batches of one row gave: ``times`` are those of the slowest rank."""
+
+    times: Times = field(default_factory=list)
+    cpu: Times = field(default_factory=list)
+    wrong: int = 0
+    iterations: int = 0
+
+    @property
+    def time_us(self) -> float:
+        return float(np.median(self.times))
+
+    @property
+    def p99_us(self) -> float:
+        return float(np.percentile(self.times, 99))
+
+    @property
+    def cpu_us(self) -> float:
+        return float(np.median(self.cpu))
+
+
+class Run:
+    """One implementation on the slots of one case; the last slot is the lead's."""
+
+    def __init__(self, name: Any, space: Space, calls: Sequence[Call]) -> None:
+        self.name, self._space = name, space
+        self._calls, self._lead = calls[:-1], calls[-1]
+        self._replay: Call | None = None
+        self._replay_lead: Call = self._lead
+        self._iteration = 0
+
+    def batch(self, job: Job, timer: Timer, mode: str) -> tuple[Times, float, int]:
+        """Write all slots, time their calls, check all slots: times and CPU time in us, wrong elements."""
+        first, slots = self._iteration, range(len(self._calls))
+        self._iteration += len(slots)
+        for slot in slots:
+            self._space.fill(slot, first + slot)
+        timer.settle()
+        if mode == "graph":
+            assert isinstance(timer, DeviceTimer)
+            if self._replay is None:
+                self._lead()  # what an implementation does on its first call is none of a graph's business
+                timer.settle()
+                self._replay = timer.capture(self._calls)
+                self._replay_lead = timer.lead([self._lead] * len(slots))
+            times, cpu = timer.graph(self._replay, len(slots), self._replay_lead)
+        else:
+            timed: Callable[[Sequence[Call], Call], tuple[Times, float]] = getattr(timer, mode)
+            times, cpu = timed(self._calls, self._lead)
+        for slot in slots:
+            self._space.check(slot, first + slot)
+        return times, cpu, self._space.wrong()
+
+    def free(self) -> None:
+        """Free the captured graphs."""
+        self._replay, self._replay_lead = None, self._lead
+
+
+def measure(
+    job: Job, timer: Timer, runs: Sequence[Run], mode: str, iterations: int, slots: int, warmup: int = 1
+) -> list[Samples]:
+    """At least ``iterations`` timed calls of each run, in five batches or more, in turns, after ``warmup`` untimed.
+
+    The order of the turns changes from round to round: what one run leaves in the caches helps or hinders the next.
+    """
+    samples = [Samples() for _ in runs]
+    orders = np.random.default_rng(0)
+    untimed = -(-warmup // slots)  # batches
+    for index in range(untimed + max(5, -(-iterations // slots))):
+        for turn in orders.permutation(len(runs)):
+            run, sample = runs[turn], samples[turn]
+            times, cpu, wrong = run.batch(job, timer, mode)
+            ranks = job.gather([cpu, wrong, *times])
+            sample.wrong += int(ranks[:, 1].sum())  # of the warm-up too
+            if index >= untimed:
+                sample.iterations += slots
+                sample.cpu.append(float(ranks[:, 0].mean()))
+                sample.times += ranks[:, 2:].max(axis=0).tolist()
+    for run in runs:
+        run.free()
+    return samples

@@ -1,0 +1,296 @@
+"""Rendezvous: how the ranks of a group find each other and exchange small messages."""
+
+from __future__ import annotations
+
+import json
+import platform
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kos.comm import timeouts
+from kos.comm.control.notices import Channel, Notices
+from kos.comm.failures import Ledger, StoppedRanks, again
+from kos.cuda.devices import process_numa_node
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
+from kos.memory.ipc import pretended_host
+
+HOST_CHARACTERS = 64  # of a name in KOS_HOST, at most
+_HEAD = struct.Struct("!IH")  # of a message: the number of the exchange, and the length of the call's name
+
+
+class _Place(NamedTuple):
+    """Where a rank runs."""
+
+    machine: str
+    host: str  # of KOS_HOST, "" for the machine's own
+    numa_node: int | None  # to which the rank is bound
+
+    @property
+    def identity(self) -> str:
+        """Of the host; it names the machine too, as ranks of several machines may have one ``KOS_HOST``."""
+        return f"{self.machine} {self.host}" if self.host else self.machine
+
+
+class Rendezvous(ABC):
+    """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
+
+    A backend checks its capabilities and never its type: ``threads`` (the ranks are threads of this process and share
+    this object), ``mpi_comm`` (an MPI communicator over the same ranks, made on first use) and ``connect`` (opens a TCP
+    connection to every other rank, or to those given: each rank calls those below it and accepts those above it).
+
+    A subclass implements ``_exchange`` and ``_free``.  Every exchange carries ``call`` and a number, so that ranks that
+    make different calls all raise CollectiveMismatch.  After the first failure the ranks are out of step, so every
+    later exchange raises that failure again.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    job: str = ""  # unique to the job, the same on all ranks
+    threads: Any = None
+    mpi: Any = None
+    """The ranks in a communicator of MPI (``MPIRanks``); None if they are not processes of an MPI job."""
+    connect: Callable[..., dict[int, Any]] | None = None
+    device: int | None = None
+    """The index in this process of the requested GPU."""
+    nccl: Mapping[str, Any] = MappingProxyType({})
+    """The options of NCCL for this group, the same on all ranks."""
+    host: str | None = None
+    """The name of the host on which this rank pretends to be; None for that of ``KOS_HOST``, "" for none."""
+    _known_places: list[_Place] | None = None
+    call = "exchange"  # the program's call, with its arguments; the same on all ranks
+    usual: float | None = None
+    """The communicator's timeout, where ``timeout`` is that of a call.  It limits the wait for a stopped rank."""
+    failure: KosError | None = None  # the first
+    _exchanges = 0  # begun by this rank
+    _ledger: Ledger | None = None
+
+    @property
+    def mpi_comm(self) -> Any:
+        return None
+
+    @property
+    def ledger(self) -> Ledger:
+        """The known failures in this group."""
+        if self._ledger is None:
+            self._ledger = Ledger(range(self.size), self.rank, timeout=self.timeout)
+        return self._ledger
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes (of any length), in rank order.
+
+        Raises CollectiveMismatch if ranks make different calls, RendezvousError if a rank does not arrive within
+        ``timeout`` seconds, RankLost if one is lost; every later call raises that failure again.
+        """
+        if self.failure is not None:
+            raise again(self.failure)
+        if self.ledger.board.last is not None:
+            self.ledger.board.clear_failure()
+        self._exchanges += 1
+        name = self.call.encode()
+        head = _HEAD.pack(self._exchanges, len(name)) + name
+        message = head + bytes(data)
+        try:
+            parts = self._exchange(message) if self.size > 1 else [message]
+            if not all(part.startswith(head) for part in parts):
+                raise CollectiveMismatch(_difference(parts, self.ledger))
+        except KosError as error:
+            self.failure = self.failure or again(error)  # a copy: the frames of ``error`` would keep this group alive
+            raise
+        except BaseException as error:
+            self._cut_short(error)
+            raise
+        return [part[len(head) :] for part in parts]
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """A context whose exceptions the other ranks raise in their exchanges, in which they would wait for this rank.
+
+        BackendUnavailable is not reported: ranks that refuse a backend raise it together.
+        """
+        try:
+            yield
+        except BackendUnavailable:
+            raise
+        except BaseException as error:
+            if self.failure is None:
+                self._exchanges += 1  # the first that this rank does not join
+                self._cut_short(error)
+            raise
+
+    def _cut_short(self, error: BaseException) -> None:
+        """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
+        me = self.ledger.names([self.rank], False)
+        if isinstance(error, CollectiveError | RendezvousError):
+            self.failure = again(error, None if error.ranks else f"{me}: {error}")
+        else:
+            what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self.failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
+        self.failure.ranks = self.failure.ranks or (self.ledger.world[self.rank],)
+        if self.size > 1:
+            self._report(self.failure)
+
+    def _report(self, failure: KosError) -> None:  # noqa: B027 -- not every kind can
+        """Report to the other ranks that this one joins no more exchanges."""
+
+    def look_for_stopped(self) -> Callable[[], None] | None:
+        """The check that raises if ranks are stopped, for a call whose timeout is longer than the usual one."""
+        if self.usual is None or self.usual >= self.timeout:
+            return None
+        return partial(StoppedRanks(self.ledger, self.usual).check, "rendezvous")
+
+    @abstractmethod
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Every rank's message, in rank order; the group has two ranks or more.  Raises RendezvousError, RankLost."""
+
+    @abstractmethod
+    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+        """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
+
+    def open_notices(self, ranks: Collection[int]) -> Notices | None:
+        """Notices to and from these ranks, each of which names this one; None where ranks have none.  Collective."""
+        return None
+
+    def open_channel(self) -> Channel | None:
+        """Notices to and from all other ranks, for one backend; None where ranks have none.  Collective."""
+        return None
+
+    def deaths(self) -> dict[int, str]:
+        """The ranks whose process has ended, as far as is known, and how that was found.  Does not wait."""
+        return {}
+
+    def check_shrink(self) -> None:  # noqa: B027
+        """Raise BackendUnavailable, with the reason, if this group cannot continue without a rank."""
+
+    @abstractmethod
+    def shrink(self) -> Rendezvous:
+        """The group of the surviving ranks, in their order; all of them call it."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Post to the ranks of this host that this one waits for the others of this group."""
+        ledger = self.ledger
+        ledger.board.post_wait(rank for rank in ledger.world if rank != ledger.world[self.rank])
+        try:
+            yield
+        except KosError as error:  # posted before the wait ends: a rank with neither would be named as the cause
+            ledger.board.post_failure(error)
+            raise
+        finally:
+            ledger.board.post_wait(None)
+
+    def absent(
+        self, ranks: Sequence[int], what: str = "rendezvous", verb: str = timeouts.ARRIVE, several: bool = True
+    ) -> KosError:
+        """The error of ``what``, in which those ranks are missing at the timeout."""
+        text = timeouts.late(self.ledger.names(ranks, several), verb, self.timeout)
+        return self.ledger.overdue(ranks, what, None, text, RendezvousError)
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.allgather(b"")
+
+    def close(self) -> None:
+        """Free the resources of the group; safe to call when other ranks are lost."""
+        self._free(self.failure is None and self.ledger.closing() is None, None)
+        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
+
+    def abort(self, code: int | None) -> None:
+        """Free the resources of the group without waiting for the other ranks.
+
+        ``code`` is the exit code of a rank that ends by an error, None for an error that was handled.
+        """
+        self._free(False, code)
+        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} aborted the group")
+
+    def _free(self, orderly: bool, code: int | None) -> None:  # noqa: B027 -- not every kind holds something
+        """Free the resources: together with the other ranks if ``orderly``, else without waiting for them."""
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this rank among the group's ranks on the same host.  Collective on first use."""
+        return self.local_ranks.index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """Number of the group's ranks on the same host.  Collective on first use."""
+        return len(self.local_ranks)
+
+    @property
+    def local_ranks(self) -> list[int]:
+        """The group's ranks on the same host as this one, ascending.  Collective on first use."""
+        mine = self.host_identity
+        return [rank for rank, place in enumerate(self._places) if place.identity == mine]
+
+    @property
+    def host_identity(self) -> str:
+        """An identity of this rank's host, pretended hosts included.  Collective on first use."""
+        return self._places[self.rank].identity
+
+    @property
+    def pretended_host(self) -> str:
+        """The name of the host on which this rank pretends to be; "" for none.  Collective on first use."""
+        return self._places[self.rank].host
+
+    @property
+    def place_on_machine(self) -> tuple[int, list[int | None]]:
+        """Index of this rank among the group's ranks on the same machine, and the NUMA node that each is bound to.
+
+        Pretended hosts share the machine.  Collective on first use.
+        """
+        places = self._places
+        here = [rank for rank, place in enumerate(places) if place.machine == places[self.rank].machine]
+        return here.index(self.rank), [places[rank].numa_node for rank in here]
+
+    def wrong_hosts(self) -> str:
+        """What is wrong with the ranks' ``KOS_HOST``, the same text on all ranks, or "".  Collective on first use."""
+        names = [place.host for place in self._places]
+        wrong = [rank for rank, name in enumerate(names) if len(name) > HOST_CHARACTERS or not name.isprintable()]
+        if wrong:
+            allowed = f"expected a name of at most {HOST_CHARACTERS} printable characters"
+            return f"KOS_HOST: {allowed}, got {names[wrong[0]]!r} on {self.ledger.names(wrong)}"
+        without = [rank for rank, name in enumerate(names) if not name]
+        if 0 < len(without) < self.size:
+            return f"KOS_HOST: expected a name on all ranks or on none, got none on {self.ledger.names(without)}"
+        return ""
+
+    def _alike(self, color: int | None, key: int) -> list[int]:
+        """The ranks of the same color, in the order of a split."""
+        wanted = [json.loads(each) for each in self.allgather(json.dumps([color, key]).encode())]
+        ranks = [r for r in range(self.size) if color is not None and wanted[r][0] == color]
+        return sorted(ranks, key=lambda r: (wanted[r][1], r))
+
+    @property
+    def _places(self) -> list[_Place]:
+        """Where each rank runs."""
+        if self._known_places is None:  # not a cached_property: in Python 3.11 threads would share its lock
+            places = self.allgather(json.dumps(self._own_place()).encode())
+            self._known_places = [_Place(*json.loads(place)) for place in places]
+        return self._known_places
+
+    def _own_place(self) -> _Place:
+        host = pretended_host() if self.host is None else self.host
+        return _Place(machine_id(), host[: HOST_CHARACTERS + 1], process_numa_node())
+
+
+def _difference(messages: list[bytes], ledger: Ledger) -> str:
+    """A text that names two ranks whose calls differ, and both calls."""
+    calls = []
+    for message in messages:
+        number, length = _HEAD.unpack_from(message)
+        calls.append(f"{message[_HEAD.size : _HEAD.size + length].decode(errors='replace')} (exchange {number})")
+    other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+    first, second = (ledger.names([rank], False) for rank in (0, other))
+    return f"{first} called {calls[0]} but {second} called {calls[other]}"
+
+
+def machine_id() -> str:
+    """An identity of this machine, equal for processes exactly if they run on the same one, whatever ``KOS_HOST``."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return platform.node() + (boot.read_text().strip() if boot.exists() else "")

@@ -1,0 +1,128 @@
+"""How the ranks of a job find each other: by their launcher, or as the argument of ``kos.init(rendezvous=...)`` says.
+
+With that argument no process-wide hook is set: the program that started the ranks ends them and reports their errors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from kos.comm.arguments import number_in
+from kos.comm.control import mpi_job
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.env import EnvRendezvous, JobRendezvous, Place
+from kos.comm.control.function import rendezvous_by_function
+from kos.comm.control.mpi import rendezvous_of_mpi
+from kos.comm.control.secret import load_secret
+from kos.comm.control.store import Store, StoreRendezvous, of_process_group
+from kos.comm.control.threads import RankThread, SingleRendezvous
+from kos.errors import InvalidArgument
+
+_RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+
+
+def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: bool = True) -> Rendezvous:
+    """MPI under mpirun; else the environment if it sets the rank; else a group of one (of MPI if ``by_mpi``).
+
+    Raises InvalidArgument in a thread of ``kos.testing.spawn``, where each rank would become a group of one.
+    """
+    if isinstance(threading.current_thread(), RankThread):
+        raise InvalidArgument(
+            "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
+        )
+    if not mpi_job.under_mpirun():
+        if Place.is_given():
+            return EnvRendezvous(timeout)
+        if not by_mpi:
+            return SingleRendezvous(timeout)
+    return rendezvous_of_mpi(timeout=timeout, process_hooks=process_hooks)
+
+
+def launched_rank() -> int:
+    """This process's rank from its launcher's environment, before MPI starts; 0 for a group of one."""
+    return launched_place()[0]
+
+
+def launched_place() -> tuple[int, int]:
+    """The launched rank and the number of ranks.
+
+    Follows ``default_rendezvous``: a shell of a Slurm allocation has a rank number too, but is a group of one.
+    """
+    if not mpi_job.under_mpirun() and not Place.is_given():
+        return 0, 1
+    for names in mpi_job.RANK_AND_SIZE if mpi_job.under_mpirun() else _RANK_AND_SIZE:
+        rank, size = (os.environ.get(name, "") for name in names)
+        if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+            return int(rank), int(size)
+    return 0, 1
+
+
+_OPTIONAL: dict[str, tuple[str, ...]] = {"address": ("local_rank", "secret"), "store": ()}
+"""The keys allowed beside ``rank``, ``size`` and this one."""
+
+
+def rendezvous_of(given: Any, timeout: float) -> Rendezvous:
+    """The rendezvous of the ranks of ``given``, whose kinds ``kos.init`` lists.  Collective.
+
+    Raises InvalidArgument for anything else, RendezvousError if the ranks do not find each other.
+    """
+    if isinstance(given, Rendezvous):
+        return given
+    if isinstance(given, Mapping):
+        return _by_place(given, timeout)
+    dist = sys.modules.get("torch.distributed")
+    if (
+        dist is not None and dist.is_available()
+        and (isinstance(given, dist.ProcessGroup) or given is dist.GroupMember.NON_GROUP_MEMBER)
+    ):  # fmt: skip
+        return of_process_group(dist, given, timeout)
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and isinstance(given, MPI.Comm):
+        mpi_job.check_running(MPI)
+        if not given or given.is_inter:  # COMM_NULL is false
+            got = "an intercommunicator" if given else "COMM_NULL"
+            raise InvalidArgument(f"rendezvous: expected an intracommunicator of MPI, got {got}")
+        return rendezvous_of_mpi(given, timeout, process_hooks=False)
+    numbers = getattr(given, "rank", None), getattr(given, "size", None)
+    if all(isinstance(each, int) for each in numbers) and callable(getattr(given, "allgather", None)):
+        return rendezvous_by_function(given, timeout)
+    kinds = "a communicator of mpi4py, a ProcessGroup of torch, a dict of rank, size and address or store"
+    kinds += ", or an object with rank, size and allgather"
+    raise InvalidArgument(f"rendezvous: expected {kinds}, got {given!r:.80}")
+
+
+def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
+    """By ``rank``, ``size``, and a ``store`` or the ``address`` of rank 0 as "host:port"."""
+    meeting = "store" if "store" in given else "address"
+    keys = ("rank", "size", meeting)
+    allowed = keys + _OPTIONAL[meeting]
+    if unknown := given.keys() - set(allowed):
+        raise InvalidArgument(f"rendezvous: expected keys of {', '.join(allowed)}, got {sorted(unknown)}")
+    if missing := [key for key in keys if key not in given]:
+        raise InvalidArgument(f"rendezvous: expected the keys {', '.join(keys)}, got none of {', '.join(missing)}")
+    size = number_in("rendezvous: size", given["size"], 1, 1 << 20)
+    rank = number_in("rendezvous: rank", given["rank"], 0, size - 1)
+    if meeting == "store":
+        if not isinstance(store := given["store"], Store):
+            raise InvalidArgument(f"rendezvous: store: expected the methods set, get, add and wait, got {store!r:.80}")
+        return StoreRendezvous(store, rank, size, timeout)
+    local_rank = given.get("local_rank")
+    if local_rank is not None:
+        local_rank = number_in("rendezvous: local_rank", local_rank, 0, size - 1)
+    address, secret = given["address"], given.get("secret")
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidArgument(f'rendezvous: address: expected "host:port" of rank 0, got {address!r}')
+    if secret is not None and (not secret or not isinstance(secret, str | bytes)):
+        raise InvalidArgument(f"rendezvous: secret: expected a text or bytes, got {type(secret).__name__}")
+    known = secret.encode() if isinstance(secret, str) else secret
+    if size > 1:
+        known = known or load_secret(os.environ)
+    names = "rendezvous: address", "rendezvous: address"
+    purpose = f"address {port}".encode()
+    place = Place(rank, size, local_rank, host.strip("[]"), [int(port)], purpose, known or b"", names)
+    return JobRendezvous(place, timeout)

@@ -1,0 +1,141 @@
+"""Rendezvous by environment: ranks that torchrun, Slurm's srun or plain shells started.
+
+Each rank has ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may have ``LOCAL_RANK``, as in torch.distributed.  Under
+srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` replace the ranks and the size.  Rank 0 listens at MASTER_PORT.  Under
+torchrun an agent uses that port: rank 0 then takes the first free one of the ``AGENT_PORTS`` ports after it, and the
+other ranks find it by the handshake.
+
+The ranks prove to each other that they know the job's secret: see ``kos.comm.control.secret``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kos.comm.control.group import TCPRendezvous
+from kos.comm.control.secret import load_secret
+from kos.comm.control.wire import Network, is_loopback
+from kos.comm.failures import Ledger
+from kos.errors import RendezvousError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+AGENT_PORTS = 16
+BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to become free
+
+
+class JobRendezvous(TCPRendezvous):
+    """All ranks of a job, which find rank 0 at the address of their ``place``.  Collective.
+
+    ``timeout`` in seconds bounds the start and every later wait.  ``listener``: on rank 0, the socket where it listens
+    already.  Raises RendezvousError for a port in use, a wrong secret, a rank that joins twice or with another world
+    size, and missing ranks, which it names.
+    """
+
+    _is_job = True
+
+    def __init__(
+        self, place: Place, timeout: float, listener: socket.socket | None = None, ledger: Ledger | None = None,
+        host: str | None = None,
+    ) -> None:  # fmt: skip
+        loopback = is_loopback(place.host)
+        network = Network(place.secret, place.host if loopback or place.rank else "127.0.0.1", "", loopback)
+        super().__init__(place.rank, place.size, timeout, network, place.local_rank)
+        self._ledger, self.host = ledger, host
+        if self.size > 1:
+            self._address = f"{place.names[0]}={place.host}"
+            if self.rank == 0 and listener is None:
+                listener = _listen(network, place)
+            self._join("", place.ports, place.purpose, listener)
+        self.ledger.board.connect(self)
+
+
+class EnvRendezvous(JobRendezvous):
+    """The ranks named by the environment.  Also raises RendezvousError for variables that are missing or wrong."""
+
+    def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
+        super().__init__(Place.read(environ), timeout, host=environ.get("KOS_HOST", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The rank of this process, and the address of rank 0."""
+
+    rank: int
+    size: int
+    local_rank: int | None = None
+    host: str = "127.0.0.1"
+    ports: Sequence[int] = ()  # one, or the candidates of rank 0
+    purpose: bytes = b""  # different in each job that shares a secret
+    secret: bytes = b""
+    names: tuple[str, str] = ("MASTER_ADDR", "MASTER_PORT")
+    """The user's names of host and port, for errors."""
+
+    @staticmethod
+    def is_given(environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether the environment sets the rank of this process, completely or in part.
+
+        A shell of a Slurm allocation has a rank number too; only a step of srun with several tasks counts.
+        """
+        return not environ.keys().isdisjoint(_VARIABLES) or environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Place:
+        """The place that the environment names.  Raises RendezvousError for missing or wrong variables."""
+        launcher = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        if "RANK" in environ or "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ:
+            launcher = {name: name for name in launcher}
+        needed = [launcher["RANK"], launcher["WORLD_SIZE"]]
+        if environ.get(launcher["WORLD_SIZE"]) != "1":
+            needed += ["MASTER_ADDR", "MASTER_PORT"]
+        if missing := [name for name in needed if not environ.get(name)]:
+            found = dict.fromkeys(name for name in (*needed, *_VARIABLES) if environ.get(name))
+            raise RendezvousError(
+                f"{', '.join(missing)}: expected beside {', '.join(found) or 'each other'}, got nothing "
+                f"(a process without any of {', '.join(_VARIABLES)} is a group of one)"
+            )
+        size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
+        rank = _number(environ, launcher["RANK"], 0, size - 1)
+        local_rank = None
+        if launcher["LOCAL_RANK"] in environ:
+            local_rank = _number(environ, launcher["LOCAL_RANK"], 0, size - 1)
+        if size == 1:
+            return cls(rank, size, local_rank)
+        port = _number(environ, "MASTER_PORT", 1, 65535)
+        purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
+        ports = [port]
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            ports = [(port + step - 1) % 65535 + 1 for step in range(1, AGENT_PORTS + 1)]
+        return cls(rank, size, local_rank, environ["MASTER_ADDR"], ports, purpose, load_secret(environ))
+
+
+def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = environ[name]
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise RendezvousError(f"{name}: expected a whole number from {low} to {high}, got {text!r}")
+    return int(text)
+
+
+def _listen(network: Network, place: Place) -> socket.socket:
+    """A listener at the first port that is free."""
+    ports, name = place.ports, place.names[1]
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        for port in ports:
+            try:
+                return network.listen(port)
+            except OSError as error:
+                problem = error
+                if error.errno != errno.EADDRINUSE:
+                    raise RendezvousError(f"{name}: rank 0 cannot listen at {port}: {error}") from error
+        if time.monotonic() >= deadline:
+            tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+            raise RendezvousError(
+                f"{name}: expected {tried} to be free for rank 0, got one in use (by another job or rank 0? "
+                "Beside torch.distributed: kos.init(rendezvous=torch.distributed.group.WORLD))"
+            ) from problem
+        time.sleep(0.05)

@@ -1,0 +1,451 @@
+"""A group of ranks that are connected by TCP: exchanges and notices through its hub, splits, shrinks, connections."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from kos.comm import timeouts
+from kos.comm.control.base import Rendezvous, _Place
+from kos.comm.control.hub import (
+    ABORT,
+    CLOSE,
+    CLOSE_SECONDS,
+    CONNECTION_CLOSED,
+    DATA,
+    DIED,
+    FAILURES,
+    LOST,
+    Hub,
+    pair,
+)
+from kos.comm.control.inbox import Inbox
+from kos.comm.control.notices import Channel, Notices
+from kos.comm.control.threads import ThreadGroup
+from kos.comm.control.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback, lacks_files
+from kos.comm.failures import Tables, blaming, from_record, to_record
+from kos.errors import BackendUnavailable, KosError, RendezvousError
+
+GRACE_SECONDS = 2.0  # added to the timeout for the hub's report of the missing ranks
+CALL_SECONDS = 2.0  # limit for the answer of a live host
+
+
+class TCPRendezvous(Rendezvous):
+    """A group of ranks connected to the hub on rank 0; ``network`` is how they reach each other."""
+
+    _is_job = False  # all ranks of a job: they may call before rank 0 listens, and learn their own addresses
+
+    def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
+        self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
+        self._given_local_rank, self._purpose, self._address = local_rank, b"", ""
+        self._connection: Connection | None = None  # to the hub, while the group is open
+        self._listener: socket.socket | None = None  # for connections of other ranks, and for shrink
+        self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
+        self._hub: Hub | None = None  # on rank 0
+        self.inbox, self._sending = Inbox(), threading.RLock()
+        self._channels = 0  # opened
+        self._receiving = threading.Lock()
+        if size == 1:
+            self.threads = ThreadGroup(1)
+
+    @property
+    def epoch(self) -> int:
+        """The number of times that the membership has changed before this group was made."""
+        return self.network.epoch
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        answer = self._request(DATA + message)
+        parts, start = [], 4 * self.size
+        for length in struct.unpack_from(f"!{self.size}I", answer):
+            parts.append(answer[start : start + length])
+            start += length
+        return parts
+
+    def _report(self, failure: KosError) -> None:
+        self.post(_abort("its exchange was interrupted", failure))
+
+    def post(self, message: bytes) -> None:
+        """Send a message to the hub, from any thread."""
+        with self._sending:
+            if self._connection is not None:
+                _send(self._connection, message)
+
+    def deaths(self) -> dict[int, str]:
+        if (connection := self._connection) is not None:
+            self.inbox.poll(connection)
+        return self.inbox.deaths
+
+    def send_failure(self, error: KosError | None) -> None:
+        self._channel(0).send([self.rank, None if error is None else to_record(error)])
+
+    def receive_failures(self, tables: Tables) -> None:
+        world = self.ledger.world
+        with self._receiving:  # not the inbox's lock, which is held while another thread waits in an exchange
+            for rank, record in self._channel(0).receive():
+                tables.failures.pop(world[rank], None)
+                if record is not None:
+                    tables.failures[world[rank]] = from_record(record), time.monotonic()
+            tables.ends.update({world[rank]: why for rank, why in self.inbox.deaths.copy().items()})
+
+    def open_channel(self) -> Channel | None:
+        self._channels += 1
+        return self._channel(self._channels)
+
+    def _channel(self, number: int) -> Channel:
+        return Channel(number, self.post, self.deaths, self.inbox)
+
+    def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
+        ranks = self._alike(color, key)
+        leads = len(ranks) > 1 and ranks[0] == self.rank
+        listener, hub_address = self._listen() if leads else (None, "")
+        try:
+            hubs = self.allgather(hub_address.encode())
+        except BaseException:
+            if listener is not None:
+                listener.close()
+            raise
+        hub_address, child = hubs[ranks[0]].decode() if ranks else "", self._unjoined(ranks) if ranks else None
+        if child is not None and self.mpi is not None:
+            child.mpi = self.mpi.of(ranks)
+        try:
+            self.barrier()  # a rank that passes it knows that all ranks know the hubs, and can report there
+            if child is not None:
+                child._join_at(hub_address, listener)
+        except BaseException as error:
+            if child is not None and (self.failure is not None or not isinstance(error, KosError)):
+                child._refuse(error, hub_address, listener)
+            if listener is not None and child is not None and child._hub is None:
+                listener.close()  # refuses the other ranks
+            raise
+        return child
+
+    def connect(self, ranks: Collection[int] | None = None) -> dict[int, Connection]:
+        deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
+        if self._listener is None:
+            return found
+        ranks = range(self.size) if ranks is None else sorted(ranks)
+        purpose = self.allgather(os.urandom(16))[0]
+        me, above = self.ledger.names([self.rank], False), {rank for rank in ranks if rank > self.rank}
+        peer = self.rank
+        with self.waiting():
+            try:
+                for peer in (rank for rank in ranks if rank < self.rank):
+                    found[peer] = self.network.call(*self._addresses[peer], purpose, self.rank, self.size, deadline)
+                key = self.network.key(purpose)
+                listener, look = self._listener.dup(), self._look_for_failure
+                others, missing = admit_all(listener, key, above, self.size, deadline, look=look, epoch=self.epoch)
+                found |= others
+                if missing:
+                    raise self.absent(missing, f"tcp: {me} waited for ranks with higher numbers", timeouts.CONNECT)
+            except (OSError, RendezvousError) as error:
+                for connection in found.values():
+                    connection.close()
+                if isinstance(error, KosError) and error.ranks:
+                    raise
+                if lacks_files(error):
+                    raise self._unable(error) from error
+                if isinstance(error, TimeoutError):
+                    raise self.absent([peer], "tcp", timeouts.ANSWER, several=False) from error
+                raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
+        return found
+
+    def _look_for_failure(self) -> None:
+        """Raise the failure of another rank if the hub reports one."""
+        if self.deaths() or self.inbox.failure is not None:
+            self.barrier()
+
+    def open_notices(self, ranks: Collection[int]) -> Notices | None:
+        return Notices(self.connect(ranks).values())
+
+    def check_shrink(self) -> None:
+        if self.size > 1 and self._connection is None:
+            raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
+
+    def shrink(self) -> TCPRendezvous:
+        """The group of the ranks that still listen; the lowest of them runs the hub."""
+        deadline, purpose = time.monotonic() + self.timeout, b"shrink " + self._purpose
+        try:
+            for leader in filter(self._listens, range(self.rank)):
+                with contextlib.suppress(ConnectionError):  # the rank has ended since
+                    return self._follow(leader, purpose, deadline + GRACE_SECONDS)
+            return self._lead(purpose, deadline)
+        finally:
+            self.close()
+
+    def _follow(self, leader: int, purpose: bytes, deadline: float) -> TCPRendezvous:
+        try:
+            connection = self.network.call(*self._addresses[leader], purpose, self.rank, self.size, deadline)
+            answer = json.loads(drive(connection.receive(), connection.sock, deadline))
+        except TimeoutError as error:
+            raise self.absent([leader], "shrink") from error
+        missing, ranks, hub_address = answer
+        if missing:
+            raise self._unseen(missing)
+        return self._child(ranks, hub_address, None)
+
+    def _lead(self, purpose: bytes, deadline: float) -> TCPRendezvous:
+        above = set(filter(self._listens, range(self.rank + 1, self.size)))
+        if not above:
+            return self._child([self.rank], "", None)
+        assert self._listener is not None
+        key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
+        try:
+            others, missing = admit_all(self._listener, key, above, self.size, deadline, gone, epoch=self.epoch)
+        except OSError as error:
+            raise self._unable(error) from error
+        ranks, (listener, hub_address) = sorted([self.rank, *others]), self._listen()
+        for connection in others.values():
+            connection.post(json.dumps([missing, ranks, hub_address]).encode())
+            with contextlib.suppress(OSError):  # the rank has ended since: the new group will name it
+                drive(connection.flush(), connection.sock, deadline + GRACE_SECONDS)
+        if missing:
+            listener.close()
+            raise self._unseen(missing)
+        return self._child(ranks, hub_address, listener)
+
+    def _unseen(self, missing: Sequence[int]) -> KosError:
+        """The error of a shrink in which live ranks did not arrive."""
+        text = timeouts.late(f"shrink: {self.ledger.names(missing)}", within=self.timeout)
+        return blaming(RendezvousError(text), [self.ledger.world[rank] for rank in missing])
+
+    def _listens(self, rank: int) -> bool:
+        """Whether that rank is alive: connections to one that has ended are refused."""
+        host, port = self._addresses[rank]
+        try:
+            socket.create_connection((host or self.network.hub, port), CALL_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        """A listener for the hub of another group, and its address as JSON."""
+        try:
+            listener = self.network.listen()
+        except OSError as error:
+            raise RendezvousError(f"rendezvous: rank {self.rank} cannot listen: {error}") from error
+        hub_address = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
+        return listener, json.dumps(hub_address)
+
+    def _child(self, ranks: list[int], hub_address: str, listener: socket.socket | None) -> TCPRendezvous:
+        """The group of the surviving ranks, with the hub at ``hub_address``."""
+        child = self._unjoined(ranks)
+        child.network = replace(self.network, epoch=self.epoch + 1)
+        child._join_at(hub_address, listener)
+        child.ledger.board.connect(child)
+        return child
+
+    def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
+        """The group of these ranks, which this rank has not joined yet."""
+        rank = ranks.index(self.rank)
+        child = TCPRendezvous(rank, len(ranks), self.timeout, self.network, self._given_local_rank)
+        child._ledger, child.host = self.ledger.of(ranks, rank), self.host
+        return child
+
+    def _join_at(self, hub_address: str, listener: socket.socket | None) -> None:
+        if self.size == 1:
+            return
+        host, port, purpose = json.loads(hub_address)
+        self._join(host, [port], purpose.encode(), listener)
+
+    def _unable(self, error: BaseException) -> KosError:
+        me = self.ledger.world[self.rank]
+        return blaming(RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}"), [me])
+
+    def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
+        """Join only to report ``error``, such as Ctrl-C, to the other ranks, which would wait for this rank.
+
+        A rank that had already joined has reported it.
+        """
+        if self.failure is not None:
+            return
+        self.timeout = CALL_SECONDS
+        if isinstance(error, KosError):
+            self.failure = error
+        else:
+            self._cut_short(error)
+        assert self.failure is not None
+        self.ledger.board.post_failure(self.failure)  # a hub that has admitted this rank refuses a second call
+        with contextlib.suppress(KosError):
+            self._join_at(hub_address, listener)
+
+    def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
+        """Connect to the hub; with ``listener``, this rank runs it."""
+        self._purpose = purpose
+        try:
+            if listener is not None:
+                port = listener.getsockname()[1]
+                where = f"{host or self.network.hub}:{port}"
+                if not self.network.loopback:
+                    where = f"port {port}, which others find by {self._address or 'the address they know'}"
+                self._connection, hubs_end = pair(self.epoch)
+                key, warns = self.network.key(purpose), len(ports) == 1  # at others, other jobs call too
+                hub = Hub(hubs_end, listener, key, self.ledger, self.timeout, where, warns, self.epoch)
+                hub.start()
+                # At the end of the process, the hub still sends the last answers if the group was not closed.
+                self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
+                self._hub = hub
+            else:
+                with nullcontext() if self.failure else self.waiting():  # a rank that only reports does not wait
+                    self._connection = self._call_hub(host, ports, purpose)
+            if self.failure is not None:
+                self._report(self.failure)
+            self._listener = self.network.listen()
+            mine = [self.network.host, self._listener.getsockname()[1], *self._own_place()]
+            everyone = [json.loads(each) for each in self.allgather(json.dumps(mine).encode())]
+            self._addresses = [(host, port) for host, port, *_ in everyone]
+            self._known_places = [_Place(*place) for _, _, *place in everyone]
+        except BaseException as error:
+            unable = isinstance(error, OSError) and not isinstance(error, KosError)  # as a CollectiveTimeout is both
+            failure = self._unable(error) if unable else error
+            if self._connection is not None:
+                if self.failure is None:  # else the others know
+                    self._cut_short(failure)
+                self.close()
+            if unable:
+                raise failure from error
+            raise
+
+    def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
+        """Call at each port until the hub of this group answers."""
+        deadline, greeting_seconds, pause = time.monotonic() + self.timeout, 1.0, 0.02
+        while True:
+            for port in ports:
+                try:
+                    found = self.network.call(host, port, purpose, self.rank, self.size, deadline, greeting_seconds)
+                except (OSError, HandshakeError) as error:
+                    if lacks_files(error):
+                        raise
+                    problem = f"{host or self.network.hub}:{port}: {error}"
+                    if isinstance(error, ConnectionRefusedError) and not self._is_job:  # it listened before
+                        raise self.ledger.lost(0, "its connection was refused", "rendezvous") from error
+                    if isinstance(error, HandshakeError) and len(ports) == 1:
+                        raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
+                    continue
+                if self._is_job and not self.network.loopback:
+                    mine = found.sock.getsockname()[0].removeprefix("::ffff:")  # of an IPv4 address at an IPv6 socket
+                    self.network.host = "" if is_loopback(mine) else mine
+                return found
+            if time.monotonic() >= deadline:
+                me, hub = (self.ledger.names([rank], False) for rank in (self.rank, 0))
+                silent = timeouts.unreached(me, hub, self.timeout, problem)
+                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
+            time.sleep(pause)
+            greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
+
+    @property
+    def mpi_comm(self) -> Any:
+        return None if self.mpi is None else self.mpi.comm(self, self._purpose)
+
+    def _free(self, orderly: bool, code: int | None) -> None:
+        if self.mpi is not None:
+            self.mpi.free(orderly, code)
+        self._leave(orderly, code)
+
+    def _leave(self, orderly: bool, code: int | None) -> None:
+        """Close the connection to the hub, or the hub."""
+        connection, self._connection = self._connection, None
+        if self._listener is not None:
+            self._listener.close()
+        if connection is None:
+            return
+        last = None if orderly else self.ledger.board.last
+        why = "it closed the group" if code is None else "it aborted the group"
+        with self._sending:
+            _send(connection, CLOSE if code is None and last is None else _abort(why, last))
+        connection.close()
+        if self._hub is None:
+            return
+        if orderly or not self._addresses:  # ranks that join late still get the reason of the abort
+            self._stop_hub()
+        else:
+            self._stop_hub.detach()
+            _reporting.add(self._hub)
+            self._hub.reported.wait(CLOSE_SECONDS)
+
+    def _request(self, message: bytes) -> bytes:
+        """The hub's answer to the messages of all ranks."""
+        assert self._connection is not None
+        if self._hub is not None:
+            self._hub.timeout = self.timeout  # the program may have changed it
+        connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
+        look = self.look_for_stopped()  # the hub may wait for a stopped rank, or run on one
+        with self.waiting(), self.inbox.lock:
+            try:
+                # The hub may have reported a failure before it closed.
+                with contextlib.suppress(ConnectionError), self._sending:
+                    connection.post(message)
+                    drive(connection.flush(), connection.sock, deadline)
+                answer = drive(self.inbox.answer(connection), connection.sock, deadline, look)
+            except TimeoutError as error:
+                raise self.absent([0], "rendezvous", timeouts.REPLY, several=False) from error
+            except OSError as error:
+                raise self.ledger.lost(0, CONNECTION_CLOSED, "rendezvous") from error
+            kind, answer = answer[:1], answer[1:]
+            if kind in FAILURES:
+                raise self._failure_of(kind, *json.loads(answer))
+            return answer
+
+    def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
+        """The failure that the hub reports."""
+        if kind in (LOST, DIED):
+            return self.ledger.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
+        if not ranks:
+            return RendezvousError(why)
+        names = self.ledger.names(ranks)
+        names += f" of {self.size}" * ("of world" not in names)
+        return self.ledger.overdue(ranks, "rendezvous", None, f"{names} {why}", RendezvousError)
+
+    @property
+    def local_rank(self) -> int:
+        local_rank = super().local_rank  # called on every rank, because it is collective
+        return local_rank if self._given_local_rank is None or self.pretended_host else self._given_local_rank
+
+    @property
+    def place_on_machine(self) -> tuple[int, list[int | None]]:
+        place, nodes = super().place_on_machine
+        return place if self._given_local_rank is None else self._given_local_rank, nodes
+
+
+def _abort(why: str, cause: KosError | None) -> bytes:
+    """The message to the hub of a rank that leaves the group before the others."""
+    return ABORT + json.dumps([why, None if cause is None else to_record(cause)]).encode()
+
+
+def _send(connection: Connection, message: bytes) -> None:
+    connection.post(message)
+    with contextlib.suppress(OSError):  # the other side closed it first
+        drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
+
+
+_reporting: weakref.WeakSet[Hub] = weakref.WeakSet()
+"""The hubs of aborted groups.  Each sends the reason to the other ranks, and runs until they have read it."""
+
+
+@atexit.register
+def _wait_for_reports() -> None:
+    """Wait up to CLOSE_SECONDS until the other ranks have read why a group was aborted."""
+    deadline = time.monotonic() + CLOSE_SECONDS
+    for hub in list(_reporting):
+        hub.join(max(deadline - time.monotonic(), 0.0))
+
+
+def _stop(connection: Connection, hub: Hub, process: int) -> None:
+    """Close the group on rank 0: the hub ends once the others have received their messages."""
+    if os.getpid() != process:
+        return  # a process forked from rank 0 ends, not rank 0
+    if connection.sock.fileno() >= 0:
+        _send(connection, CLOSE)
+        connection.close()
+    if hub is not threading.current_thread():  # the garbage collector may free the group on the hub's thread
+        hub.released.wait(CLOSE_SECONDS)

@@ -1,0 +1,335 @@
+"""The hub of a group: a thread on its rank 0 that collects every rank's bytes and sends them to all.
+
+The topology is a star: each rank has one connection, to the hub (rank 0 by a socket pair).  As a thread, the hub always
+knows which ranks have arrived and which are lost, even while rank 0 computes.  It forwards notices, and at once reports
+a rank whose connection ends to all others.  It serves the group until all ranks have closed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from kos.comm import timeouts
+from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
+from kos.comm.failures import Ledger, blaming, to_record
+from kos.errors import RendezvousError
+
+log = logging.getLogger(__name__)
+
+# The first byte of each message: of the ranks, and of the hub's answers.
+DATA, CLOSE, ABORT = b"D", b"B", b"L"
+RESULT, LOST, DIED, FAILED = b"R", b"G", b"X", b"F"
+NOTICE, CLOSED = b"N", b"C"  # of a rank to all others, both ways; rank 0 has closed the group
+FORWARDED = b"S"  # with a notice's token: the notice has been sent to the others
+
+FAILURES = (LOST, DIED, FAILED)
+
+CONNECTION_CLOSED = "its connection was closed"
+
+CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends
+_POLL_SECONDS = 0.1  # between two polls of ranks that have not closed yet
+_LAZY_SECONDS = 0.05  # after which a notice that is not urgent is forwarded
+
+
+class _Failure(Exception):
+    """The group has failed; holds a message for all ranks."""
+
+    def __init__(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> None:
+        self.message = kind + json.dumps([ranks, why, cause]).encode()  # the cause as a record of failures.py
+
+
+class _Aborted(_Failure):
+    """A rank aborted the group and gave the reason."""
+
+
+class Hub(threading.Thread):
+    """Serves one group, the one of ``ledger``, until its rank 0 closes it.
+
+    ``own`` is the hub's end of rank 0's connection; other ranks call at ``listener``, with ``key``.  ``warns``: log
+    callers with another secret; False where ranks of other jobs call too.
+    """
+
+    def __init__(
+        self, own: Connection, listener: socket.socket, key: bytes, ledger: Ledger, timeout: float, where: str,
+        warns: bool = True, epoch: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(name="kos rendezvous", daemon=True)
+        self._size, self._ledger, self.timeout, self._where = len(ledger.world), ledger, timeout, where
+        self._warns = warns
+        self._members = {0: own}
+        self._reading: dict[int, Waiting[bytes]] = {}  # ranks whose message has arrived in part
+        self._closed: set[int] = set()
+        self._refused: list[Connection] = []
+        self._expected = 0  # ranks that may still join a group that has failed
+        self._acceptor = Acceptor(listener, key, epoch)
+        self._lazy: list[tuple[float, int, bytes]] = []  # when to forward a notice, its sender, and the notice
+        self._left: set[int] = set()  # the ranks that have aborted the group, or whose death was reported
+        self.reported = threading.Event()  # set once the failure has been sent to all ranks that have joined
+        self.released = threading.Event()  # set once rank 0 has closed the group: its process may end
+
+    def run(self) -> None:
+        try:
+            slots = self._admit_all()
+            self._acceptor.close()
+            while self._exchange(slots):
+                slots = {}
+        except _Failure as failure:
+            self._report(failure.message)
+            self._post(CLOSED, self._members)  # the end of the connections is not the death of rank 0
+        finally:
+            self.reported.set()
+            self.released.set()
+            self._acceptor.close()
+            for connection in [*self._members.values(), *self._refused]:
+                connection.close()
+
+    def _remaining(self, began: float, present: int) -> float:
+        """Seconds left for the missing ranks, ``present`` having arrived; rank 0 may change the timeout."""
+        return began + self.timeout - time.monotonic()
+
+    def _wait_seconds(self, began: float, present: list[int] | dict[int, Any]) -> float:
+        """Seconds of the next wait.  Raises _Failure at the timeout."""
+        remaining = self._remaining(began, len(present))
+        if remaining <= 0:
+            missing = [rank for rank in range(self._size) if rank not in present]
+            why = timeouts.late("", within=self.timeout).strip()  # each rank adds the names to its own error
+            rejected = f"; {timeouts.rejected(callers)}" if (callers := self._acceptor.rejected) else ""
+            raise _Failure(FAILED, missing, f"{why} (rank 0 listens at {self._where}){rejected}")
+        return min(remaining, 1.0)
+
+    def _admit_all(self) -> dict[int, bytes]:
+        """Admit all ranks.  Returns the messages received meanwhile.  An abort fails the group at once."""
+        began, slots, lost = time.monotonic(), dict[int, bytes](), set[int]()
+        while len(present := [*self._members, *self._closed]) < self._size:
+            caller = self._admit(self._wait_seconds(began, present), len(present))
+            for rank in self._ready(self._members.keys() - slots.keys(), select.POLLIN, 0.0):
+                try:
+                    self._receive(rank, slots)
+                except _Aborted:
+                    self._refused += [] if caller is None else [caller[2]]
+                    self._expected = self._size - len(present) - (caller is not None)
+                    raise
+                except _Failure:  # a lost connection: found again once all ranks have joined, unless the rank rejoins
+                    lost.add(rank)
+            if caller is None:
+                self._look_for_ended(present)
+                continue
+            rank, size, connection = caller
+            problem = ""
+            if size != self._size:
+                problem = f"rank {rank} joined with a world size of {size}, expected {self._size} as on rank 0"
+            elif rank >= self._size:
+                problem = f"expected ranks 0 to {self._size - 1}, got rank {rank}"
+            elif rank in self._members and rank not in lost:
+                problem = f"rank {rank} joined twice: expected one process of each rank"
+            if problem:  # all ranks raise it, including the caller
+                self._refused.append(connection)
+                self._expected = self._size - len(self._members) - 1
+                raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
+            if rank in lost:
+                lost.remove(rank)
+                self._members[rank].close()
+            self._members[rank] = connection
+        return slots
+
+    def _admit(self, seconds: float, present: int) -> tuple[int, int, Connection] | None:
+        """The next caller.  Raises _Failure, with rank 0 as the cause, if there is no file descriptor for it."""
+        known = len(self._acceptor.rejected)
+        try:
+            return self._acceptor.admit(min(seconds, _POLL_SECONDS))
+        except OSError as error:
+            self._expected = self._size - present
+            me = self._ledger.world[0]
+            cause = blaming(RendezvousError(f"rank {me} cannot open its connections: {error}"), [me])
+            raise _Failure(LOST, [0], "", to_record(cause)) from None
+        finally:
+            if self._warns and (new := self._acceptor.rejected[known:]):
+                log.warning("rendezvous: %s", timeouts.rejected(new))
+
+    def _look_for_ended(self, present: list[int]) -> None:
+        """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
+        board, world = self._ledger.board, self._ledger.world
+        missing = [rank for rank in range(self._size) if rank not in present]
+        if ended := [rank for rank in missing if board.ended(world[rank])]:
+            self._expected = len(missing) - len(ended)
+            raise _Failure(LOST, ended[:1], "its process ended")
+
+    def _exchange(self, slots: dict[int, bytes]) -> bool:
+        """Collect a message of each rank, and send all of them to all; False once all ranks have closed the group.
+
+        ``slots`` holds the messages received so far.
+        """
+        began = time.monotonic() if slots else 0.0  # when the first message arrived
+        while len(slots) < self._size:
+            seconds = self._wait_seconds(began, slots) if slots else 1.0
+            for rank in self._ready(self._members, select.POLLIN, min(seconds, self._forward_lazy())):
+                self._receive(rank, slots)
+                began = began or (time.monotonic() if slots else 0.0)
+            gone = self._closed - slots.keys()
+            if slots and gone:
+                raise _Failure(LOST, [min(gone)], "it closed the group")
+            if not self._members:
+                return False
+        total = sum(map(len, slots.values()))
+        if 1 + 4 * self._size + total > MAX_MESSAGE:
+            why = f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}"
+            raise _Failure(FAILED, [], why)
+        parts = [slots[rank] for rank in range(self._size)]
+        answer = RESULT + struct.pack(f"!{self._size}I", *map(len, parts)) + b"".join(parts)
+        for connection in self._members.values():
+            connection.post(answer)
+        deadline = time.monotonic() + self.timeout
+        self._flush(self._members.keys() - {0}, deadline)  # some may have closed the group without waiting for it
+        self._flush(self._members.keys() & {0}, deadline)  # last: its process may end once it has the answer
+        return True
+
+    def _flush(self, ranks: set[int], deadline: float) -> None:
+        """Send the queued messages of those ranks, in parallel."""
+        sending = {rank: self._members[rank].flush() for rank in ranks}
+        while sending:
+            for rank in list(sending):
+                try:
+                    if next(sending[rank], None) is None:
+                        del sending[rank]
+                except OSError:
+                    raise _Failure(LOST, [rank], CONNECTION_CLOSED) from None
+            if sending and not self._ready(sending, select.POLLOUT, deadline - time.monotonic()):
+                raise _Failure(LOST, [min(sending)], f"it read nothing for {self.timeout:g} s")
+
+    def _ready(self, among: Iterable[int], events: int, seconds: float) -> list[int]:
+        """The ranks whose connection can be read or written, within ``seconds``; also sends queued notices."""
+        poll, ranks = select.poll(), {}
+        for rank in among:
+            connection = self._members[rank]
+            poll.register(connection.sock, events | (select.POLLOUT if connection.sends else 0))
+            ranks[connection.sock.fileno()] = rank
+        found = []
+        for descriptor, event in poll.poll(max(seconds, 0.0) * 1000):
+            if event & select.POLLOUT and not events & select.POLLOUT:
+                self._send_queued(ranks[descriptor])
+            if event & ~select.POLLOUT or events & select.POLLOUT:
+                found.append(ranks[descriptor])
+        return found
+
+    def _send_queued(self, rank: int) -> None:
+        """Send what the rank's connection takes without waiting."""
+        with contextlib.suppress(OSError):  # whoever reads from it next finds its end
+            next(self._members[rank].flush(), None)
+
+    def _post(self, message: bytes, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._members[rank].post(message)
+            self._send_queued(rank)
+
+    def _forward_lazy(self) -> float:
+        """Forward the notices that are due.  Returns the seconds until the next is due."""
+        now = time.monotonic()
+        due, self._lazy = [each for each in self._lazy if each[0] <= now], [e for e in self._lazy if e[0] > now]
+        for _, sender, notice in due:
+            self._post(notice, self._members.keys() - {sender})
+        return self._lazy[0][0] - now if self._lazy else 1.0
+
+    def _receive(self, rank: int, slots: dict[int, bytes]) -> None:
+        """Read what there is of a rank's message: the hub waits for no rank within one."""
+        connection = self._members[rank]
+        reading = self._reading.pop(rank, None) or connection.receive()
+        try:
+            next(reading)
+        except StopIteration as end:
+            message: bytes = end.value
+        except OSError:
+            raise _Failure(DIED, [rank], CONNECTION_CLOSED) from None
+        except RendezvousError as error:
+            raise _Failure(LOST, [rank], str(error)) from None
+        else:
+            self._reading[rank] = reading
+            return
+        kind = message[:1]
+        if kind == DATA:
+            slots[rank] = message[1:]
+        elif kind == NOTICE:
+            soon, token, *notice = json.loads(message[1:])
+            forwarded = NOTICE + json.dumps(notice).encode()
+            self._lazy.append((time.monotonic() + (0.0 if soon else _LAZY_SECONDS), rank, forwarded))
+            self._lazy.sort(key=lambda each: each[0])
+            self._forward_lazy()
+            if token is not None:
+                self._post(FORWARDED + json.dumps(token).encode(), [rank])
+        elif kind == CLOSE:
+            self._closed.add(rank)
+            self._members.pop(rank).close()
+            if rank == 0:
+                self._post(CLOSED, self._members)
+                self.released.set()
+        elif kind == ABORT:
+            self._left.add(rank)
+            raise _Aborted(LOST, [rank], *json.loads(message[1:]))
+        else:
+            why = f"expected a message of the rendezvous, got one of kind {kind!r}"
+            raise _Failure(LOST, [rank], why)
+
+    def _report(self, failure: bytes) -> None:
+        """Send the failure to all ranks, including late ones, and serve them until they have closed.
+
+        Ranks that have not joined a group started wrongly are awaited until CLOSE_SECONDS after rank 0 has closed.
+        TCP may discard undelivered data when a connection is closed with unread input.
+        """
+        if failure[:1] == DIED:
+            self._left.update(json.loads(failure[1:])[0])
+        self._post(failure, self._members)
+        late, new = list[Connection](), list(self._refused)  # of ranks that are no members
+        deadline = float("inf")
+        while (self._members or new or late or self._expected > 0) and time.monotonic() < deadline:
+            for connection in new:
+                connection.post(failure)
+            late += new
+            for connection in late:
+                with contextlib.suppress(OSError):
+                    next(connection.flush(), None)
+            self.reported.set()
+            for connection in [each for each in late if each.drain()]:
+                late.remove(connection)
+                connection.close()  # this process may have no other file descriptor for a late rank
+            accepts = self._acceptor.is_open and bool(self._members or late or self._expected > 0)
+            for rank in self._ready(self._members, select.POLLIN, 0.0 if accepts else self._forward_lazy()):
+                self._receive_after_failure(rank)
+            if 0 not in self._members:
+                deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)
+            caller = None
+            if accepts:
+                try:
+                    caller = self._acceptor.admit(min(_POLL_SECONDS, self._forward_lazy()))
+                except OSError:  # no file descriptor, until another connection is closed
+                    time.sleep(_POLL_SECONDS)
+            new = [] if caller is None else [caller[2]]
+            self._expected -= len(new)
+            self._refused += new
+
+    def _receive_after_failure(self, rank: int) -> None:
+        """Read from a rank of the failed group: it may send notices, close, or end."""
+        try:
+            self._receive(rank, {})
+        except _Failure as failure:
+            if isinstance(failure, _Aborted):
+                return
+            self._members.pop(rank).close()
+            if rank not in self._left and failure.message[:1] == DIED:
+                self._left.add(rank)
+                self._post(failure.message, self._members)
+
+
+def pair(epoch: int = 0) -> tuple[Connection, Connection]:
+    """Both ends of a connection within this process; it needs no handshake."""
+    ends = socket.socketpair()
+    for sock in ends:
+        adopt(sock)
+    return Connection(ends[0], b"rank 0", b"hub", epoch), Connection(ends[1], b"hub", b"rank 0", epoch)

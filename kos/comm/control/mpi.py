@@ -1,0 +1,246 @@
+"""Ranks that are processes of an MPI job: MPI carries the address and secret of the hub, and data of the mpi backend.
+
+Where hosts cannot reach each other by TCP, MPI carries the exchanges and splits too, and ``shrink`` is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kos.comm import timeouts
+from kos.comm.control import mpi_job
+from kos.comm.control.base import Rendezvous, machine_id
+from kos.comm.control.env import JobRendezvous, Place
+from kos.comm.control.offers import listen_for, place_by
+from kos.comm.failures import Ledger
+from kos.errors import BackendUnavailable, RankLost, RendezvousError
+from kos.memory.ipc import pretended_host
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+TAGS = 1 << 26
+"""Number of MPI tags in use by messages of backends."""
+_REACH_SECONDS = 8.0  # limit for a connection to rank 0; Linux asks again after 1, 3 and 7 s
+
+
+class SharedComm:
+    """An MPI communicator that several groups share."""
+
+    def __init__(self, comm: Any) -> None:
+        self.comm = comm
+        self.lock = threading.Lock()  # of the next: each group may be used by a separate thread
+        self.users, self.orderly = 0, True  # groups that are open; whether all closed groups closed in order
+
+
+class MPIRanks:
+    """The ranks of a group as ranks of a communicator of MPI, which the group shares with those split from it.
+
+    Such a group has a communicator of its own only if its backend asks for one (``comm``).
+    """
+
+    def __init__(self, shared: SharedComm, ranks: Sequence[int], are_job: bool = False) -> None:
+        self.shared, self.ranks = shared, list(ranks)
+        self._are_job = are_job  # all ranks of the job, which ends if one of them aborts this group
+        self._own: Any = None
+        with shared.lock:
+            shared.users += 1
+
+    def of(self, ranks: Sequence[int]) -> MPIRanks:
+        """The group of these ranks of this one."""
+        return MPIRanks(self.shared, [self.ranks[rank] for rank in ranks])
+
+    def comm(self, rendezvous: Rendezvous, name: bytes) -> Any:
+        """A communicator of exactly these ranks.  Collective on first use; ``name`` differs between groups."""
+        shared = self.shared.comm
+        if self.ranks == list(range(shared.size)):
+            return shared
+        if self._own is None:
+            tag = int.from_bytes(hashlib.sha256(name).digest()[:3], "big")
+            create = partial(shared.Create_group, shared.Get_group().Incl(self.ranks), tag)
+            look = partial(raise_death, rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
+            self._own = wait_for_all(
+                rendezvous, "create", partial(mpi_job.in_thread, create, rendezvous.timeout, look)
+            )[0]
+        return self._own
+
+    def free(self, orderly: bool, code: int | None) -> None:
+        """Free the communicators that no other group uses, if no rank is lost.  ``code`` is as in ``abort``."""
+        if self._are_job and code is not None:
+            mpi_job.abort_code = code or 1
+        shared = self.shared
+        with shared.lock:
+            shared.users -= 1
+            shared.orderly &= orderly
+            unused = shared.comm if shared.users == 0 else None
+        if not mpi_job.load_mpi().Is_finalized() and shared.orderly:
+            for comm in self._own, unused:
+                if comm is not None:
+                    mpi_job.free_after_all(comm)
+
+
+def raise_death(rendezvous: Rendezvous) -> None:
+    """Raise RankLost if a rank of the group is known to have ended."""
+    for rank, why in rendezvous.deaths().items():
+        raise rendezvous.ledger.lost(rank, why, "rendezvous")
+
+
+def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]) -> T:
+    """The result of ``wait()``, which is false at the timeout.
+
+    Raises an error that names the rank that failed first, or the missing ranks.
+    """
+    ledger, rank, size = rendezvous.ledger, rendezvous.rank, rendezvous.size
+    with rendezvous.waiting():
+        try:
+            if outcome := wait():
+                return outcome
+        except mpi_job.load_mpi().Exception as error:
+            why = f"{what}: MPI: {error.Get_error_string()}"
+            gone = [*rendezvous.deaths(), *ledger.suspects()]
+            if not gone:
+                raise RankLost(f"rendezvous: {why}") from error
+            raise ledger.lost(gone[0], why, "rendezvous") from error
+        others = [each for each in range(size) if each != rank]
+        named = ledger.names(others, False) if size == 2 else f"all other {size - 1} ranks"
+        waited = timeouts.waited(ledger.names([rank], False), rendezvous.timeout, named)
+        raise ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
+
+
+class MPIRendezvous(Rendezvous):
+    """A group of ``mpi`` whose exchanges and splits MPI carries: until the hub is known, or where TCP cannot be used.
+
+    Nothing reports a failure between hosts then: ranks of other hosts wait until their timeout.
+    """
+
+    def __init__(self, mpi: MPIRanks, rank: int, timeout: float, ledger: Ledger, host: str) -> None:
+        self.mpi, self.rank, self.size, self.timeout = mpi, rank, len(mpi.ranks), timeout
+        self._ledger, self.host = ledger, host
+        self.without_tcp = ""  # why the ranks have no hub
+
+    @property
+    def mpi_comm(self) -> Any:
+        return self.mpi.comm(self, str(self.mpi.ranks).encode())
+
+    def deaths(self) -> dict[int, str]:
+        failed = mpi_job.failed_ranks(self.mpi.shared.comm)
+        return {rank: "" for rank, each in enumerate(self.mpi.ranks) if each in failed}
+
+    def _exchange(self, message: bytes) -> list[bytes]:
+        lengths, comm, BYTE = np.empty(self.size, np.int64), self.mpi_comm, mpi_job.load_mpi().BYTE
+        self.await_request("allgather", comm.Iallgather(np.array([len(message)], np.int64), lengths))
+        everyone = bytearray(int(lengths.sum()))
+        self.await_request("allgather", comm.Iallgatherv([message, BYTE], [everyone, lengths.tolist(), BYTE]))
+        ends = itertools.accumulate(lengths.tolist(), initial=0)
+        return [bytes(everyone[start:end]) for start, end in itertools.pairwise(ends)]
+
+    def await_request(self, what: str, request: Any) -> None:
+        """Wait until a request of all ranks is complete.  Raises RendezvousError, RankLost."""
+        wait_for_all(self, what, partial(mpi_job.wait_request, request, self.timeout, self._look))
+
+    def _look(self) -> None:
+        """Raise if a rank of this host has ended or is stopped."""
+        for rank in self.ledger.suspects():
+            raise self.ledger.lost(rank, "its process ended", "rendezvous")
+        if (look := self.look_for_stopped()) is not None:
+            look()
+
+    def split(self, color: int | None, key: int = 0) -> MPIRendezvous | None:
+        ranks = self._alike(color, key)
+        if not ranks:
+            return None
+        rank = ranks.index(self.rank)
+        child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.ledger.of(ranks, rank), self.host or "")
+        child.without_tcp = self.without_tcp
+        return child
+
+    def check_shrink(self) -> None:
+        raise BackendUnavailable(f"shrink: expected hosts that reach each other by TCP, got: {self.without_tcp}")
+
+    def shrink(self) -> Rendezvous:
+        raise NotImplementedError
+
+    def _free(self, orderly: bool, code: int | None) -> None:
+        self.mpi.free(orderly, code)
+
+
+def rendezvous_of_mpi(comm: Any = None, timeout: float = 120.0, process_hooks: bool = True) -> Rendezvous:
+    """That of the processes of an MPI communicator (default: COMM_WORLD).  Collective.
+
+    MPI carries the address and the secret of rank 0's hub, to which all ranks then connect.  If a rank of another host
+    cannot, MPI carries the exchanges too.  ``process_hooks`` is as in ``kos.init``.
+    """
+    MPI = mpi_job.load_mpi(process_hooks)
+    mpi_job.check_running(MPI)
+    if process_hooks:
+        mpi_job.guard_job()
+    mpi_job.free_closed()
+    parent, is_job = (MPI.COMM_WORLD, True) if comm is None else (comm, False)
+    rank, size = parent.rank, parent.size
+    ledger = Ledger(range(size), rank, timeout=timeout)
+    carrier = MPIRendezvous(MPIRanks(SharedComm(parent), range(size), is_job), rank, timeout, ledger, pretended_host())
+    begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
+    if is_job:
+        begun, mpi_job.starting = mpi_job.starting, None
+    duplicate, request = begun or parent.Idup()
+    try:
+        carrier.await_request("start", request)
+    except RendezvousError:
+        if is_job:
+            mpi_job.starting = duplicate, request
+        raise
+    duplicate.Set_errhandler(MPI.ERRORS_RETURN)
+    carrier.mpi.shared.comm = duplicate
+    return _connected(carrier) if size > 1 else _job(carrier, Place(0, 1), None)
+
+
+def _connected(carrier: MPIRendezvous) -> Rendezvous:
+    """The group of ``carrier``, connected to a hub on rank 0; ``carrier`` itself if a rank cannot reach it."""
+    rank, listener, offer = carrier.rank, None, dict[str, Any]()
+    hosts = carrier.allgather(_host().encode())
+    if rank == 0:
+        listener, offer = listen_for(hosts)
+    offer = json.loads(carrier.allgather(json.dumps(offer).encode())[0])
+    if len(set(hosts)) > 1:
+        problems = carrier.allgather(_try(rank, offer).encode())
+        if problem := b"".join(problems[:1]) or next(filter(None, problems), b""):
+            if listener is not None:
+                listener.close()
+            carrier.without_tcp = problem.decode()
+            log.warning("MPI carries small messages too, as %s", carrier.without_tcp)
+            return carrier
+    return _job(carrier, place_by(rank, carrier.size, "rendezvous: rank 0", offer), listener)
+
+
+def _job(carrier: MPIRendezvous, place: Place, listener: socket.socket | None) -> JobRendezvous:
+    job = JobRendezvous(place, carrier.timeout, listener, carrier.ledger, carrier.host)
+    job.mpi = carrier.mpi
+    return job
+
+
+def _try(rank: int, offer: dict[str, Any]) -> str:
+    """Why this rank cannot reach rank 0, or "".  The kernel accepts the call before the hub runs."""
+    if "error" in offer:
+        return f"rank 0 cannot listen: {offer['error']}"
+    try:
+        socket.create_connection((offer["host"] if rank else "127.0.0.1", offer["port"]), _REACH_SECONDS).close()
+    except OSError as error:
+        return f"rank {rank} did not reach rank 0 at {offer['host']}:{offer['port']}: {error}"
+    return ""
+
+
+def _host() -> str:
+    """What ranks have in common that reach each other at a loopback address."""
+    network = Path("/proc/self/ns/net")
+    return machine_id() + (os.readlink(network) if network.exists() else "")

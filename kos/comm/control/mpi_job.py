@@ -1,0 +1,345 @@
+"""A process of an MPI job: detects mpirun, starts mpi4py, and ends all ranks of the job together.
+
+An MPI job in which one rank dies of a Python exception hangs: the others wait for it.  After ``guard_job`` an uncaught
+exception on any rank, in any thread, ends all ranks at once.  A rank that aborted its communicator and exits also ends
+the job, unless the other ranks exit within ``_EXIT_GRACE`` seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+RANK_AND_SIZE = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
+)
+_FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+_REPORT_STEP_SECONDS = 0.5  # delay per rank before it prints frames: Open MPI 5 ends the ranks 0.25 s after an exit
+_LOOK_SECONDS = 0.1  # between two looks of ``in_thread``
+_EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before a rank aborts the job
+
+_unfinished: list[Any] = []  # cancelled requests: MPI may still write to their memory
+_keeping = threading.Lock()
+_closing: list[tuple[Any, Any]] = []  # communicators to be freed, and the request of a barrier of their ranks
+abort_code: int | None = None  # exit code of a rank that aborted its communicator because of an exception
+starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
+_loss = False  # whether a rank was lost, and the job continues without it
+_guarded = 0  # the process that ``guard_job`` guards; processes that it forks inherit its hooks but are no ranks
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def under_mpirun() -> bool:
+    """Whether an MPI launcher started this process; does not import mpi4py."""
+    return any(name in os.environ for name in _LAUNCHER_VARIABLES)
+
+
+def fault_tolerant() -> bool:
+    """Whether the job continues when a rank dies: Open MPI's ``mpirun --with-ft ulfm``."""
+    return os.environ.get(_FAULT_TOLERANCE) in ("1", "true")
+
+
+def load_mpi(process_hooks: bool = True) -> Any:
+    """Import mpi4py.MPI, initialising MPI on the first call.
+
+    Raises BackendUnavailable where mpi4py or the MPI library is missing, RendezvousError where MPI does not see the
+    ranks that the launcher started.
+    """
+    first = process_hooks and "mpi4py.MPI" not in sys.modules
+    if first:  # Open MPI's "ofi" transport costs a second at start and serves only one-sided communication
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    try:
+        if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
+            # mpi4py's own finalizer would also run in forked processes, and wait there forever.
+            rc.finalize = False
+            atexit.register(_finalize, os.getpid())
+        # By name: static importers see a compiled module without a matching platform as missing.
+        MPI: Any = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable(f"mpi: expected mpi4py and an MPI library ({install('mpi')}), got: {error}") from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    if not MPI.Is_finalized():
+        _check_world(MPI)
+    return MPI
+
+
+def check_running(MPI: Any) -> None:
+    """Raise RendezvousError after MPI_Finalize: MPI ends the job at most later calls."""
+    if MPI.Is_finalized():
+        raise RendezvousError("mpi: expected MPI to run, got kos.init after MPI.Finalize")
+
+
+def _check_world(MPI: Any) -> None:
+    """Raise RendezvousError if the launcher started more ranks than MPI sees: each would be a group of one."""
+    for rank, size in RANK_AND_SIZE:
+        started, by_pmix = os.environ.get(size, ""), rank == "PMIX_RANK"
+        if not started.isdecimal() or (by_pmix and rank not in os.environ):
+            continue
+        if int(started) > MPI.COMM_WORLD.size:
+            library = MPI.Get_library_version().split(",")[0].strip()
+            wrong = f"{size}: expected {started} ranks in MPI_COMM_WORLD, got {MPI.COMM_WORLD.size}"
+            remedy = "start the job with the mpirun of that library"
+            if by_pmix:
+                remedy += ", with another srun --mpi=, or without MPI (srun --mpi=none, MASTER_ADDR, MASTER_PORT)"
+            raise RendezvousError(f"{wrong}: the launcher does not match the MPI library in use ({library}): {remedy}")
+        return
+
+
+class Backoff:
+    """The wait of a polling loop without events: spins, then yields the core, then sleeps.  It is an ``Idle``.
+
+    Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
+    """
+
+    __slots__ = ("_polls", "_sleep_at")
+    SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
+
+    def __init__(self, crowded: bool = False) -> None:
+        self._polls = self.SPINS if crowded else 0  # spinning may keep the awaited rank from running
+        self._sleep_at = 0.0
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        self._polls += 1
+        if self._polls <= self.SPINS:
+            return
+        if self._polls <= self.YIELDS:
+            os.sched_yield()
+            return
+        now = time.monotonic()
+        if not self._sleep_at:
+            self._sleep_at = now + self.SLEEP_AFTER
+        if now < self._sleep_at:
+            os.sched_yield()
+        else:
+            time.sleep(self.SLEEP)
+
+
+def wait_request(request: Any, timeout: float | None, look: Callable[[], None] = lambda: None) -> bool:
+    """Poll one MPI request; False when ``timeout`` seconds (None: no limit) pass first.
+
+    Meanwhile ``look`` is called, which may raise.
+    """
+    deadline, look_at = None if timeout is None else time.monotonic() + timeout, 0.0
+    backoff = Backoff()
+    while not request.Test():
+        if time.monotonic() > look_at:
+            look()
+            look_at = time.monotonic() + _LOOK_SECONDS
+        if deadline is not None and time.monotonic() > deadline:
+            keep_unfinished(request)
+            return False
+        backoff.pause()
+    return True
+
+
+def on_thread(call: Callable[[], T], name: str | None = None) -> Future[T]:
+    """Begin a call that may never return, on a daemon thread called ``name``."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def in_thread(call: Callable[[], T], timeout: float | None, look: Callable[[], None] | None = None) -> list[T]:
+    """Run a call that has no timeout: returns a list of its result, or an empty list after ``timeout`` seconds.
+
+    Meanwhile ``look`` is called, which may raise.
+    """
+    future, deadline = on_thread(call), math.inf if timeout is None else time.monotonic() + timeout
+    while not wait([future], timeout if look is None else _LOOK_SECONDS).done:
+        if time.monotonic() >= deadline:
+            return []
+        if look is not None:
+            look()
+    return [future.result()]
+
+
+def failed_ranks(comm: Any) -> list[int]:
+    """The ranks of ``comm`` that MPI knows to have failed; empty unless the job is fault-tolerant."""
+    if not fault_tolerant():
+        return []
+    failed = comm.Get_failed()
+    return list(failed.Translate_ranks(range(failed.size), comm.Get_group()))
+
+
+def record_loss() -> None:
+    """Record the death of a rank.  If the job continues, this process will not call MPI_Finalize nor wait at exit.
+
+    In Open MPI 5.0.11 MPI_Finalize sometimes waits for dead ranks, and ranks with a nonzero exit code are not reported.
+    """
+    global _loss
+    _loss = True
+
+
+def keep_unfinished(request: Any) -> None:
+    """Hold a cancelled request, and with it the memory that MPI may still use.  Any thread may call it."""
+    with _keeping:
+        _unfinished[:] = [each for each in _unfinished if not is_over(each)]
+        _unfinished.append(request)
+
+
+def free_after_all(comm: Any) -> None:
+    """Free a communicator once all of its ranks have called this, perhaps in a later call.  Does not wait.
+
+    Open MPI 5.0.11 delivers a message that arrives after MPI_Comm_free to the next communicator of that number.
+    """
+    _closing.append((comm, comm.Ibarrier()))
+    free_closed()
+
+
+def free_closed() -> None:
+    """Free the communicators that all of their ranks have closed."""
+    for entry in [each for each in _closing if is_over(each[1])]:
+        _closing.remove(entry)
+        entry[0].Free()
+
+
+def is_over(request: Any) -> bool:
+    """Whether MPI no longer uses the request.  After MPI_Finalize, a test would end the job."""
+    MPI = load_mpi()
+    try:
+        return MPI.Is_finalized() or bool(request.Test())
+    except MPI.Exception:  # MPI has ended and freed it
+        return True
+
+
+def _finalize(process: int) -> None:
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is None or os.getpid() != process or _loss:
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def guard_job() -> None:
+    """Make an uncaught exception, an exit after one, and the death of mpirun end the whole job.  Idempotent."""
+    global _guarded
+    if _guarded:
+        return
+    _guarded = os.getpid()
+    if under_mpirun() and sys.platform == "linux":  # die with mpirun: a rank that only computes would not notice
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    previous, previous_thread = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        usual = partial(previous, kind, value, trace)
+        _end_by(value, None if previous is sys.__excepthook__ else usual, usual)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        usual = partial(previous_thread, args)
+        if args.exc_value is None or args.exc_type is SystemExit:
+            usual()
+        else:
+            _end_by(args.exc_value, None if previous_thread is threading.__excepthook__ else usual, usual)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+    atexit.register(_exit_job)
+
+
+def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Callable[[], object]) -> None:
+    """Report an uncaught exception and end the job: one line on each rank that raised, the frames on one of them.
+
+    ``own`` is the program's own hook, if it has one; ``usual`` is the report of a process that is not a rank.
+    """
+    MPI = load_mpi()
+    if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        usual()
+        return
+    world = MPI.COMM_WORLD
+    if isinstance(error, RankLost):
+        time.sleep(_EXIT_GRACE + 1)  # the rank that failed ends the job, with its own report and exit code
+    line, frames = describe(error)
+    sys.stderr.write(f"rank {world.rank}: {line}\n")
+    sys.stderr.flush()
+    time.sleep(min(world.rank, 8) * _REPORT_STEP_SECONDS)  # the first rank ends the job before others print frames
+    if own is not None:
+        own()
+    else:
+        sys.stderr.write(frames)
+    _end_job(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+def _end_job(code: int) -> None:
+    MPI = load_mpi()
+    if os.getpid() != _guarded or MPI.Is_finalized():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and not fault_tolerant():
+        os._exit(code)  # mpirun ends the other ranks, with less output than for MPI_Abort
+    MPI.COMM_WORLD.Abort(code)
+
+
+def _all_exit(MPI: Any, grace: float | None) -> bool:
+    """Whether all ranks of the job come here within ``grace`` seconds, those excepted that MPI knows to have failed."""
+    world = MPI.COMM_WORLD
+    if not fault_tolerant():
+        return wait_request(world.Ibarrier(), grace)
+    tag, deadline, backoff = world.Get_attr(MPI.TAG_UB), time.monotonic() + (grace or 0.0), Backoff()
+    awaited = {rank: world.Irecv([bytearray(1), MPI.BYTE], rank, tag) for rank in range(world.size)}
+    for rank in awaited:
+        with contextlib.suppress(MPI.Exception):  # it has failed
+            keep_unfinished(world.Isend([b"", MPI.BYTE], rank, tag))
+    while awaited and time.monotonic() < deadline:
+        if failed := failed_ranks(world):
+            record_loss()  # MPI_Finalize would wait for them
+        awaited = {rank: each for rank, each in awaited.items() if rank not in failed and not is_over(each)}
+        backoff.pause()
+    return not awaited
+
+
+def _exit_job() -> None:
+    """Wait for all ranks at exit: MPI_Finalize would wait forever for a missing rank."""
+    MPI = load_mpi()
+    if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return
+    if _loss and abort_code is None:
+        return
+    goes_on = fault_tolerant()
+    grace = _EXIT_GRACE if goes_on or starting or abort_code is not None else None
+    together = False
+    with contextlib.suppress(MPI.Exception):  # a late rank may make other calls
+        if starting is None or wait_request(starting[1], grace):  # MPI matches calls in order
+            together = _all_exit(MPI, grace)
+    if together:
+        return
+    if goes_on and abort_code is None:
+        record_loss()  # MPI_Finalize would wait for dead ranks
+    else:
+        why = "exits" if abort_code is None else "aborted its communicator by an exception"
+        world = MPI.COMM_WORLD
+        log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)
+        _end_job(abort_code or 1)

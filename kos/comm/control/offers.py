@@ -1,0 +1,59 @@
+"""The offer of rank 0 to the other ranks, by MPI, a store or a function: the address of its hub and a secret."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kos.comm.control.env import Place
+from kos.comm.control.wire import Network, is_loopback
+from kos.errors import RendezvousError
+
+_OFFERS = {"host", "port", "secret"}, {"error"}, {"missing"}
+
+
+def listen_for(hosts: Sequence[bytes | None]) -> tuple[socket.socket | None, dict[str, Any]]:
+    """Rank 0's listener for the ranks on ``hosts``, and its offer: the data needed to connect, or the error."""
+    host = "127.0.0.1" if len(set(hosts)) == 1 else _own_address()
+    try:
+        listener = Network(b"", host, "", is_loopback(host)).listen()
+    except OSError as error:
+        return None, {"error": str(error)}
+    return listener, {"host": host, "port": listener.getsockname()[1], "secret": secrets.token_hex(32)}
+
+
+def checked_offer(carrier: str, data: Any) -> dict[str, Any]:
+    """The offer of rank 0, as ``carrier`` returned it.  If it is no offer: RendezvousError, which omits the data."""
+    with contextlib.suppress(TypeError, ValueError):
+        offer = json.loads(data)
+        if isinstance(offer, dict) and any(offer.keys() == keys for keys in _OFFERS):
+            return offer
+    raise RendezvousError(f"rendezvous: {carrier}: expected what rank 0 has set, got another {type(data).__name__}")
+
+
+def place_by(rank: int, size: int, name: str, offer: Mapping[str, Any]) -> Place:
+    """The place of a rank by the offer of rank 0.  Raises RendezvousError if rank 0 cannot listen."""
+    if "error" in offer:
+        raise RendezvousError(f"rendezvous: rank 0 cannot listen: {offer['error']}")
+    return Place(rank, size, None, offer["host"], [offer["port"]], b"offer", offer["secret"].encode(), (name, name))
+
+
+def _own_address() -> str:
+    """The address by which other hosts reach this one: of the route to MASTER_ADDR, else of its name, else its name."""
+    for host in (os.environ.get("MASTER_ADDR"), platform.node()):
+        try:
+            family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as sock:
+                sock.connect(place)  # of a datagram socket: chooses the route and sends nothing
+                address = str(sock.getsockname()[0])
+        except OSError:
+            continue
+        if not is_loopback(address):
+            return address
+    return platform.node()

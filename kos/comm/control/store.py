@@ -1,0 +1,99 @@
+"""Ranks that share a store of keys, such as torch.distributed's: it carries the address and the secret of the hub."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol, runtime_checkable
+
+from kos.comm import timeouts
+from kos.comm.control.base import machine_id
+from kos.comm.control.env import JobRendezvous, Place
+from kos.comm.control.group import GRACE_SECONDS
+from kos.comm.control.offers import checked_offer, listen_for, place_by
+from kos.comm.failures import Ledger
+from kos.errors import InvalidArgument, RendezvousError
+
+
+@runtime_checkable
+class Store(Protocol):
+    """The methods of a store that kos uses, with the meaning of torch.distributed's.  Values are bytes."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """The value of a key that was set."""
+
+    def add(self, key: str, value: int, /) -> int:
+        """Add to a counter, which begins at 0, and return the sum."""
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        """Return once all keys are set; raises any exception after ``timeout``."""
+
+
+class StoreRendezvous(JobRendezvous):
+    """The ranks that share ``store``, such as a ``Store`` of torch.distributed.  Collective.
+
+    ``store`` is this group's own: its keys have a prefix that no other group uses.  It carries the address of rank 0
+    and the secret of the group, nothing else: whoever can read it can join the group.  ``world_ranks`` are the ranks by
+    which errors name the members; the default is 0 to ``size - 1``.  ``timeout`` in seconds bounds the start and every
+    later wait.  Raises RendezvousError, which names missing ranks.
+
+    On several hosts rank 0 must be reachable at the address by which it reaches ``MASTER_ADDR``, else at that of its
+    host name.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: float = 120.0, world_ranks: Sequence[int] | None = None
+    ) -> None:
+        ledger = Ledger(range(size) if world_ranks is None else world_ranks, rank, timeout=timeout)
+        place, listener = Place(rank, size), None
+        if size > 1:
+            listener, offer = _by_store(store, rank, size, timeout)
+            if missing := offer.get("missing"):
+                text = timeouts.late(ledger.names(missing), timeouts.JOIN, timeout)
+                raise ledger.overdue(missing, "rendezvous", None, text, RendezvousError)
+            place = place_by(rank, size, "the store", offer)
+        super().__init__(place, timeout, listener, ledger)
+
+
+def of_process_group(dist: Any, group: Any, timeout: float) -> StoreRendezvous:
+    """The ranks of a process group of ``dist``, the module torch.distributed.  Collective in the group.
+
+    Raises InvalidArgument on a rank outside the group.
+    """
+    if (rank := dist.get_rank(group)) < 0:
+        raise InvalidArgument("group: this rank is not in it")
+    store = dist.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
+    ranks = dist.get_process_group_ranks(group)
+    return StoreRendezvous(store, rank, len(ranks), timeout, ranks)
+
+
+def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socket.socket | None, dict[str, Any]]:
+    """The listener (rank 0 only) and rank 0's offer, or the ranks that are missing."""
+    deadline = time.monotonic() + timeout
+    # A new group in the same store, after an earlier one was closed, must not read its keys.
+    prefix = f"kos/{store.add(f'kos/joined/{rank}', 1)}"
+    store.set(f"{prefix}/host/{rank}", machine_id())
+
+    def get(key: str, more: float = 0.0) -> bytes | None:
+        """The value of the key; None if it is not set at the deadline."""
+        try:
+            store.wait([f"{prefix}/{key}"], timedelta(seconds=max(deadline + more - time.monotonic(), 0.001)))
+            return store.get(f"{prefix}/{key}")
+        except Exception:  # each store has its own
+            return None
+
+    if rank:
+        found = get("hub", GRACE_SECONDS)
+        return None, {"missing": [0]} if found is None else checked_offer("store", found)
+    listener, hosts = None, [get(f"host/{other}") for other in range(size)]
+    offer: dict[str, Any] = {"missing": [other for other, host in enumerate(hosts) if host is None]}
+    if not offer["missing"]:
+        listener, offer = listen_for(hosts)
+    store.set(f"{prefix}/hub", json.dumps(offer))
+    return listener, offer

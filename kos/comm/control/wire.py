@@ -1,0 +1,437 @@
+"""Authenticated, framed messages over TCP.
+
+Handshake: the listener sends first and the caller proves first, so that an unauthenticated caller learns nothing.
+All three messages have a fixed size, and nothing else is read before the proof is verified.
+
+    listener -> caller   magic, epoch, nonce
+    caller -> listener   magic, epoch, rank, size, nonce, HMAC-SHA256 over all of it
+    listener -> caller   HMAC-SHA256 over all of it (zeros: refused)
+
+The epoch is the number of times that the membership of the job has changed.  Callers of another epoch are refused.
+
+A message is its length (checked before anything is allocated), its epoch, its HMAC-SHA256 and its bytes.  A message of
+another epoch is dropped.  Keys are derived for each connection and direction from both nonces, and the HMAC covers the
+message's number, which prevents replays.  Contents are not encrypted.
+
+Generators yield the events they wait for, so that one loop serves hundreds of connections, and a silent caller delays
+no other.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import os
+import select
+import selectors
+import socket
+import struct
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kos.comm.failures import LOOK_SECONDS
+from kos.errors import RendezvousError
+
+T = TypeVar("T")
+Waiting = Generator[int, None, T]
+"""Yields select.POLLIN or select.POLLOUT whenever the socket is not ready; returns T."""
+
+MAX_MESSAGE = 64 << 20  # bytes
+HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
+MAX_PENDING = 256  # callers in their handshakes
+_MAX_REJECTED = 4  # rejected callers in an error
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+_MAGIC = b"kos/tcp3"  # the protocol and its version
+_NONCE = 32
+_GREETING = struct.Struct(f"!8sI{_NONCE}s")
+_HELLO = struct.Struct(f"!8sIII{_NONCE}s")
+_PROOF = 32
+_REFUSED = bytes(_PROOF)
+_HEAD = struct.Struct("!II")  # of a message: its length and its epoch
+_NUMBER = struct.Struct("!QII")
+
+
+class HandshakeError(RendezvousError):
+    """The other end does not know the secret or does not speak the protocol."""
+
+
+class SecretError(HandshakeError):
+    """A caller has not proved that it knows the secret; ``rank`` is the rank that it claims."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("handshake: expected a proof of the secret, got a wrong one")
+        self.rank = rank
+
+
+@dataclass(slots=True)
+class Network:
+    """The addresses and the secret by which the ranks of a job reach each other."""
+
+    secret: bytes
+    hub: str  # the host of the job's rank 0, as this rank knows it
+    host: str  # this rank's host as all others know it; empty: the host of rank 0
+    loopback: bool  # all ranks are on one host, and only they connect
+    epoch: int = 0  # the number of times that the membership has changed
+
+    def listen(self, port: int = 0) -> socket.socket:
+        """A listening socket; on all interfaces unless the job stays on one host.  Raises OSError."""
+        if self.loopback:
+            family = socket.getaddrinfo(self.hub, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((self.hub, port), family=family, backlog=1024)
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", port), backlog=1024)
+        adopt(listener)
+        return listener
+
+    def key(self, purpose: bytes) -> bytes:
+        """The key of one group's connections, so that a proof for one group is invalid for another."""
+        return _mac(self.secret, b"kos key ", purpose)
+
+    def call(
+        self, host: str, port: int, purpose: bytes, rank: int, size: int, deadline: float, greeting_seconds: float = 1e9
+    ) -> Connection:
+        """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
+
+        The listener has ``greeting_seconds`` seconds to send its greeting.  Raises OSError, HandshakeError.
+        """
+        first = min(deadline, time.monotonic() + greeting_seconds)
+        sock = connect(host or self.hub, port, first)
+        try:
+            greeting = drive(receive_greeting(sock), sock, first)
+            # No retry from here on: the listener may have accepted this rank.
+            return drive(authenticate(sock, greeting, self.key(purpose), rank, size, self.epoch), sock, deadline)
+        except BaseException:
+            sock.close()
+            raise
+
+
+class Connection:
+    """An authenticated connection to one rank, for messages of one epoch at a time."""
+
+    def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes, epoch: int = 0) -> None:
+        self.sock, self.epoch = sock, epoch
+        self._send_key, self._receive_key = send_key, receive_key
+        self._sent = self._received = 0
+        self._outgoing: deque[memoryview] = deque()
+
+    def post(self, message: bytes) -> None:
+        """Queue one message; ``flush`` sends it."""
+        if len(message) > MAX_MESSAGE:
+            raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got {len(message)}")
+        number = _NUMBER.pack(self._sent, len(message), self.epoch)
+        self._sent += 1
+        tag = _mac(self._send_key, number, message)
+        self._outgoing.append(memoryview(_HEAD.pack(len(message), self.epoch) + tag + message))
+
+    @property
+    def sends(self) -> bool:
+        """Whether messages are queued."""
+        return bool(self._outgoing)
+
+    def drain(self) -> bool:
+        """Discard all input; whether the other side has closed the connection."""
+        try:
+            while self.sock.recv(1 << 16):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def flush(self) -> Waiting[None]:
+        """Send all queued messages."""
+        while self._outgoing:
+            view = self._outgoing[0]
+            try:
+                sent = self.sock.send(view)
+            except BlockingIOError:
+                yield select.POLLOUT
+                continue
+            if sent == len(view):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = view[sent:]
+
+    def receive(self) -> Waiting[bytes]:
+        """The next message of this epoch.  Raises ConnectionError at the end, RendezvousError if it was changed."""
+        while True:
+            head = yield from _read(self.sock, _HEAD.size + _PROOF)
+            length, epoch = _HEAD.unpack_from(head)
+            if length > MAX_MESSAGE:
+                raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got a header of {length}")
+            message = yield from _read(self.sock, length)
+            number = _NUMBER.pack(self._received, length, epoch)
+            if not hmac.compare_digest(_mac(self._receive_key, number, message), head[_HEAD.size :]):
+                raise RendezvousError(f"message {self._received}: expected its HMAC, got another")
+            self._received += 1
+            if epoch == self.epoch:
+                return message
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def answer(sock: socket.socket, key: bytes, epoch: int = 0) -> Waiting[tuple[int, int, Connection]]:
+    """The listener's side of the handshake: the caller's rank and size, and the connection.
+
+    Raises ConnectionError, HandshakeError.
+    """
+    greeting = _GREETING.pack(_MAGIC, epoch, os.urandom(_NONCE))
+    sock.send(greeting)  # a whole handshake fits the socket's buffer
+    # Wrong first bytes end the handshake at once.
+    if (magic := (yield from _read(sock, len(_MAGIC)))) != _MAGIC:
+        raise HandshakeError(f"handshake: expected {_MAGIC!r}, got {magic!r}")
+    hello = magic + (yield from _read(sock, _HELLO.size - len(_MAGIC)))
+    proof = yield from _read(sock, _PROOF)
+    _, theirs, rank, size, _ = _HELLO.unpack(hello)
+    if not hmac.compare_digest(proof, _mac(key, b"caller", greeting, hello)):
+        sock.send(_REFUSED)
+        raise SecretError(rank)
+    if theirs != epoch:
+        raise HandshakeError(f"rank {rank}: expected epoch {epoch}, got {theirs}")
+    sock.send(_mac(key, b"listener", greeting, hello))
+    return rank, size, Connection(sock, *_session_keys(key, greeting, hello), epoch=epoch)
+
+
+def receive_greeting(sock: socket.socket) -> Waiting[bytes]:
+    """The listener's greeting.  Raises ConnectionError, HandshakeError."""
+    magic = yield from _read(sock, len(_MAGIC))
+    if magic != _MAGIC:
+        raise HandshakeError(f"expected a rank of kos ({_MAGIC.decode()}), got {magic!r}")
+    return magic + (yield from _read(sock, _GREETING.size - len(_MAGIC)))
+
+
+def authenticate(
+    sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int, epoch: int = 0
+) -> Waiting[Connection]:
+    """The caller's side of the handshake, after the greeting.  Raises ConnectionError, HandshakeError."""
+    if (theirs := _GREETING.unpack(greeting)[1]) != epoch:
+        raise HandshakeError(f"expected epoch {epoch} of the membership, got {theirs}")
+    hello = _HELLO.pack(_MAGIC, epoch, rank, size, os.urandom(_NONCE))
+    sock.send(hello + _mac(key, b"caller", greeting, hello))
+    proof = yield from _read(sock, _PROOF)
+    if not hmac.compare_digest(proof, _mac(key, b"listener", greeting, hello)):
+        raise HandshakeError("expected the same secret (KOS_SECRET) on all ranks, got different ones")
+    receive_key, send_key = _session_keys(key, greeting, hello)
+    return Connection(sock, send_key, receive_key, epoch)
+
+
+class Acceptor:
+    """Accepts callers at a listening socket and returns those that complete the handshake."""
+
+    def __init__(self, listener: socket.socket, key: bytes, epoch: int = 0) -> None:
+        self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
+        self._epoch = epoch
+        self._callers: dict[socket.socket, float] = {}  # callers in their handshakes -> deadline, oldest first
+        self._admitted: deque[tuple[int, int, Connection]] = deque()
+        self.rejected: list[str] = []  # callers with another secret, the first few
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers are accepted."""
+        return self._listener.fileno() >= 0
+
+    def close(self) -> None:
+        """Stop accepting callers."""
+        self.rejected.clear()
+        for sock in list(self._callers):
+            self._reject(sock)
+        while self._admitted:  # callers admitted together with the last expected one
+            self._admitted.popleft()[2].close()
+        self._listener.close()
+        self._selector.close()
+
+    def admit(self, seconds: float) -> tuple[int, int, Connection] | None:
+        """Rank, size and connection of the next authenticated caller; None after ``seconds``.
+
+        Raises OSError if this process has no file descriptor left for a caller.
+        """
+        deadline = time.monotonic() + seconds
+        if not self.is_open:
+            time.sleep(seconds)
+            return None
+        while not self._admitted and (remaining := deadline - time.monotonic()) > 0:
+            for sock in [sock for sock, limit in self._callers.items() if limit <= time.monotonic()]:
+                self._reject(sock)
+            for key, _ in self._selector.select(min(remaining, 1.0)):
+                key.data()
+        return self._admitted.popleft() if self._admitted else None
+
+    def _accept(self) -> None:
+        try:
+            sock, (host, *_) = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            if not lacks_files(error):
+                return  # the caller has gone
+            if not self._callers:
+                raise
+            self._reject(next(iter(self._callers)))  # perhaps a stranger, who makes room for this caller
+            return
+        _prepare(sock)
+        if len(self._callers) >= MAX_PENDING:
+            self._reject(next(iter(self._callers)))
+        self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
+        handshake = answer(sock, self._key, self._epoch)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(sock, host, handshake))
+        self._advance(sock, host, handshake)
+
+    def _advance(self, sock: socket.socket, host: str, handshake: Waiting[tuple[int, int, Connection]]) -> None:
+        if sock not in self._callers:
+            return  # rejected by an earlier event of the same poll
+        try:
+            next(handshake)
+        except StopIteration as end:
+            self._selector.unregister(sock)
+            del self._callers[sock]
+            self._admitted.append(end.value)
+        except (OSError, HandshakeError) as error:
+            self._reject(sock)
+            if isinstance(error, SecretError) and len(self.rejected) < _MAX_REJECTED:
+                caller = f"rank {error.rank} at {host.removeprefix('::ffff:')}"
+                self.rejected += [] if caller in self.rejected else [caller]
+
+    def _reject(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._callers[sock]
+        sock.close()
+
+
+def admit_all(
+    listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float,
+    gone: Callable[[int], bool] = lambda rank: False, look: Callable[[], None] = lambda: None, epoch: int = 0,
+) -> tuple[dict[int, Connection], list[int]]:  # fmt: skip
+    """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline and not ``gone``.
+
+    ``look`` is called every second and may raise.  Closes the listener.  Raises the OSError of ``Acceptor.admit``.
+    """
+    admitted: dict[int, Connection] = {}
+    with listener, closing(Acceptor(listener, key, epoch)) as acceptor:
+        while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
+            caller = acceptor.admit(min(remaining, 1.0))
+            if caller is None:
+                look()
+                expected = {rank for rank in expected if rank in admitted or not gone(rank)}
+                continue
+            rank, its_size, connection = caller
+            if rank in admitted or rank not in expected or its_size != size:
+                connection.close()
+            else:
+                admitted[rank] = connection
+    return admitted, sorted(missing)
+
+
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """A connected, non-blocking socket.  Raises OSError."""
+    sock = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.001))
+    try:
+        itself = sock.getsockname() == sock.getpeername()
+    except OSError as error:  # ENOTCONN, which is no ConnectionError
+        sock.close()
+        raise ConnectionResetError(f"{host}:{port}: closed the connection at once") from error
+    if itself:  # TCP connected the socket to itself, because the kernel chose this port for its own end
+        sock.close()
+        raise ConnectionRefusedError(f"{host}:{port}: no process listens")
+    _prepare(sock)
+    return sock
+
+
+def drive(waiting: Waiting[T], sock: socket.socket, deadline: float, look: Callable[[], None] | None = None) -> T:
+    """Run a generator of this file to its end.  Raises TimeoutError at the deadline (time.monotonic).
+
+    ``look`` is called every ``LOOK_SECONDS`` and may raise.
+    """
+    while True:
+        try:
+            events = next(waiting)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        poll = select.poll()
+        poll.register(sock, events)
+        while (remaining := deadline - time.monotonic()) > 0:
+            if poll.poll((remaining if look is None else min(remaining, LOOK_SECONDS)) * 1000):
+                break
+            if look is not None:
+                look()
+        else:
+            raise TimeoutError("no answer in time")
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Whether the error says that this process, or this host, has no file descriptor or memory for another socket."""
+    return isinstance(error, OSError) and error.errno in _NO_FILES
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is localhost or a loopback address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """Close the connections in a forked process, so that they end with the rank."""
+    for sock in _open:
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def adopt(sock: socket.socket) -> None:
+    """Make it non-blocking, and have a process that this one forks close its copy."""
+    _open.add(sock)
+    sock.setblocking(False)
+
+
+def _prepare(sock: socket.socket) -> None:
+    adopt(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def fill(sock: socket.socket, place: Callable[[], memoryview]) -> Waiting[None]:
+    """Read until ``place()``, which may change between reads, is full.  Raises ConnectionError at the end."""
+    filled = 0
+    while rest := place()[filled:]:
+        try:
+            got = sock.recv_into(rest)
+        except BlockingIOError:
+            yield select.POLLIN
+            continue
+        if not got:
+            raise ConnectionError("the connection was closed")
+        filled += got
+
+
+def _read(sock: socket.socket, count: int) -> Waiting[bytes]:
+    data = memoryview(bytearray(count))
+    yield from fill(sock, lambda: data)
+    return bytes(data)
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def _session_keys(key: bytes, greeting: bytes, hello: bytes) -> tuple[bytes, bytes]:
+    """The keys of (what the listener sends, what the caller sends)."""
+    return _mac(key, b"to caller", greeting, hello), _mac(key, b"to listener", greeting, hello)

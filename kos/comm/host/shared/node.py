@@ -1,0 +1,335 @@
+"""The operations of the ranks of one host through their segment, which the compiled core runs (``kos/_core``).
+
+This module prepares calls for the core, checks whether the ranks that a call waits for are alive, and raises what the
+core has found.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from time import time_ns
+from typing import Any
+
+import numpy as np
+
+from kos._core import native
+from kos.comm.control.base import Rendezvous
+from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
+from kos.comm.host.shared.calls import CHECK_SECONDS, LONGEST_CHECK_SECONDS, CallRing, Difference
+from kos.comm.host.shared.segment import PID
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.prepared import Prepared
+from kos.comm.recorder import COMPLETED
+from kos.comm.reduction import ReduceOp
+from kos.comm.scheduled import wrong_message
+from kos.comm.schedules.execute import Request
+from kos.comm.work import Engine, Steps, Work, raising
+from kos.errors import CollectiveMismatch, KosError
+
+Array = np.ndarray[Any, Any]
+
+_OPERATIONS = {
+    name: code for code, name in enumerate((
+        "barrier", "broadcast", "reduce", "all_reduce", "all_gather", "gather", "scatter", "all_to_all",
+        "reduce_scatter", "scan", "exscan", "send", "recv", "send_recv",
+    ))
+}  # fmt: skip
+"""In the order of ``core.h``, as the next two."""
+_OPERATIONS |= {"split": 0, "duplicate": 0}  # to the core barriers
+_REDUCTIONS = {
+    op: code for code, op in enumerate((
+        ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.BAND, ReduceOp.BOR,
+        ReduceOp.BXOR,
+    ))
+}  # fmt: skip
+_REDUCTIONS[ReduceOp.PREMUL_SUM] = _REDUCTIONS[ReduceOp.SUM]
+
+
+class Node:
+    """The calls of one rank of a group on one host; also the transport of messages within its schedules."""
+
+    def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
+        self.calls, self._core, self._engine = calls, calls.core, engine
+        self.batch = False  # whether other calls begin at once, which this one may need
+        self.asked = False  # whether to keep the next call for ``remember``
+        self._last: Work[Any] | None = None
+        self.ledger, self.size = calls.ledger, calls.segment.size
+        self.active: set[SegmentMessage] = set()
+        self.one_copy = self._core.direct = self._read_each_other(rendezvous)
+        """Whether every rank can read the memory of every other one."""
+
+    def _read_each_other(self, rendezvous: Rendezvous) -> bool:
+        """In another PID namespace a number may be another process's: read a token.  Collective."""
+        token = np.frombuffer(os.urandom(16), np.uint8)
+        at = token.__array_interface__["data"][0]
+        everyone = rendezvous.allgather(at.to_bytes(8, "little") + token.tobytes())
+        words, layout = self.calls.words, self.calls.segment.layout
+        if os.getpid() in [words[layout.line(r) + PID] for r in range(self.size) if r != self.ledger.rank]:
+            self._core.spin_ns = 0
+        reads = (self._core.read(r, int.from_bytes(each[:8], "little"), each[8:]) for r, each in enumerate(everyone))
+        return all(rendezvous.allgather(b"1" if all(reads) else b""))
+
+    def bind(self, prepared: Prepared) -> None:
+        """Have the core run such calls, unless it cannot: those by a schedule, and of arrays of two dtypes."""
+        o = prepared.operation
+        send, recv = o.send, o.recv
+        dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
+        if o.options.algorithm != AUTO or len(dtypes) > 1:
+            return
+        dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
+        prepared.launch = self._start
+        if o.reduction is not None:
+            op, dtype = _REDUCTIONS[o.reduction.op], o.reduction.dtype.numpy
+            if o.reduction.op is ReduceOp.PREMUL_SUM:
+                dtype, prepared.launch = o.reduction.carrier, self._start_scaled
+        message, counts = o.message, [None if each is None else tuple(each) for each in (o.send_counts, o.recv_counts)]
+        if o.name == "send_recv" and recv is not None:
+            counts[1] = (recv.count,) * self.size
+        call = self._core.prepare(
+            _OPERATIONS[o.name.removesuffix("_v")], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
+            o.name.endswith("_v"), *counts, message.dst or 0, message.src or 0, message.tag, message.recv_tag,
+            prepared.fingerprint,
+        )  # fmt: skip
+        if call is None:  # more bytes than it counts
+            prepared.launch = prepared.backend.launch
+            return
+        broadcasts = o.name == "broadcast"
+        puts = send is not None and (not broadcasts or o.root == o.rank)
+        gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
+        prepared.route = call.start, puts, gets or (broadcasts and send is recv)
+
+    def _start(self, work: Work[Any]) -> Steps | None:
+        """Begin a call; returns the steps that are left, None if it is complete."""
+        prepared = work.prepared
+        begin, puts, gets = prepared.route
+        if self.asked:
+            self.asked, self._last = False, work
+        try:
+            if self.ledger.board.last is not None:
+                self.ledger.board.clear_failure()
+            waits = prepared.waits and not self.batch and not self._engine.active
+            number = work.sequence if prepared.collective else native.WORD_SEQUENCE
+            left = begin(number, waits, work.send if puts else None, work.recv if gets else None)
+        except Difference as found:
+            return self._failing(work, found)
+        except BaseException as error:
+            return raising(error)
+        if left is not None:
+            return self._steps(work, left)
+        work.record[COMPLETED] = time_ns()  # type: ignore[index]
+        return None
+
+    def eager(self, comm: Any, backend: Any) -> Any:
+        """What makes calls of ``comm`` that are known; None if NumPy's arrays are not as the core expects."""
+        example = np.zeros((2, 3))
+        if not native.arrays(example, example.ctypes.data):
+            return None
+        return native.Eager(
+            self._core, comm, backend, self, self.ledger.board, self._engine.active, comm.recorder,
+            comm.recorder.slots, comm._collectives, comm._messages,
+        )  # fmt: skip
+
+    def remember(self, name: str, args: tuple[Any, ...], result: Any) -> tuple[Any, ...] | None:
+        """How the core runs calls like the last one, of these arguments; None if it cannot (``module_eager.c``).
+
+        The Prepared of the core and that of kos, what the recorder has of the call, and which arguments are its input,
+        output and result, -1 for none.
+        """
+        work, self._last = self._last, None
+        if work is None or not isinstance(prepared := work.prepared, Prepared) or prepared.name != name:
+            return None
+        options = prepared.operation.options
+        if not (prepared.lasting and prepared.waits) or prepared.launch != self._start or options.purpose:
+            return None
+        begin, puts, gets = prepared.route
+        addresses = [x.ctypes.data if type(x) is np.ndarray else None for x in args]
+        if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
+            return None
+        used = [work.send.ctypes.data if puts else -1, work.recv.ctypes.data if gets else -1]
+        places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
+        returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
+        if None in places or len(returned) != 1:
+            return None
+        return begin.__self__, prepared, prepared.description, *places, *returned
+
+    def resume(self, work: Work[Any], left: Any) -> Steps | None:
+        """The steps of a call that the core has begun, None if it is complete."""
+        try:
+            left = left.wait()
+        except Difference as found:
+            return self._failing(work, found)
+        except BaseException as error:
+            return raising(error)
+        if left is not None:
+            return self._steps(work, left)
+        work.record[COMPLETED] = time_ns()  # type: ignore[index]
+        return None
+
+    def _start_scaled(self, work: Work[Any]) -> Steps | None:
+        """``_start`` of a sum of inputs that are multiplied first."""
+        reduction, out, scaled = work.operation.reduction, work.recv, None
+        assert reduction is not None
+        if work.operation.recv is not None:
+            scaled = np.empty(out.size, reduction.carrier)
+        work.send, work.recv = reduction.stage(work.send, None), scaled
+        steps = self._start(work)
+
+        def finish() -> Steps:
+            yield from steps or ()
+            if scaled is not None:
+                reduction.finish(scaled, out)
+
+        return finish()
+
+    def _steps(self, work: Work[Any], left: Any) -> Steps:
+        """The steps of a call that the core has begun."""
+        work.left = left
+        check = Check(self, left, work if work.collective else None)
+        try:
+            while not left.done():
+                if (end := check()) is not None:
+                    if work.collective:
+                        self.calls.raise_everywhere(end, work.sequence)
+                    raise end
+                yield
+        except Difference as found:
+            raise self._error(work, found) from None
+        finally:
+            left.cancel()
+            work.left = None
+
+    def _failing(self, work: Work[Any], found: Difference) -> Steps:
+        raise self._error(work, found) from None
+        yield
+
+    def _error(self, work: Work[Any], found: Difference) -> KosError:
+        """What the core has found in ``work``; a collective fails on all ranks."""
+        o = work.operation
+        try:
+            if found.code == native.MISMATCH:
+                self.calls.raise_mismatch(work.group, found.word, found.rank)
+            if found.code == native.COUNTS and found.word != work.sequence:  # of an earlier call, which ends this one
+                self.calls.raise_failure(work.sequence)
+                return CollectiveMismatch("the counts of an earlier call differ between ranks")
+            if found.code == native.COUNTS:
+                receiver, *counts = self._core.counts()
+                buffer: Any = o.send or o.recv
+                expected, sent = ((nbytes, buffer.dtype.numpy) for nbytes in counts)
+                return wrong_message(self.ledger, receiver, expected, found.rank, sent)
+        except KosError as error:
+            return error
+        return self.refusal(found, work.recv if found.code == native.MESSAGE else work.send)
+
+    def refusal(self, found: Difference, array: Array) -> KosError:
+        """The error of a message of this rank, or to it, whose other end has other bytes or another dtype."""
+        mine, theirs = (array.nbytes, array.dtype), (found.word >> 8, dtype_of_code(found.word & 0xFF))
+        if found.code == native.MESSAGE:
+            return wrong_message(self.ledger, self.ledger.rank, mine, found.rank, theirs)
+        return wrong_message(self.ledger, found.rank, theirs, self.ledger.rank, mine)
+
+    # The transport.
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        return SegmentMessage(self, array, peer, tag, receives=False)
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        return SegmentMessage(self, array, peer, tag, receives=True)
+
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        for message in [each for each in self.active if cancelled(each)]:
+            message.end()
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        return any((each.peer, each.tag, each.receives) == (rank, tag, receives) for each in self.active)
+
+    def awaited(self, tag: int) -> list[int]:
+        return sorted({each.peer for each in self.active if each.tag == tag})
+
+    def begin(self, array: Array, peer: int, tag: int, receives: bool) -> Any:
+        """Begin a message; returns what the core has left to do, None if it is complete."""
+        code, sequence = DTYPE_CODES[array.dtype], native.WORD_SEQUENCE
+        if tag >= COLLECTIVE_TAGS:
+            sequence = tag - COLLECTIVE_TAGS
+        operation = _OPERATIONS["recv" if receives else "send"]
+        call = self._core.prepare(operation, code, 0, 0, array.size, False, None, None, peer, peer, tag, tag, 0)
+        return call.start(sequence, False, None if receives else array, array if receives else None)
+
+
+class SegmentMessage:
+    """One end of a message of a schedule."""
+
+    __slots__ = ("_check", "_left", "_node", "array", "peer", "receives", "tag")
+
+    def __init__(self, node: Node, array: Array, peer: int, tag: int, receives: bool) -> None:
+        self._node, self.array, self.peer, self.tag, self.receives = node, array, peer, tag, receives
+        try:
+            self._left = node.begin(array, peer, tag, receives)
+        except Difference as found:
+            raise node.refusal(found, array) from None
+        self._check = Check(node, self._left)
+        if self._left is not None:
+            node.active.add(self)
+
+    def done(self) -> bool:
+        if self._left is None:
+            return True
+        try:
+            if not self._left.done():
+                if (end := self._check()) is not None:
+                    raise end
+                return False
+        except Difference as found:
+            raise self._node.refusal(found, self.array) from None
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """Cancel it if it is not complete."""
+        self._left.cancel()
+        self._node.active.discard(self)
+        self._left = None
+
+
+class Check:
+    """Checks from time to time whether the ranks that a call of the core waits for have ended."""
+
+    __slots__ = ("_began", "_left", "_next", "_node", "_suspects", "_what")
+
+    def __init__(self, node: Node, left: Any, what: object = None) -> None:
+        """``what`` is the call for errors."""
+        self._node, self._left, self._what = node, left, what
+        self._began = time.monotonic()
+        self._next = self._began + CHECK_SECONDS
+        self._suspects: set[int] = set()
+
+    def __call__(self) -> KosError | None:
+        """The error if such a rank had ended before this poll, and the poll before: it may have sent its data then."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + min(max(CHECK_SECONDS, (now - self._began) / 100), LONGEST_CHECK_SECONDS)
+        for rank in filter(self._left.missing, range(self._node.size)):
+            if (end := self._node.calls.end_of(rank, self._what)) is not None:
+                if rank in self._suspects:
+                    return end
+                self._suspects.add(rank)
+                self._next = now
+        return None
+
+
+def _count(o: Operation, size: int) -> int:
+    """Elements as the core counts them: of one rank's part, or where the counts differ, those of this rank alone."""
+    if o.name == "all_to_all_v":
+        return 0
+    end = o.recv if "scatter" in o.name or o.send is None else o.send
+    count = 0 if end is None else end.count
+    return count // size if o.name == "all_to_all" else count
+
+
+def _is_fixed(x: Any) -> bool:
+    """Whether an argument is the same whenever it is the same object, or an array that the core can compare."""
+    if type(x) is np.ndarray:
+        return x.ndim <= 4 and x.size > 0 and x.flags.carray
+    return x is None or type(x) in (int, bool, str, ReduceOp)

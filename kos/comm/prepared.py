@@ -1,0 +1,192 @@
+"""Prepared: how the calls of one signature run.  It starts them, each as a Work.
+
+A signature has everything that a call depends on but its memory: operation, dtype, shapes, reduce op, ranks, counts,
+options, flags or alignment, device.  A backend prepares each signature once, and every call of it uses the result, on
+any arrays.  On GPUs the addresses in windows belong to the signature: kernels reach these windows on other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from sys import _getframe
+from time import time_ns
+from typing import Any
+
+from kos.comm.one_thread import check_one_thread, raise_if_two_threads
+from kos.comm.operation import Operation
+from kos.comm.recorder import LAST_SLOT, Group
+from kos.comm.work import Steps, Work
+from kos.cuda.streams import is_captured
+from kos.errors import CollectiveMismatch
+
+MOST_STORED = 256
+"""Prepared calls of a communicator; one more drops all.  Ranks publish as many descriptions."""
+
+
+class Prepared:
+    """How the calls of one signature run on this rank.  Immutable once its communicator has it."""
+
+    __slots__ = (
+        "backend",
+        "collective",
+        "description",
+        "fingerprint",
+        "fixed",
+        "gets",
+        "kernel",
+        "lasting",
+        "launch",
+        "name",
+        "operation",
+        "route",
+        "text",
+        "values",
+        "waits",
+        "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, operation: Operation, backend: Any, launch: Callable[[Any], Steps | None], route: Any = None,
+        kernel: str | None = None, lasting: bool = True,
+    ) -> None:  # fmt: skip
+        """``launch`` begins a Work: it returns the steps that are left, or None if the Work is complete or queued."""
+        self.operation, self.name, self.collective = operation, operation.name, operation.collective
+        self.backend = backend
+        """The backend that runs it; under ``auto``, one of its backends."""
+        self.launch, self.route, self.kernel = launch, route, kernel
+        """``route`` is the backend's own.  ``kernel``, if any, must be the same on all ranks."""
+        self.work, self.gets = backend.work, operation.recv is not None
+        """The class of its Works, and whether this rank has a result."""
+        self.lasting = lasting
+        """Whether later calls may use it; not if the first call connects ranks."""
+        self.fixed = True
+        """Whether calls take the same route inside and outside a graph."""
+        self.waits = not operation.options.overlap
+        self.values = operation.values(backend.name, kernel)
+        """What must be equal on all ranks."""
+        self.fingerprint = 0
+        """A number that stands for ``values``; 0 if nobody compares the calls."""
+        self.text = b""
+        """What the other ranks show of such a call if theirs differs."""
+        self.description: tuple[Any, ...] = (None,)
+        """What the flight recorder has of each start."""
+
+    def belongs_to(self, group: Group) -> Prepared:
+        """Completes it for a communicator, which is ``group`` to the flight recorder."""
+        self.description = group.describe(self.operation)
+        return self
+
+    def start(self, comm: Any, work: Work[Any], waits: bool = True, depth: int = 2) -> Any:
+        """Number ``work``, record it for the caller ``depth`` frames up, and launch it.
+
+        Returns its result, or the Work itself with ``async_op`` or without ``waits``.
+        """
+        if comm._batch is not None:
+            return comm._batch.add(work)
+        if comm._closed:
+            comm._check_open()
+        collective, backend = self.collective, self.backend
+        if collective:
+            if comm._active is not None:
+                check_one_thread(comm, work)
+            comm._active = work
+        try:
+            try:
+                note(comm, work, depth + 1)
+                if backend.broken is not None:
+                    backend.refuse(work)
+                if comm._tracing is None:
+                    steps = self.launch(work)
+                else:
+                    with comm._tracing((work,), False, not self.waits):
+                        steps = self.launch(work)
+                if steps is not None:
+                    backend.engine.begin(work, steps)
+            except BaseException as error:
+                comm._fail_if_interrupted(error, work)
+                raise
+            return self._result(work) if waits and self.waits else work
+        except CollectiveMismatch:
+            raise_if_two_threads(comm)
+            raise
+        finally:
+            if collective:
+                comm._active = None
+
+
+    def finish(self, comm: Any, work: Work[Any], left: Any) -> Any:
+        """The result of ``work``, which the core has begun: it is numbered and recorded."""
+        collective, backend = self.collective, self.backend
+        if collective:
+            comm._active = work
+        try:
+            try:
+                steps = backend.resume(work, left)
+                if steps is not None:
+                    backend.engine.begin(work, steps)
+            except BaseException as error:
+                comm._fail_if_interrupted(error, work)
+                raise
+            return self._result(work)
+        except CollectiveMismatch:
+            raise_if_two_threads(comm)
+            raise
+        finally:
+            if collective:
+                comm._active = None
+
+    def _result(self, work: Work[Any]) -> Any:
+        if work._steps is not None or work._error is not None:
+            return work.wait()
+        work.reported = True
+        array, work.array, work.held = work.array, None, None  # a backend keeps its last Work
+        return array if work.convert is None else work.convert(array)
+
+
+def note(comm: Any, work: Work[Any], depth: int) -> None:
+    """Number ``work``, and record that the caller ``depth`` frames up launches it now."""
+    prepared = work.prepared
+    work.sequence = sequence = next(comm._collectives if prepared.collective else comm._messages)
+    try:
+        frame = _getframe(depth)
+    except ValueError:  # called from C
+        frame = _getframe(depth - 1)
+    recorder = comm.recorder
+    count = recorder.count
+    work.record = record = recorder.slots[count & LAST_SLOT]  # a new list would be one more cache miss
+    record[:] = prepared.description, time_ns(), frame.f_code, frame.f_lasti, sequence, None, None
+    recorder.count = count + 1
+
+
+BY_CAPTURE: Any = object()
+"""In a Store, of a signature whose calls take another route in a graph: that is part of the key then."""
+
+
+class Store(dict[Any, Prepared]):
+    """The Prepared of a communicator, by signature."""
+
+    generation = 0
+    """How often all were dropped because timeouts, windows or tables have changed."""
+    eager: Any = None
+    """The ``kos._core.native.Eager`` that knows some of these calls, or None."""
+
+    def find(self, signature: Any, stream: int) -> Prepared | None:
+        """That of a call on ``stream``, or None."""
+        prepared = self.get(signature)
+        return self.get((signature, is_captured(stream))) if prepared is BY_CAPTURE else prepared
+
+    def add(self, signature: Any, prepared: Prepared, stream: int) -> None:
+        """Keep that of a call on ``stream``."""
+        if len(self) >= MOST_STORED:
+            super().clear()
+        if not prepared.fixed:
+            self[signature] = BY_CAPTURE
+            signature = signature, is_captured(stream)
+        self[signature] = prepared
+
+    def clear(self) -> None:
+        """Drop all."""
+        super().clear()
+        self.generation += 1
+        if self.eager is not None:
+            self.eager.forget()

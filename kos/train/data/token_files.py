@@ -1,0 +1,57 @@
+"""Token files in llm.c's format.
+
+A header of 256 little-endian int32 (magic, version, count of tokens, zeros) and the tokens, uint16 for GPT-2's
+vocabulary, uint32 for LLaMA-3's.  Source: karpathy/llm.c, dev/data/data_common.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kos.errors import DataError
+
+HEADER_BYTES = 256 * 4
+FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, what a token is
+VOCAB_SIZES = {2: 50_257, 4: 128_256}  # by the bytes of a token
+BEGINS = {50_257: 50_256, 128_256: 128_000}
+"""The token that begins a document, by the vocabulary: <|endoftext|> of GPT-2, <|begin_of_text|> of LLaMA-3."""
+
+
+def is_token_file(path: Path) -> bool:
+    """Whether a file starts with one of the format's magic numbers."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(4), "little") in FORMATS
+
+
+def map_tokens(path: Path) -> NDArray[Any]:
+    """The tokens of a file, memory-mapped.  DataError: another version, empty, not as long as its header says."""
+    with path.open("rb") as file:
+        magic, version, count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
+    known, dtype = FORMATS[magic]
+    if version != known:
+        raise DataError(f"--data {path}: expected version {known} of token file {magic}, got {version}")
+    if count < 1:
+        raise DataError(f"--data {path}: expected a token file with tokens, got a count of {count}")
+    expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
+    if (size := path.stat().st_size) != expected:
+        raise DataError(f"--data {path}: expected {expected} bytes ({count} tokens after the header), got {size}")
+    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset=HEADER_BYTES, shape=(count,))
+
+
+def header_missing(path: Path) -> DataError:
+    """The error for a ``.bin`` file without a header, with the command that adds one to nanoGPT's files."""
+    magic, (version, _) = next(iter(FORMATS.items()))
+    lines = (
+        "import numpy as np",
+        f"tokens = np.fromfile({str(path)!r}, '<u2')",
+        f"np.append(np.array([{magic}, {version}, len(tokens)] + [0] * 253, '<i4').view('<u2'), tokens)"
+        f".tofile({str(path.with_name(f'llmc_{path.name}'))!r})",
+    )
+    got = "none, as in nanoGPT's files"
+    how = f'python -c "{"; ".join(lines)}"'
+    return DataError(f"--data {path}: expected llm.c's header, got {got}; to add one, run: {how}")

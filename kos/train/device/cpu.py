@@ -1,0 +1,167 @@
+"""CPUs: the operations of numpy, one step at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kos.comm.reduction import ReduceOp
+from kos.memory.arena import Arena
+from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
+from kos.train.data.batches import Dataset, eval_shape
+from kos.train.data.corpus import Show
+from kos.train.device.base import Device
+from kos.train.device.machine import free_memory
+from kos.train.device.memory_plan import GIB, DryRun, MemoryPlan, plan_buckets
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+from kos.train.optim.base import Optimizer
+from kos.train.parallel.failures import together
+from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.tree_sum import waiting_subtrees
+from kos.train.train import Step, StepResult
+
+_WARM_SECONDS = 1.0  # of work, after which a step takes as long as later ones
+
+
+def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, ranks: int) -> MemoryPlan:
+    """What a rank of ``mesh``, a dry one, will need of its memory, one of ``ranks`` on this host.
+
+    What is small is left out.
+    """
+    run = DryRun(config, model, mesh, schedule, DryOps())
+    scratch, slot = run.peaks()
+    activations = scratch + slot * len(run.free)
+    count = model.num_parameters(*run.parts)
+    waiting = waiting_subtrees(mesh.dp.rank, schedule.micro_batches) if config.deterministic else 0
+    about, state = run.state_bytes()
+    files = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model))
+    saved = files.host_bytes(mesh.world.rank, config.save_async)
+    uses = {
+        f"weights, gradients, {about}": 8 * count + state,
+        "gradients summed in order": 4 * count * waiting,
+        "activations": activations,
+        "tensors to be saved": saved,
+    }
+    free = free_memory() // ranks
+    assert config.micro_batch_size is not None
+    savings = {
+        "fewer ranks on this machine": ranks > 1,
+        f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
+        f"a --seq-len below {config.seq_len}": config.micro_batch_size == 1,
+        "--recompute block": config.recompute != "block",
+    }
+    where = "this machine" + f" for each of {ranks} ranks" * (ranks > 1)
+    uses = {use: size for use, size in uses.items() if size}
+    return MemoryPlan(uses, uses["activations"], free, where, [*filter(savings.get, savings)])
+
+
+class DryOps:
+    """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
+
+    dtype, overlap_rows = np.dtype, None
+
+    def make_arena(self) -> Arena:
+        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
+
+    def zeros(self, shape: Any, dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def rope_tables(
+        self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any, length: float = 1.0
+    ) -> Any:
+        return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
+
+    step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
+    indices, empty_columns = staticmethod(numpy_ops.indices), staticmethod(numpy_ops.empty_columns)
+    keys_and_values = staticmethod(numpy_ops.keys_and_values)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *operands: None
+
+
+class CpuDevice(Device):
+    """Weights and state are fp32 arrays of the host; with ``--zero 1`` a rank holds its shard of the state."""
+
+    lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
+    _trial = 0  # the number of the current trial step; 0: none
+
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
+        super().__init__(config, model, data, mesh, show)
+        parts, schedule = self.parts, self.pipeline.schedule
+        dry = Mesh.dry(mesh.layout, mesh.world.rank)
+        self.plan = together(self.comm, plan_memory(config, model, dry, schedule, self.comm.local_size).check)
+        buckets = plan_buckets(config, model, parts, mesh.dense, reaches=False)
+        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
+        weights = Parameters(shapes, self.dtype, groups, multiple=buckets.multiple)
+        gradients, reports = weights.like(), np.zeros((self.comm.size, 1 + len(self.micro_batches)))
+        self.step = step = Step(
+            config, model, parts, mesh, self.pipeline, numpy_ops, gradients, self.dtype, buckets
+        )
+        step.weights, step.count, step.micro_batch = weights, np.zeros(1, self.dtype), self.micro_batch
+        step.reports, step.report = reports, reports[0] if self.comm.size == 1 else np.zeros(reports.shape[1])
+        step.optimizer = Optimizer(
+            config.update_rule(), weights, groups=config.groups(model, *parts),
+            parts=step.parallel.parts() if buckets.sharded else None, learning_rate=config.learning_rate(),
+            grad_clip=config.grad_clip, skip_outliers=config.skip_outliers, counted=step.counted(),
+            exact=model.num_parameters() if config.deterministic else 0, tp=mesh.tp, arena=step.models[0].arena,
+        )  # fmt: skip
+
+    def describe(self) -> str:
+        return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
+
+    def check_stop(self, asked: Callable[[], bool]) -> None:
+        self.step.asked = asked
+
+    def trial(self) -> tuple[float, float]:
+        trained = self.config.batch_size * self.config.seq_len
+        self._try_step()  # the first takes longer
+        # So do the steps of the first second of work, while processors raise their clock.  All ranks try equally many.
+        took = float(self.comm.all_reduce(np.array([self._try_step()]), ReduceOp.MAX)[0])
+        seconds = min([took, *(self._try_step() for _ in range(min(4, int(_WARM_SECONDS / took))))])
+        self.step.optimizer.step_count = self._trial = 0
+        tokens = math.prod(eval_shape(self.config)) * len(self.data.val_starts())
+        return seconds, seconds * tokens / trained / 3  # a backward is two forwards
+
+    def _try_step(self) -> float:
+        """Seconds that a step takes, with weights of zeros."""
+        for held in (self.step.weights, *self.step.optimizer.state.values()):
+            held.flat[:] = 0
+        self._trial += 1
+        self.start_step(0, False)
+        return self._result.seconds
+
+    def start_step(self, step: int, stop: bool) -> None:
+        """All of it."""
+        began, self._number, program = time.perf_counter(), step, self.step
+        program.report[0] = stop
+        program.count[0] = self.data.targets_per_micro_batch(step, len(self.micro_batches[0]))
+        program.run()
+        norm, lr = program.optimizer.last_norm, program.optimizer.last_lr
+        self._result = self.result(program.reports, norm, lr, time.perf_counter() - began)
+
+    def micro_batch(self, index: int) -> Batch:
+        what = f"trial step {self._trial}" if self._trial else f"step {self._number + 1}"
+        self.show(what, index / len(self.micro_batches))
+        return self.step.models[0].context.take(self.data.rows(self._number, self.micro_batches[index]))
+
+    def finish_step(self, step: int) -> StepResult:
+        return self._result
+
+    def not_finite(self, step: int) -> str | None:
+        gradients, parts = self.step.gradients, self.step.optimizer.parts
+        bad = [np.flatnonzero(~np.isfinite(gradients.flat[part])) + part.start for part, _ in parts]
+        at = min((int(where[0]) for where in bad if where.size), default=-1)
+        spans = gradients.spans
+        return self.first_of_all(next((name for name, span in spans.items() if span.start <= at < span.stop), None))
+
+    def sampling_ops(self) -> Any:
+        return numpy_ops

@@ -1,0 +1,330 @@
+"""GPUs: a whole optimizer step queued on one stream, captured once and replayed as a CUDA graph.
+
+Weights are fp32 (the master copy) and, where passes compute in bf16, rounded to it by the optimizer; with
+``--master-weights none`` they are bf16 alone, rounded at random.  Gradients add up in fp32, and with ``--grad-dtype
+bfloat16`` the one micro-batch's are rounded where they are written and summed over ranks.  Micro-batches, gradient
+collectives (on the communicator's stream, beside the backward), norm, clipping, learning rate and AdamW are all of
+the graph; the host adds the next batch and fetches losses and norm when they are there, a step late, so that the
+device never waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.comm.communicator import Communicator
+from kos.comm.control.base import machine_id
+from kos.cuda import driver
+from kos.cuda.devices import device_info
+from kos.cuda.driver import call, cu
+from kos.cuda.graphs import Graph, capture
+from kos.cuda.streams import Event
+from kos.dtypes import DTYPES
+from kos.memory.array import Array
+from kos.memory.pool import pinned_empty, pool_of
+from kos.train.checkpoint.state import Tensors
+from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
+from kos.train.data.batches import Dataset
+from kos.train.data.corpus import Show
+from kos.train.device.base import Device
+from kos.train.device.feed import Feed
+from kos.train.device.machine import free_memory, peak_flops
+from kos.train.device.memory_plan import HEAD_ROWS, MemoryPlan, plan_buckets, plan_memory
+from kos.train.layers.context import Gradients
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import InFlight
+from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.model.stage import make_stage
+from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.optim.cuda import SCALARS, CudaOptimizer
+from kos.train.parallel.failures import together
+from kos.train.parallel.mesh import Axis, Mesh
+from kos.train.train import Step, StepResult
+
+DRAWN = 250_000  # elements of the weights drawn for the search; no power of two, or rows were each other's copies
+_LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
+
+
+class CudaDevice(Device):
+    """The GPU of this rank; with ``--zero 1`` it holds only its shard of master weights and state."""
+
+    lag = 1
+
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
+        super().__init__(config, model, data, mesh, show)
+        comm, replicas = self.comm, mesh.dense.replicas
+        device = comm.device or 0
+        driver.set_device(device)
+        self.place = f"cuda:{device} ({device_info(device).name})"
+        sizes = {name: math.prod(shape) for name, shape in model.parameter_shapes().items()}
+        ops = CudaOps(device, multiple=math.gcd(*sizes.values()) if config.deterministic else None)
+        parts, schedule, accumulation_steps = self.parts, self.pipeline.schedule, len(self.micro_batches)
+        uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
+        self._reaches = _reaches(replicas)
+        dry = Mesh.dry(mesh.layout, comm.rank)
+        buckets = plan_buckets(config, model, parts, dry.dense, self._reaches)
+        shards = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model))
+
+        def plan() -> MemoryPlan:
+            saved = {"tensors to be saved": shards.host_bytes(comm.rank, config.save_async)}
+            MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}").check()
+            sharing = uuids.count(uuids[comm.rank])
+            return plan_memory(config, model, ops, dry, schedule, self._reaches, sharing).check()
+
+        self.plan = together(comm, plan)
+        self.ops, self.reachable_bytes = ops, 0  # of memory that other ranks reach into
+        if not config.deterministic:
+            ops.algorithms.update(self._search(model, accumulation_steps))
+        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
+        gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
+        gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
+        self.step = step = Step(
+            config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.dtype], buckets, HEAD_ROWS
+        )
+        self._fix_arenas()
+        dtype, copy = config.master_dtype, None
+        master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)
+        if buckets.sharded:
+            copy = Parameters(shapes, config.dtype, groups, self._zeros, buckets.multiple)
+        elif config.dtype != dtype:
+            copy = gradients.like(config.dtype)
+        step.weights = master if copy is None else copy
+        step.optimizer = CudaOptimizer(
+            config.update_rule(), ops, master, copy, config.learning_rate(),
+            groups=config.groups(model, *parts), grad_clip=config.grad_clip, tp=mesh.tp, arena=step.models[0].arena,
+            skip_outliers=config.skip_outliers, seed=config.seed,
+            counted=step.counted() if step.parallel.others.size > 1 else None,
+            places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
+            exact=sum(sizes.values()) if config.deterministic else 0,
+        )  # fmt: skip
+        self.feed = Feed(data, self.micro_batches, step.models[0].context, ops)
+        step.count, step.micro_batch = self.feed.count, self.feed.micro_batch
+        # What a rank knows after a step: whether it was asked to stop, and its losses.
+        step.report = ops.zeros(1 + accumulation_steps, np.float64)
+        several = comm.size > 1
+        step.reports = ops.zeros((comm.size, step.report.size), np.float64) if several else step.report.reshape(1, -1)
+        self._graph: Graph | None = None
+        self._pending = [_PendingResult(step.reports, step.optimizer.scalars) for _ in range(self.lag + 2)]
+        self._newest: _PendingResult | None = None  # of the steps under way
+
+    def _fix_arenas(self) -> None:
+        """Give scratch memory and micro-batches in flight what was planned, and connect the stages."""
+        config, mesh, (model, *_), tp = self.config, self.mesh, self.step.models, self.mesh.tp
+        for arena, size in ((model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self.step.free)):
+            arena.reserve(size, partial(self._reachable, tp.comm) if _reaches(tp) else None)
+            arena.fix()
+        if mesh.pp.size > 1:
+            for rows in sorted({len(self.micro_batches[0]), *self.evaluated_at_once()}):
+                self.pipeline.connect(model.tensor.rows(rows * config.seq_len // mesh.cp.size))
+
+    def _zeros(self, size: int, dtype: Any) -> Array:
+        """Memory that the ranks of a machine reach into, where they can: collectives beside a pass leave it all SMs."""
+        if not self._reaches:
+            return self.ops.zeros(size, dtype)
+        array = self._reachable(self.mesh.dense.replicas.comm, size, dtype)
+        self.ops.zero(array)
+        return array
+
+    def _reachable(self, comm: Communicator, size: int, dtype: Any = np.uint8) -> Array:
+        """An uninitialised array, at the same place on each rank, where the collectives of ``comm`` are fastest."""
+        memory = comm.allocate(size, dtype)
+        self.reachable_bytes += memory.nbytes
+        return Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)
+
+    def _search(self, model: LlamaConfig, accumulation_steps: int) -> dict[str, str]:
+        """The fastest algorithms for the matrix products: found by one rank of a machine, for all ranks and later runs.
+
+        Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need; where
+        this very code has made them before, with these shapes, all is found already.  They compute with numbers like
+        those of a first step: the power that a product draws, and with it its time, depends on them.  What they do not
+        meet takes cuBLASLt's first suggestion: nothing is timed later, on any rank.
+        """
+        ops, config = self.ops, self.config
+        model = dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
+        dry = Mesh.dry(self.mesh.layout, self.comm.rank)
+        tp, cp = dry.tp, dry.cp
+        local = model.local(tp.rank, tp.size)
+
+        def passes() -> dict[str, str]:
+            sizes = self.evaluated_at_once()
+            chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
+            code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+            about = hashlib.blake2b(
+                repr((model, chosen, tp.size, cp.size, accumulation_steps > 1, sorted(sizes))).encode()
+            )
+            for path in sorted(code):
+                about.update(path.read_bytes())
+            stored = cublaslt.stored_algorithms(ops.device)
+            found = dict(stored.known)
+            if about.hexdigest() in found:
+                return found
+            trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
+            trial = make_stage(config, model, trying, local, dry, head_rows=HEAD_ROWS, recompute=config.recompute)
+            trial.arena.reserve(self.plan.arena)
+            weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), trying.zeros)
+            gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
+            random = np.random.default_rng(0)
+            _draw_quickly(weights, random, trying)
+            shape = config.micro_batch_size or 1, config.seq_len // cp.size
+            tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
+            batch = Batch(tokens, tokens)
+            for accumulate in {False, accumulation_steps > 1}:
+                with trying.step(trial.arena):
+                    out_nD = trial.forward(weights, flight := InFlight(trial.arena), batch)
+                    dx_nD = trial.arena.take(out_nD.shape, out_nD.dtype)
+                    into = Gradients(gradients, accumulate, lambda name: None)
+                    trial.backward(weights, flight, into, dx_nD, loss=loss)
+            for size in sizes:
+                trial.loss(weights, Batch(tokens[:size], tokens[:size]))
+            stored.keep({**found, about.hexdigest(): "all were searched"})
+            return found
+
+        places = self.comm.all_gather_bytes(f"{machine_id()} {device_info(ops.device).name}".encode())
+        first = places.index(places[self.comm.rank])  # of the ranks with such a GPU on this machine
+        found = together(self.comm, lambda: passes() if first == self.comm.rank else {})
+        pool_of(ops.device).trim()  # pieces of other sizes than those that follow
+        tables = self.comm.all_gather_bytes(json.dumps(found).encode())
+        return dict(json.loads(tables[first]))
+
+    def describe(self) -> str:
+        about = device_info(self.ops.device)
+        how = "one CUDA graph a step" if self.config.graph else "no graph"
+        return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
+
+    def measures(self, tokens_per_second: float) -> dict[str, float]:
+        free, total = call(cu.cuMemGetInfo)
+        each = tokens_per_second / self.comm.size
+        columns = {"tokens_per_second_per_gpu": each, "memory_bytes": int(total - free)}
+        peak = peak_flops(device_info(self.ops.device).name) if self.config.dtype == "bfloat16" else None
+        if peak:
+            flops = self.step.models[0].config.flops_per_token(self.config.seq_len)
+            columns |= {f"mfu_{name}": each * per_token / peak for name, per_token in flops._asdict().items()}
+        return columns
+
+    # --- steps ---------------------------------------------------------------------------------------
+
+    def read(self, weights: Tensors, state: Tensors | None = None, step: int = 0) -> None:
+        super().read(weights, state, step)
+        self.step.optimizer.refresh_copy()
+
+    def start_step(self, step: int, stop: bool) -> None:
+        stream, result, program = self.ops.stream, self._pending[step % len(self._pending)], self.step
+        driver.set_device(self.ops.device)
+        result.begin(stream, self._newest)
+        result.asked[0] = stop
+        self.feed.take(step)
+        program.report[:1].copy_from(result.asked, stream)
+        if self.config.graph:
+            self._graph = self._graph or self._capture()
+            self._graph.replay(stream)
+        else:
+            program.run()
+        result.fetch(program.reports, program.optimizer.scalars, stream)
+        self._newest = result
+        if step + 1 < self.config.steps:
+            self.feed.fetch(step + 1)
+
+    def _capture(self) -> Graph:
+        """The step as a graph, after a run without effect has loaded all kernels and connected all ranks."""
+        optimizer = self.step.optimizer
+        count = optimizer.step_count
+        optimizer.halt()
+        self.step.run()
+        optimizer.step_count = count
+        with capture(self.ops.stream) as graph:
+            self.step.run()
+        return graph
+
+    def finish_step(self, step: int) -> StepResult:
+        result = self._pending[step % len(self._pending)]
+
+        def over() -> bool:
+            done = result.there.done()
+            if not done:
+                time.sleep(_LOOK_EVERY)
+            return done
+
+        if self.comm.size > 1:  # raises what stopped the collectives of a graph, whose step is over but of no use
+            self.synchronize(until=over)
+        while not over():
+            pass
+        if self._newest is result:
+            self._newest = None
+        after = dict(zip(SCALARS, map(float, result.scalars), strict=True))
+        return self.result(result.answers, after["norm"], after["lr"], result.seconds())
+
+    def not_finite(self, step: int) -> str | None:
+        self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
+        self.step.passes()
+        self.step.norm()
+        return self.first_of_all(self.step.optimizer.not_finite())
+
+    # --- between steps -------------------------------------------------------------------------------
+
+    def sampling_ops(self) -> CudaOps:
+        return CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
+
+    def close(self, failed: bool = False) -> None:
+        self._graph = None  # NCCL ends no communicator of which a graph holds calls
+        super().close(failed)
+
+
+def _reaches(axis: Axis) -> bool:
+    """Whether the ranks of an axis access each other's memory."""
+    return axis.size > 1 and "peer" in axis.comm.backend_name
+
+
+def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps) -> None:
+    """Norms at 1, biases at 0, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
+    flat, there = weights.flat, min(DRAWN, weights.flat.size)
+    drawn = 0.02 * random.standard_normal(there, np.float32)
+    flat[:there].copy_from(drawn.astype(flat.dtype.numpy), ops.stream)
+    while there < flat.size:
+        more = min(there, flat.size - there)
+        ops.copy(flat[:more], flat[there : there + more])
+        there += more
+    for name, span in weights.spans.items():
+        if len(weights.shapes[name]) == 1:
+            constant = np.full(span.stop - span.start, not name.endswith(".bias"), flat.dtype.numpy)
+            flat[span].copy_from(constant, ops.stream)
+
+
+class _PendingResult:
+    """The host's inputs and results of a step, in pinned memory, while the device runs the next step."""
+
+    def __init__(self, answers: Array, scalars: Array) -> None:
+        device = answers.device
+        self.asked, self.answers, self.scalars = (
+            pinned_empty(shape, np.float64, device) for shape in (1, answers.shape, scalars.shape)
+        )
+        self.there, self._began = Event(device, timed=True), Event(device, timed=True)
+        self._since = self._began
+
+    def begin(self, stream: object, before: _PendingResult | None) -> None:
+        """Queue the mark that a step is timed from: where one before it is under way, that one's end."""
+        self._since = self._began if before is None else before.there
+        if before is None:
+            self._began.record(stream)
+
+    def seconds(self) -> float:
+        """The seconds of a step on the device; the host may learn of its end late."""
+        return self.there.seconds_since(self._since)
+
+    def fetch(self, answers: Array, scalars: Array, stream: object) -> None:
+        """Queue the copies."""
+        answers.copy_to(self.answers, stream)
+        scalars.copy_to(self.scalars, stream)
+        self.there.record(stream)

@@ -1,0 +1,245 @@
+"""The GPU memory that a training step will need, computed before any of it is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.cuda.driver import call, cu
+from kos.dtypes import DTYPES, DType
+from kos.errors import ConfigError
+from kos.memory.arena import ALIGNMENT, Arena
+from kos.memory.array import Array
+from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.model.shapes import Local
+from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.optim.base import BLOCK, MatrixRule, elements, state_of
+from kos.train.optim.cuda import CHUNK
+from kos.train.optim.muon import BATCH
+from kos.train.parallel.data import Buckets
+from kos.train.parallel.mesh import Mesh, Reduction
+from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.schedules import Schedule
+from kos.train.parallel.tree_sum import waiting_subtrees
+from kos.train.train import Step
+
+BUCKET_BYTES = 64 << 20  # at least
+HOST_BUCKET_BYTES = 4 << 20  # on CPUs
+BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
+ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
+HEAD_ROWS = 8192  # tokens whose logits are in memory at once
+RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
+GIB = 1 << 30
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes by what they are for, and how many are free; ``arena`` of them are for activations.
+
+    ``savings`` are the options that take less and are not used yet.
+    ``scratch`` and ``slot`` are the bytes of the arenas: that of what is computed and that of a micro-batch in flight.
+    """
+
+    uses: dict[str, int]
+    arena: int
+    free: int
+    device: str
+    savings: Sequence[str] = ()
+    scratch: int = 0
+    slot: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.uses.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.free
+
+    def check(self) -> MemoryPlan:
+        """This plan; ConfigError, with the options that can help, if it does not fit."""
+        if self.fits:
+            return self
+        uses = sorted(self.uses.items(), key=lambda use: -use[1])
+        raise ConfigError(
+            f"memory: expected at most {self.free / GIB:.2f} GiB, the memory free on {self.device}, "
+            f"got {self.total / GIB:.2f} GiB ({'; '.join(f'{name} {size / GIB:.2f}' for name, size in uses)}); "
+            f"to reduce it, use {' or '.join([*self.savings, 'a smaller model'])}"
+        )
+
+    def __str__(self) -> str:
+        rows = [f"  {name:<42}{size / GIB:>9.2f} GiB" for name, size in self.uses.items()]
+        rows.append(f"  {'total':<42}{self.total / GIB:>9.2f} GiB of {self.free / GIB:.2f} free on {self.device}")
+        return "\n".join(rows)
+
+
+def plan_buckets(
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], reduction: Reduction, reaches: bool
+) -> Buckets:
+    """The buckets of a rank with ``parts``; ``reaches``: ranks of a machine access each other's memory."""
+    ranks, nbytes = reduction.replicas.size, BUCKET_BYTES
+    sharded = config.zero == 1 and ranks > 1
+    uncut = frozenset(name for group in config.groups(model, *parts) if group.rule for name in group.names)
+    if config.device == "cpu":
+        multiple = BLOCK * ranks if sharded else reduction.batch.size
+        return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut)
+    if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
+        itemsize = DTYPES[config.grad_dtype].itemsize
+        nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
+    multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
+    staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
+    return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, staging)
+
+
+class DryRun(Step):
+    """A rank's step on arrays without memory, with operations that compute nothing: it counts the memory of a step.
+
+    ``mesh`` sends nothing (``Mesh.dry``). ``dry`` makes the arrays, and is also ``ops`` unless another wraps it.
+    ``bucketed``: gradients are summed in the buckets of a run, which affect its time but not its memory.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: Schedule, dry: Any, ops: Any = None,
+        bucketed: bool = False,
+    ) -> None:  # fmt: skip
+        self.config, self.dry = config, dry
+        self.parts = parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
+        buckets = plan_buckets(config, model, parts, mesh.dense, reaches=True)
+        if not bucketed and not buckets.uncut:  # a model that fits on no machine would have too many buckets to list
+            buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
+        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
+        gradients = Parameters(shapes, config.grad_dtype, groups, dry.zeros, buckets.multiple)
+        self.weights, head_rows = gradients.like(config.dtype), HEAD_ROWS if config.device == "cuda" else None
+        pipeline, dtype = Pipeline(mesh.pp, schedule), dry.dtype(config.dtype)
+        super().__init__(config, model, parts, mesh, pipeline, ops or dry, gradients, dtype, buckets, head_rows)
+        pieces = self.models[0].context.pieces
+        shape = (config.micro_batch_size or 1) * pieces, config.seq_len // (mesh.cp.size * pieces)
+        tokens, self.count = dry.zeros(shape, np.int32), dry.zeros((1,), np.float32)
+        self._batch = Batch(tokens, tokens, document_starts=tokens if config.documents == "pack" else None)
+        self.micro_batch = lambda index: self._batch
+        self.report = self.reports = dry.zeros((1 + schedule.micro_batches,), np.float64)
+        self.held = self.parallel.parts() if self.parallel.sharded else [slice(0, gradients.flat.size)]
+        """The parts of the layout whose state this rank keeps."""
+        self.state = state_of(config.update_rule(), config.groups(model, *parts), gradients.spans, self.held)
+
+    def state_bytes(self) -> tuple[str, int]:
+        """The optimizer's state in words, and its bytes on this rank."""
+        about = " and ".join(dict.fromkeys(kept.rule.about for kept in self.state.values()))
+        return about, sum(DTYPES[kept.dtype].itemsize * elements(kept.slices) for kept in self.state.values())
+
+    def matrices(self) -> Iterator[tuple[MatrixRule, OwnedSlices, int]]:
+        """The rules of matrices, what of their state is held here, and the most elements in a batch of them."""
+        most = 0 if self.config.deterministic or self.config.device == "cpu" else BATCH
+        for dtype, _, slices, rule in self.state.values():
+            if isinstance(rule, MatrixRule):
+                yield rule, OwnedSlices(self.gradients, slices, dtype), most
+
+    def peaks(self) -> tuple[int, int]:
+        """The most bytes that passes take from the scratch arena, and a micro-batch from its own."""
+        arena = self.models[0].arena
+        actions = [action for action in self.pipeline.actions if action.micro_batch == 0]
+        for action, received in self.pipeline.inputs(actions):
+            self.act(action, self.weights, received)
+        for model in self.models:
+            with self.dry.step(arena):
+                x = None if model.local.first else self.dry.zeros(*self.message)
+                x = model.evaluate_stage(self.weights, self._batch, x)
+                if model.local.last:
+                    model.evaluate_loss(self.weights, self._batch, x, self.report[:1])
+        from_host = 6 * self._batch.tokens.nbytes + ALIGNMENT * 6  # fields of validation, copied from the host
+        itemsize = DTYPES[self.config.dtype].itemsize
+        of_matrices = (rule.scratch_bytes(held, itemsize, most) for rule, held, most in self.matrices())
+        return max(arena.peak + from_host, *of_matrices, 0), max(flight.arena.peak for flight in self.free)
+
+
+def plan_memory(
+    config: TrainConfig, model: LlamaConfig, ops: CudaOps, mesh: Mesh, schedule: Schedule, reaches: bool = True,
+    sharing: int = 1, free: int | None = None,
+) -> MemoryPlan:  # fmt: skip
+    """The plan of one rank of ``mesh``, which sends nothing.
+
+    ``reaches`` as in ``plan_buckets``.  ``sharing``: ranks on this GPU.  ``free``: bytes of an absent GPU."""
+    run = DryRun(config, model, mesh, schedule, ops if isinstance(ops, DryCudaOps) else DryCudaOps(ops))
+    scratch, slot = run.peaks()
+    buckets = plan_buckets(config, model, run.parts, mesh.dense, reaches)
+    assert config.micro_batch_size is not None
+    ranks, accumulation_steps = mesh.dense.replicas.size, schedule.micro_batches
+    waiting = waiting_subtrees(mesh.dp.rank, accumulation_steps) if config.deterministic else 0
+    count, itemsize = run.gradients.flat.size, DTYPES[config.dtype].itemsize
+    lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
+    held, share = elements(run.held), f", 1/{ranks} (ZeRO-1)" * buckets.sharded
+    master, (about, state) = config.master_dtype, run.state_bytes()
+    has_copy = buckets.sharded or config.dtype != master
+    tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
+    rows = min(HEAD_ROWS, tokens)
+    logits = rows * len(run.parts[0].vocabulary) * itemsize * any(part.last for part in run.parts)
+    fields = 2 + (config.documents == "pack")  # of a batch, on the host and twice here
+    bucket = max(buckets.nbytes // DTYPES[config.grad_dtype].itemsize, buckets.multiple)  # of the state, to be saved
+    if buckets.uncut:
+        bucket = max(bucket, *(each.stop - each.start for each in run.parallel.buckets))
+    scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
+    slots, between = len(run.free), tokens // mesh.tp.size * model.hidden_size * itemsize
+    in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
+    arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
+    uses = {
+        **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
+        f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
+        f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
+        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
+        f"activations, recompute {config.recompute}{in_flight}": arena - logits,
+        f"logits of {rows} tokens": logits,
+        "tokens, cuBLASLt's workspace": 3 * 4 * fields * accumulation_steps * tokens + cublaslt.WORKSPACE,
+        "kernels, graph, communication": RESERVE + buckets.staging,
+    }
+    savings = {
+        f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
+        f"a --seq-len below {config.seq_len}": config.micro_batch_size == 1,
+        "--recompute norms or block": config.recompute == "none",
+        "--recompute block": config.recompute == "norms",
+        "--zero 1": not config.zero and ranks > 1,
+        "--grad-dtype bfloat16": config.dtype != config.grad_dtype and accumulation_steps == 1
+        and not config.deterministic,
+        "--master-weights none": config.dtype != master,
+    }  # fmt: skip
+    if free is None:
+        free, _ = call(cu.cuMemGetInfo)
+    name, uses = f"cuda:{ops.device}", {use: size for use, size in uses.items() if size}
+    return MemoryPlan(uses, arena, free // sharing, name, [*filter(savings.get, savings)], scratch, slot)
+
+
+class DryCudaOps(CudaOps):
+    """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self.device, self.stream = ops.device, ops.stream
+        self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
+
+    def _nothing(self, *operands: Any, **options: Any) -> None:
+        pass
+
+    matmul = launch = copy = zero = _nothing  # type: ignore[assignment]
+
+    def dtype(self, name: str) -> DType:
+        return DTYPES[name]
+
+    def make_arena(self) -> Arena:
+        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
+
+    @contextmanager
+    def step(self, arena: Arena) -> Iterator[None]:
+        yield
+        arena.release(0)
+
+    def zeros(self, shape: Any, dtype: Any) -> Array:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        return Array(ALIGNMENT, shape, dtype, self.device)
+
+    def rope_tables(self, frequencies: Any, positions: Any, dtype: Any, length: float = 1.0) -> tuple[Array, Array]:
+        shape = (len(positions), len(frequencies))
+        return self.zeros(shape, np.float32), self.zeros(shape, np.float32)

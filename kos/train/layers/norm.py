@@ -1,0 +1,61 @@
+"""Norms of the residual stream: RMSNorm, LayerNorm."""
+
+from __future__ import annotations
+
+from kos.memory.arena import Arena
+from kos.train.layers.context import PassContext
+from kos.train.layers.linear import bias_of
+from kos.train.layers.placement import Placement
+from kos.train.ops import Array
+
+
+class Norm:
+    """RMSNorm of rows (n, ``size``)."""
+
+    def __init__(self, name: str, size: int, eps: float) -> None:
+        self.name, self.size, self.eps = name, size, eps
+
+    def placements(self) -> dict[str, Placement]:
+        return {self.name: Placement((self.size,))}
+
+    def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> Array:
+        """Memory for what the backward needs of a row."""
+        return arena.take((len(x_nD),), ctx.ops.statistics_dtype(x_nD.dtype))
+
+    def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
+        """Write ``rows`` of ``out_nD`` and ``statistics``."""
+        ctx.ops.rms_norm(x_nD[rows], ctx.weights[self.name], self.eps, out_nD[rows], statistics[rows])
+
+    def normed(self, ctx: PassContext, x_nD: Array, arena: Arena, statistics: Array | None = None) -> Array:
+        """The normed rows of ``x_nD``, in ``arena``."""
+        statistics = self.statistics(ctx, x_nD, ctx.arena) if statistics is None else statistics
+        out_nD = arena.take(x_nD.shape, x_nD.dtype)
+        self.forward(ctx, x_nD, out_nD, statistics, slice(0, len(x_nD)))
+        return out_nD
+
+    def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
+        """Add to ``dx``; overwrite ``d_out``."""
+        of, accumulate, final = ctx.into
+        ctx.products.norm_backward(d_out, x, ctx.weights[self.name], statistics, dx, of[self.name], accumulate)
+        final(self.name)
+
+
+class LayerNorm(Norm):
+    """With a bias. For one rank of tp alone."""
+
+    def placements(self) -> dict[str, Placement]:
+        return {name: Placement((self.size,)) for name in (self.name, bias_of(self.name))}
+
+    def statistics(self, ctx: PassContext, x_nD: Array, arena: Arena) -> Array:
+        return arena.take((2, len(x_nD)), ctx.ops.statistics_dtype(x_nD.dtype))
+
+    def forward(self, ctx: PassContext, x_nD: Array, out_nD: Array, statistics: Array, rows: slice) -> None:
+        weight, bias = ctx.weights[self.name], ctx.weights[bias_of(self.name)]
+        ctx.ops.layer_norm(x_nD, weight, bias, self.eps, out_nD, statistics)
+
+    def backward(self, ctx: PassContext, d_out: Array, x: Array, statistics: Array, dx: Array) -> None:
+        (of, accumulate, final), bias = ctx.into, bias_of(self.name)
+        weight, d_weight, d_bias = ctx.weights[self.name], of[self.name], of[bias]
+        ctx.ops.layer_norm_backward(d_out, x, weight, statistics, dx, d_weight, d_bias, accumulate, ctx.arena)
+        final(self.name)
+        final(bias)

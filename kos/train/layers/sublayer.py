@@ -1,0 +1,139 @@
+"""A branch of the residual stream: norm, column-parallel product, core, row-parallel product, addition.
+
+Attention and MLP differ in the core. A forward is enter, compute, leave: what begins in ``enter`` and ``leave`` are the
+collectives of tensor parallelism, and ``Model`` runs the other half of the tokens while they are under way.
+
+Suffixes name dimensions: N = B T tokens, n those of them in this rank's residual stream, D hidden, W columns of the
+first product, F features of the core's output; W and F count what this rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from kos.memory.arena import Arena
+from kos.train.layers.context import PassContext
+from kos.train.layers.linear import ColumnLinear, RowLinear
+from kos.train.layers.norm import Norm
+from kos.train.layers.placement import Placement
+from kos.train.ops import Array
+from kos.train.parallel.tensor import Half
+
+
+class Saved(NamedTuple):
+    """The arrays that a forward writes and its backward reads. The backward recomputes those that are None."""
+
+    x_nD: Array
+    statistics_n: Array
+    normed_nD: Array | None
+    columns_NW: Array
+    inner_NF: Array | None
+    of_core: Any = None
+
+
+class Sublayer:
+    """x + row(core(column(norm(x)))). A subclass has the core."""
+
+    cheap: ClassVar[bool]
+    """Whether the core's output is cheap to compute again (``again``)."""
+
+    def __init__(self, norm: Norm, column: ColumnLinear, row: RowLinear) -> None:
+        self.norm, self.column, self.row = norm, column, row
+
+    def placements(self, shard: int, shards: int) -> dict[str, Placement]:
+        """Of each tensor, in the order in which the backward finishes their gradients."""
+        return self.row.placements(shard, shards) | self.column.placements(shard, shards) | self.norm.placements()
+
+    # --- the core ------------------------------------------------------------------------------------------
+
+    def save_core(self, ctx: PassContext, tokens: int, seq_len: int, dtype: Any, arena: Arena) -> Any:
+        """Memory for what the core's backward needs besides its input and output."""
+
+    def core(self, ctx: PassContext, saved: Saved, half: Half, last: bool) -> Iterator[None]:
+        """Write ``inner_NF`` of a half, if it is there. Yields where a turn ends. ``last``: this is the last half."""
+        raise NotImplementedError
+
+    def again(self, ctx: PassContext, saved: Saved, inner_NF: Array) -> None:
+        """Write ``inner_NF`` in a backward, from ``columns_NW``."""
+        raise NotImplementedError
+
+    def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
+        """Write the gradient of the core's input."""
+        raise NotImplementedError
+
+    # --- forward -------------------------------------------------------------------------------------------
+
+    def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, cheap: Arena | None) -> Saved:
+        """Memory for what a forward writes: in ``arena``, and what is cheap to compute again in ``cheap``, if given."""
+        tokens, dtype, of_inner = len(x_nD) * ctx.tp.size, x_nD.dtype, cheap if self.cheap else arena
+        return Saved(
+            x_nD, self.norm.statistics(ctx, x_nD, arena), cheap and cheap.take(x_nD.shape, dtype),
+            self._empty_columns(ctx, tokens, dtype, arena), of_inner and self.empty_inner(ctx, tokens, dtype, of_inner),
+            self.save_core(ctx, tokens, seq_len, dtype, arena),
+        )  # fmt: skip
+
+    def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
+        return ctx.ops.empty_columns(arena, tokens, self.column.rows // ctx.tp.size, dtype)
+
+    def empty_inner(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
+        """Memory for the core's output."""
+        return ctx.ops.empty_columns(arena, tokens, self.row.columns // ctx.tp.size, dtype)
+
+    def enter(self, ctx: PassContext, saved: Saved, exchange_ND: Array, half: Half) -> Callable[[], Array]:
+        """Norm, and begin to gather the rows of all ranks. The returned function waits for them."""
+        self.norm.forward(ctx, saved.x_nD, saved.normed_nD, saved.statistics_n, half.own)
+        return ctx.tp.start_gather(saved.normed_nD, exchange_ND, [half])
+
+    def compute(self, ctx: PassContext, saved: Saved, x_ND: Array, half: Half, last: bool) -> Iterator[None]:
+        """The first product and the core. Yields where a turn ends."""
+        self.column.forward(ctx, x_ND[half.rows], saved.columns_NW[half.rows])
+        yield from self.core(ctx, saved, half, last)
+
+    def leave(
+        self, ctx: PassContext, saved: Saved, exchange_ND: Array, out_nD: Array, half: Half
+    ) -> Callable[[], None]:
+        """The second product, and begin its sum over ranks. The returned function waits, and adds to the stream."""
+        return self.row.forward(ctx, saved.inner_NF, exchange_ND, out_nD, saved.x_nD, half)
+
+    # --- backward ------------------------------------------------------------------------------------------
+
+    def backward(self, ctx: PassContext, saved: Saved, dx_nD: Array, d_out_ND: Array, more: bool) -> Array:
+        """Replaces the gradient of the output in ``dx_nD`` by the gradient of the input.
+
+        ``d_out_ND`` is the gradient of the output for all ranks' rows. Returns the gradient of the input for all ranks'
+        rows if ``more`` of the backward needs it. The gradient of the second matrix can overlap the sum of the first's
+        input gradient, that of the first the gather of ``dx_nD``.
+        """
+        tp, arena, keep, deferred = ctx.tp, ctx.arena, ctx.keep, ctx.pending is not None
+        (x, statistics, normed, columns, inner, _), finished = saved, list[str]()
+        tokens, dtype = len(columns), dx_nD.dtype
+        with arena.scope():
+            if normed is None:
+                normed = self.norm.normed(ctx, x, keep, statistics)
+            gathered = tp.start_gather(normed, tp.empty_rows(normed, keep))
+            if inner is None:
+                inner = self.empty_inner(ctx, tokens, dtype, keep)
+                self.again(ctx, saved, inner)
+            d_inner = self.empty_inner(ctx, tokens, dtype, arena)
+            if deferred and d_out_ND is dx_nD:  # the rest of the backward adds to dx_nD
+                d_out_ND = keep.take(dx_nD.shape, dtype)
+                ctx.ops.copy(dx_nD, d_out_ND)
+            self.row.backward(ctx, d_out_ND, d_inner)
+            d_columns = self._empty_columns(ctx, tokens, dtype, keep)
+            self.core_backward(ctx, saved, inner, d_inner, d_columns)
+            with arena.scope():
+                d_normed_nD = arena.take(dx_nD.shape, dtype)
+                with arena.scope():
+                    summed = self.column.backward(ctx, d_columns, d_normed_nD)
+                    ctx.weight_gradient(self.row, d_out_ND, inner)
+                    summed()
+                of_norm = ctx.into._replace(final=finished.append)  # final after the matrix, in their order in memory
+                self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, x, statistics, dx_nD)
+            arrived = tp.start_gather(
+                dx_nD, tp.empty_rows(dx_nD, keep) if deferred and more else d_out_ND, None if more else []
+            )
+            ctx.weight_gradient(self.column, d_columns, gathered())
+            for name in finished:
+                ctx.into.final(name)
+            return arrived()

@@ -1,0 +1,298 @@
+"""A model, or a rank's stage of one: a list of sublayers, between a lookup and a head.
+
+A family (``kos.train.model.llama``, ``gpt2``) says which sublayers. This is the driver that runs them, forward and
+backward. ``forward`` and ``backward`` are those of a rank's stage of the pipeline.
+
+Suffixes name dimensions: N = B T tokens, n those of them in this rank's residual stream (all, but for tensor
+parallelism), D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.memory.arena import Arena
+from kos.train.data.batch import Batch
+from kos.train.layers.attention import Attention
+from kos.train.layers.context import Gradients, PassContext, Pending, Weights
+from kos.train.layers.products import Products
+from kos.train.layers.sublayer import Saved, Sublayer
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.shapes import Local
+from kos.train.ops import Array, Ops
+from kos.train.parallel.context import ContextParallel, Masks
+from kos.train.parallel.tensor import Half, TensorParallel
+
+
+class Call(NamedTuple):
+    """A sublayer's forward: the arrays that it writes, and its output. Without an output it ends at what is saved."""
+
+    sublayer: Sublayer
+    saved: Saved
+    out_nD: Array | None
+
+
+class InFlight:
+    """A micro-batch in flight: what its forward saves for its backward, in ``arena``.
+
+    Several in flight have an arena each and share the model's scratch memory.  One alone may save in that: a backward
+    gives back nothing before its end, so that what is saved lies below all scratch.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.batch: Batch | None = None  # its fields are (N,)
+        self.seq_len = 0
+        self.masks: Mapping[int | None, Masks] = {}
+        self.inputs: list[Array] = []  # of each layer
+        self.saved: list[list[Saved]] = []  # of each layer's sublayers; none where whole layers are computed again
+        self.out_nD: Array | None = None
+        self.pending: list[Pending] = []  # the gradients of weights that a backward has deferred
+        self.d_out_nD: Array | None = None  # where another stage of this rank has left it
+        self.sent: Any = None  # the send of ``out_nD``
+
+    def clear(self) -> None:
+        """Prepare for another micro-batch; the data of this one is no longer needed."""
+        self.arena.release(0)
+        self.__init__(self.arena)  # type: ignore[misc]
+
+
+class Model:
+    """The layers of ``local`` over ``ops``. Holds no weights: only their shapes, and scratch memory.
+
+    ``weights`` and ``gradients`` are mappings from names to arrays that also know the names of
+    ``config.fused_groups()`` (``kos.train.model.parameters.Parameters``).  Fields of a batch
+    are (B, T), on the host or where ``ops`` has its arrays.
+
+    ``recompute`` names the arena of what a forward saves (``_save``). What is cheap to make again are the outputs of
+    norms and activation functions, a third of all:
+
+    ======  ==============  ===============================  ===================================
+    policy  a layer's input  products, attention              cheap to make again
+    ======  ==============  ===============================  ===================================
+    none    in flight       in flight                        in flight
+    norms   in flight       in flight                        scratch; made again in the backward
+    block   in flight       scratch; a second forward        scratch; made again in the backward
+    ======  ==============  ===============================  ===================================
+    """
+
+    def __init__(
+        self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none",
+        local: Local | None = None, tensor: TensorParallel | None = None, context: ContextParallel | None = None,
+        products: Products | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.local, self.recompute = config, local or config.local(), recompute
+        self.tensor, self.context = tensor or TensorParallel(ops), context or ContextParallel(ops)
+        self.arena = products.arena if products else ops.make_arena()
+        products = products or Products(ops, self.tensor, self.arena)
+        self._ctx = PassContext(ops, self.arena, self.tensor, self.context, products)
+        self.embedding, self.layers, self.head = config.embed(), config.layers(self.local.layers), config.make_head()
+        self.head.rows = head_rows or self.head.rows
+        self.windows = {each.window for layer in self.layers for each in layer if isinstance(each, Attention)}
+        self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
+
+    @property
+    def ops(self) -> Ops:
+        return self._ctx.ops
+
+    @ops.setter
+    def ops(self, ops: Ops) -> None:
+        self._ctx = self._ctx._replace(ops=ops)
+        for part in (self.tensor, self.context, self._ctx.products):
+            part.ops = ops
+
+    # --- a rank's stage of the pipeline --------------------------------------------------------------------
+
+    def forward(self, weights: Weights, flight: InFlight, batch: Batch, x_nD: Array | None = None) -> Array:
+        """The output of this rank's stage for a micro-batch, whose tokens the first stage looks up.
+
+        ``x_nD`` is what the stage before gave, in memory of ``flight``, which saves what ``backward`` needs.
+        """
+        flight.batch = batch.map(lambda field: self._flatten(field, flight.arena))
+        flight.seq_len = batch.tokens.shape[1]
+        flight.masks = self._masks(flight.batch.document_starts, batch.tokens.shape, flight.arena)
+        ctx = self._ctx._replace(weights=weights, masks=flight.masks)
+        if x_nD is None:
+            x_nD = self.embedding.forward(ctx, flight.batch.tokens, flight.seq_len, flight.arena)
+        after = [flight.arena.take(x_nD.shape, x_nD.dtype) for _ in self.layers]
+        *flight.inputs, flight.out_nD = x_nD, *after
+        if self.recompute != "block":
+            each = zip(self.layers, flight.inputs, strict=True)
+            flight.saved = [self._save(layer, x, flight.seq_len, flight.arena) for layer, x in each]
+        with self.arena.scope():
+            saved = flight.saved
+            if flight.inputs and not saved:  # nothing is saved, so all layers use the same memory
+                first, *others = self._save(self.layers[0], x_nD, flight.seq_len, self.arena)
+                saved = [[first._replace(x_nD=x), *others] for x in flight.inputs]
+            self._forward(ctx, [*itertools.chain(*map(_calls, self.layers, saved, after))])
+        return flight.out_nD
+
+    def backward(
+        self, weights: Weights, flight: InFlight, into: Gradients, dx_nD: Array, *, loss: Array | None = None,
+        count: Array | None = None, deferred: bool = False,
+    ) -> None:  # fmt: skip
+        """The gradients of this rank's stage for a micro-batch; if ``deferred``, those of matrices are left pending.
+
+        ``dx_nD`` enters as the gradient of the stage's output and leaves as that of its input.  The last stage only
+        writes it. The mean loss over the targets goes to ``loss`` (1,), float64.  Sums over targets are divided by
+        ``count`` (1,), of ``ops.statistics_dtype``; default: the number of targets.
+        """
+        assert flight.batch is not None and flight.out_nD is not None  # there was a forward
+        keep, pending = (flight.arena, flight.pending) if deferred else (self.arena, None)
+        ctx = self._ctx._replace(weights=weights, into=into, keep=keep, masks=flight.masks, pending=pending)
+        if self.local.last:
+            assert loss is not None
+            self.head.backward(ctx, flight.out_nD, flight.batch.targets, dx_nD, loss, count, self.holds_first)
+        with self.arena.scope():
+            if flight.inputs or self.local.first:
+                d_out_ND = self.tensor.gather(dx_nD, keep)
+            for layer in reversed(self.layers):
+                x_nD = flight.inputs.pop()
+                with self.arena.scope():
+                    saved = flight.saved.pop() if flight.saved else self._again(ctx, layer, x_nD, flight.seq_len)
+                    for sublayer in reversed(layer):
+                        more = self.local.first or bool(flight.inputs) or sublayer is not layer[0]
+                        d_out_ND = sublayer.backward(ctx, saved.pop(), dx_nD, d_out_ND, more)
+            if self.local.first:
+                self.embedding.backward(ctx, flight.batch.tokens, flight.seq_len, d_out_ND, self.holds_last)
+
+    def weight_gradients(self, flight: InFlight, into: Gradients) -> None:
+        """Those that a backward has left pending."""
+        for pending in flight.pending:
+            pending.run(self._ctx._replace(into=into))
+        flight.pending.clear()
+
+    # --- whole passes without a backward -------------------------------------------------------------------
+
+    def loss(self, weights: Weights, batch: Batch) -> float:
+        """The mean loss over the targets; saves no activations."""
+        with self.ops.step(self.arena):
+            loss = self.arena.take((1,), np.dtype(np.float64))
+            self.evaluate_loss(weights, batch, self.evaluate_stage(weights, batch), loss)
+            return float(self.ops.to_host(loss)[0])
+
+    def evaluate_stage(self, weights: Weights, batch: Batch, x_nD: Array | None = None) -> Array:
+        """``forward`` without a backward: all layers use the same memory, and overwrite ``x_nD``."""
+        ctx, seq_len = self._ctx._replace(weights=weights), batch.tokens.shape[1]
+        if x_nD is None:
+            x_nD = self.embedding.forward(ctx, self._flatten(batch.tokens), seq_len, self.arena)
+        with self.arena.scope():
+            if self.layers:
+                starts = batch.document_starts
+                starts = None if starts is None else self._flatten(starts)
+                ctx = ctx._replace(masks=self._masks(starts, batch.tokens.shape, self.arena))
+                saved = self._save(self.layers[0], x_nD, seq_len, self.arena)
+                self._forward(ctx, [call for layer in self.layers for call in _calls(layer, saved, x_nD)])
+        return x_nD
+
+    def evaluate_loss(
+        self, weights: Weights, batch: Batch, x_nD: Array, loss: Array, count: Array | None = None
+    ) -> None:
+        """The mean loss of ``evaluate_stage``'s output, on the last stage, to ``loss`` (1,), float64."""
+        self.head.loss(self._ctx._replace(weights=weights), x_nD, self._flatten(batch.targets), loss, count)
+
+    def logits(self, weights: Weights, tokens: Array) -> Array:
+        """The logits (B, T, V), on the host; of the whole model."""
+        with self.ops.step(self.arena):
+            x_nD = self.evaluate_stage(weights, Batch(tokens))
+            return self.logits_of(weights, x_nD, slice(0, tokens.size)).reshape(*tokens.shape, -1)
+
+    def next_logits(self, weights: Weights, tokens: Array) -> Array:
+        """The logits (V,) of the token that follows ``tokens`` (1, T), on the host; of the whole model."""
+        with self.ops.step(self.arena):
+            last = tokens.shape[1] - 1
+            return self.logits_of(weights, self.evaluate_stage(weights, Batch(tokens)), slice(last, last + 1))[0]
+
+    def logits_of(self, weights: Weights, x_nD: Array, rows: slice) -> Array:
+        """This rank's part of the logits of some rows of ``evaluate_stage``'s output, on the host."""
+        ctx = self._ctx._replace(weights=weights)
+        return self.ops.to_host(self.head.logits(ctx, self.head.normed(ctx, x_nD)[rows]))
+
+    # --- the driver ----------------------------------------------------------------------------------------
+
+    def _save(self, layer: Sequence[Sublayer], x_nD: Array, seq_len: int, arena: Arena) -> list[Saved]:
+        """Memory for what a layer's forward writes; what is cheap to make again has none, unless all is saved."""
+        saved, cheap = list[Saved](), arena if self.recompute == "none" else None
+        for sublayer in layer:
+            x_nD = arena.take(x_nD.shape, x_nD.dtype) if saved else x_nD
+            saved.append(sublayer.save(self._ctx, x_nD, seq_len, arena, cheap))
+        return saved
+
+    def _again(self, ctx: PassContext, layer: Sequence[Sublayer], x_nD: Array, seq_len: int) -> list[Saved]:
+        """A second forward of a layer, up to what its backward needs."""
+        saved = self._save(layer, x_nD, seq_len, ctx.keep)
+        self._forward(ctx, _calls(layer, saved, None))
+        return saved
+
+    def _forward(self, ctx: PassContext, calls: Sequence[Call]) -> None:
+        """The forward of these sublayers, one after another. The halves of the tokens take turns.
+
+        A turn ends where a half waits for a collective, or where the other half can start one. The second half is one
+        turn behind::
+
+            half 0: gather | qkv |        | attention, o, sum |     | add, gather |                   | gate_up |
+            half 1:              | gather |                   | qkv |             | attention, o, sum |         | …
+
+        So each collective overlaps a matrix product of the other half, except at the first and last of ``calls``.
+        """
+        if not calls:
+            return
+        with self.arena.scope():
+            exchange_ND = self.tensor.empty_rows(calls[0].saved.x_nD, self.arena)
+            calls = self._with_scratch(calls)
+            halves = self.tensor.halves(len(calls[0].saved.columns_NW))
+            turns = [self._turns(ctx, calls, exchange_ND, half, half is halves[-1]) for half in halves]
+            next(turns[0])
+            for _ in itertools.zip_longest(*turns):
+                pass
+
+    def _turns(
+        self, ctx: PassContext, calls: Sequence[Call], exchange_ND: Array, half: Half, last: bool
+    ) -> Iterator[None]:
+        """Yields at the end of each turn. ``exchange_ND``: memory for gathered rows and for the terms of sums."""
+        for sublayer, saved, out_nD in calls:
+            arrived = sublayer.enter(ctx, saved, exchange_ND, half)
+            yield
+            yield from sublayer.compute(ctx, saved, arrived(), half, last)
+            if out_nD is None:
+                return
+            complete = sublayer.leave(ctx, saved, exchange_ND, out_nD, half)
+            yield
+            complete()
+
+    def _with_scratch(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """Scratch memory, the same for all, for what the calls do not save; the last that has no output needs less."""
+        if (first := calls[0].saved).normed_nD is not None:
+            return calls
+        normed_nD, inner = self.arena.take(first.x_nD.shape, first.x_nD.dtype), dict[int, Array]()
+
+        def filled(call: Call) -> Call:
+            sublayer, saved, out_nD = call
+            inner_NF, features = saved.inner_NF, sublayer.row.columns
+            if inner_NF is None and out_nD is not None:
+                if features not in inner:
+                    tokens, dtype = len(saved.columns_NW), saved.columns_NW.dtype
+                    inner[features] = sublayer.empty_inner(self._ctx, tokens, dtype, self.arena)
+                inner_NF = inner[features]
+            return call._replace(saved=saved._replace(normed_nD=normed_nD, inner_NF=inner_NF))
+
+        return [*map(filled, calls)]
+
+    def _masks(
+        self, starts: Array | None, shape: tuple[int, int], arena: Arena
+    ) -> Mapping[int | None, Masks]:
+        """The masks of a micro-batch (B, T) for each window that a layer has; ``starts`` are those of documents."""
+        return {window: self.context.masks(starts, window, *shape, arena) for window in self.windows}
+
+    def _flatten(self, numbers: Array, arena: Arena | None = None) -> Array:
+        """A field of a batch (B, T), as (N,) where ``ops`` has its arrays."""
+        return self.ops.indices(numbers.reshape(-1), arena or self.arena)
+
+
+def _calls(layer: Sequence[Sublayer], saved: Sequence[Saved], out_nD: Array | None) -> list[Call]:
+    """A layer's forward: the output of a sublayer is the input of the next."""
+    return [*map(Call, layer, saved, [*(each.x_nD for each in saved[1:]), out_nD])]

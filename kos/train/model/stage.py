@@ -1,0 +1,55 @@
+"""The model of a rank's stage: in the order of sums that is the same in every layout, or the fastest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kos.errors import ConfigError
+from kos.memory.arena import Arena
+from kos.train.config.options import TrainConfig
+from kos.train.layers import fixed_rows
+from kos.train.layers.fixed import FixedContext, FixedProducts, Split
+from kos.train.layers.fixed_rows import RowContext, RowProducts
+from kos.train.layers.products import Products
+from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.model import Model
+from kos.train.model.shapes import Local
+from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.tensor import TensorParallel
+
+
+def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | None:
+    """How the sums within a layer are split, in every layout.  None: not split, as in a GPT-2, where only dp has ranks.
+
+    On GPUs only long sequences are split, and features are not.  ConfigError if a rank would not hold whole subtrees.
+    """
+    if not config.deterministic or isinstance(model, GPT2Config):
+        return None
+    tp, cp, sizes = mesh.tp.size, mesh.cp.size, (model.num_attention_heads, model.num_key_value_heads)
+    if config.device == "cpu":
+        split = Split.of((*sizes, model.intermediate_size, model.vocab_size), config.seq_len)
+        split.check(tp, cp, config.seq_len)
+        return split
+    if tp > 1:
+        why = "where sums over features are not split"
+        raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {tp}")
+    split = Split.of((1,), config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
+    split.check(1, cp, config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
+    return split if split.tokens > 1 else None
+
+
+def make_stage(
+    config: TrainConfig, model: LlamaConfig, ops: Any, local: Local, mesh: Mesh, arena: Arena | None = None,
+    **options: Any,
+) -> Model:  # fmt: skip
+    """The model of ``local``; ``options`` are those of ``Model``, ``arena`` its scratch memory."""
+    tensor = TensorParallel(ops, mesh.tp, local.vocabulary.start)
+    arena = arena or ops.make_arena()
+    products, context = Products(ops, tensor, arena), ContextParallel(ops, mesh.cp)
+    if (split := split_of(config, model, mesh)) is not None:
+        of_products, of_context = (FixedProducts, FixedContext) if config.device == "cpu" else (RowProducts, RowContext)
+        products = of_products(ops, tensor, arena, split, mesh.cp)
+        context = of_context(products)
+    return Model(model, ops, local=local, tensor=tensor, context=context, products=products, **options)

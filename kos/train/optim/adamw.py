@@ -1,0 +1,50 @@
+"""AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101) with torch's conventions: decoupled weight decay, bias-corrected
+moments, ``eps`` outside the square root."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import numpy as np
+
+from kos.train.optim.base import Delta, UpdateRule
+
+
+@dataclass
+class AdamW(UpdateRule):
+    """On GPUs the kernel ``adamw`` of ``ops/cuda/kernels/adamw.cu``."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+
+    kernel: ClassVar[str] = "adamw"
+    about: ClassVar[str] = "both Adam moments"
+    state: ClassVar[Mapping[str, str]] = MappingProxyType({"exp_avg": "float32", "exp_avg_sq": "float32"})
+
+    def __post_init__(self) -> None:
+        self.operands = [np.float32(x) for x in (*self.betas, self.eps)]
+
+    def step(self, number: int, lr: float) -> Delta:
+        beta1, beta2 = self.betas
+        step_size = lr / (1 - beta1**number)
+        root = 1 / math.sqrt(1 - beta2**number)
+
+        def delta(g: np.ndarray, state: Sequence[np.ndarray], out: np.ndarray) -> None:
+            m, v = state
+            m *= beta1
+            m += np.multiply(g, 1 - beta1, out=out)
+            v *= beta2
+            np.multiply(g, g, out=out)
+            out *= 1 - beta2
+            v += out
+            np.sqrt(v, out=out)
+            out *= root
+            out += self.eps
+            np.divide(m, out, out=out)
+            out *= step_size
+
+        return delta

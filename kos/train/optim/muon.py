@@ -1,0 +1,194 @@
+"""Muon for the hidden matrices of a model, AdamW for all else.
+
+Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (kellerjordan.github.io/posts/muon), with
+the conventions of ``torch.optim.Muon``: ``m = mu m + (1 - mu) g``, and by Nesterov ``u = (1 - mu) g + mu m``. Five
+Newton-Schulz steps bring the singular values of u near 1 (``Ops.orthogonalize``). What is subtracted is that times
+``0.2 sqrt(max(rows, columns))`` and the learning rate: so its root mean square is about AdamW's, and one learning rate
+and weight decay fit both (Liu et al. 2025, arXiv:2502.16982).
+
+A matrix is held whole by one rank of ZeRO-1. Ranks of tp gather their shards of u, and orthogonalise the same matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kos.errors import InvalidArgument
+from kos.memory.arena import ALIGNMENT
+from kos.train.layers.placement import Placement
+from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.ops import numpy as numpy_ops
+from kos.train.optim.base import MatrixRule, Optimizer
+from kos.train.parallel.mesh import Axis
+
+BATCH = 1 << 25  # elements: smaller matrices of a shape are multiplied together, for each alone leaves a GPU idle
+PARTIAL = 256  # bytes: of the sums of a norm
+STACKED = 3  # matrices in one tensor of q, k and v
+
+
+class Matrix(NamedTuple):
+    """A matrix, or this rank's tensor-parallel part of it."""
+
+    name: str
+    shape: tuple[int, int]
+    """Of the whole matrix."""
+
+    own: tuple[slice, slice]
+    """The rows and columns of this rank's part."""
+
+    span: slice
+    """Where the part lies in the layout."""
+
+    offset: int
+    """Elements of its tensor before it."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The shape of this rank's part."""
+        rows, columns = (each.stop - each.start for each in self.own)
+        return rows, columns
+
+    @property
+    def factor(self) -> float:
+        """What multiplies the learning rate."""
+        return 0.2 * math.sqrt(max(self.shape))
+
+
+@dataclass
+class Muon(MatrixRule):
+    """``placements``: those of its matrices, by name. Names that end with ``stacked`` are of three, one below another.
+
+    On GPUs the kernels of ``ops/cuda/kernels/muon.cu``.
+    """
+
+    placements: Mapping[str, Placement]
+    stacked: tuple[str, ...] = ()
+    momentum: float = 0.95
+
+    kernel: ClassVar[str] = "muon"
+    about: ClassVar[str] = "Muon's momentum"
+    state: ClassVar[Mapping[str, str]] = MappingProxyType({"momentum": "float32"})
+
+    def matrices(self, momentum: Parameters | OwnedSlices) -> Iterator[Matrix]:
+        """Those that this rank updates: it holds their ``momentum``."""
+        for name, placement in self.placements.items():
+            count = STACKED if name.endswith(self.stacked) else 1
+            rows, columns = placement.shape[0] // count, placement.shape[1]
+            own = [slice(0, rows), slice(0, columns)]
+            if placement.dim is not None:
+                own[placement.dim] = slice(placement.start, placement.start + placement.local[placement.dim] // count)
+            size = math.prod(placement.local) // count
+            for offset in range(0, count * size, size):
+                start = momentum.spans[name].start + offset
+                matrix = Matrix(name, (rows, columns), (own[0], own[1]), slice(start, start + size), offset)
+                if place(momentum, matrix.span) is not None:
+                    yield matrix
+
+    def batches(self, momentum: OwnedSlices, most: int) -> Iterator[list[Matrix]]:
+        found = defaultdict[Any, list[Matrix]](list)
+        for matrix in self.matrices(momentum):
+            found[matrix.shape, matrix.part].append(matrix)
+        for (shape, _), alike in found.items():
+            count = max(1, most // math.prod(shape))
+            yield from (alike[start : start + count] for start in range(0, len(alike), count))
+
+    def step_matrices(self, optimizer: Optimizer, gradients: Parameters, lr: float, decay: float, scale: float) -> None:
+        arena, momentum = optimizer.arena, optimizer.state["momentum"]
+        for matrix in self.matrices(momentum):
+            w, g = (held.flat[matrix.span].reshape(matrix.part) for held in (optimizer.weights, gradients))
+            m = momentum.flat[place(momentum, matrix.span)].reshape(matrix.part)
+            with arena.scope(), np.errstate(all="ignore"):
+                u = arena.take(matrix.part, m.dtype)
+                if scale != 1.0:
+                    g *= scale
+                np.subtract(g, m, out=u)
+                u *= 1 - self.momentum
+                m += u
+                np.subtract(m, g, out=u)
+                u *= self.momentum
+                u += g
+                whole = _gathered(u, matrix, optimizer.tp, arena)
+                numpy_ops.orthogonalize(whole[None], arena)
+                update = whole[matrix.own]
+                update *= lr * matrix.factor
+                if decay != 1.0:
+                    w *= decay
+                w -= update
+
+
+    def queue_matrices(self, optimizer: Any, gradients: Parameters, lr_scale: float, decay: float) -> None:
+        momentum = optimizer.state["momentum"]
+        for matrices in self.batches(momentum, 0 if optimizer.exact else BATCH):  # their number may change bits
+            with optimizer.arena.scope():
+                self._queue(optimizer, gradients, momentum, matrices, lr_scale, decay)
+
+    def _queue(
+        self, optimizer: Any, gradients: Parameters, momentum: OwnedSlices, matrices: Sequence[Matrix],
+        lr_scale: float, decay: float,
+    ) -> None:  # fmt: skip
+        weights, copy, tp, arena = optimizer.weights, optimizer.copy, optimizer.tp, optimizer.arena
+        count, (shape, part), size = len(matrices), (matrices[0].shape, matrices[0].part), math.prod(matrices[0].part)
+        dtype = (copy or weights).flat.dtype
+
+        def launch(name: str, threads: int, *arguments: Any) -> None:
+            grid = max(1, min(-(-threads // 256), 16 * optimizer.ops.multiprocessors))
+            macros = optimizer.macros(gradients.flat)
+            optimizer.ops.launch("muon.cu", name, grid, 256, *arguments, DTYPE=dtype.name, **macros)
+
+        u = x = arena.take((count, *part), dtype)
+        for each, matrix in enumerate(matrices):
+            g, m = gradients.flat[matrix.span], momentum.flat[place(momentum, matrix.span)]
+            launch("muon_momentum", size // 4, g, m, u[each], size, optimizer.scalars, np.float32(self.momentum))
+        if part != shape:
+            parts, x = arena.take((tp.size, count, *part), dtype), arena.take((count, *shape), dtype)
+            tp.comm.all_gather(u, parts)
+            launch("arrange", parts.size, parts, x, count, tp.size, *part, int(part[1] == shape[1]))
+        optimizer.ops.orthogonalize(x, arena)
+        for each, matrix in enumerate(matrices):
+            w = weights.flat[place(weights, matrix.span)]
+            first = matrix.own[0].start * shape[1] + matrix.own[1].start
+            launch(
+                "muon_update", size // 4, w, x[each].reshape(-1)[first:], w if copy is None else copy.flat[matrix.span],
+                size, part[1], shape[1], optimizer.scalars, float(lr_scale), float(decay), matrix.factor,
+                optimizer.seed, optimizer.places[matrix.name] + matrix.offset,
+            )  # fmt: skip
+
+    def scratch_bytes(self, momentum: OwnedSlices, itemsize: int, most: int) -> int:
+        sizes = [0]
+        for matrices in self.batches(momentum, most):
+            (rows, columns), part = matrices[0].shape, math.prod(matrices[0].part)
+            gathered = 2 * rows * columns * (part < rows * columns)
+            elements = part + gathered + rows * columns + 2 * min(rows, columns) ** 2
+            sizes.append(len(matrices) * (elements * itemsize + PARTIAL) + 8 * ALIGNMENT)
+        return max(sizes)
+
+
+def place(held: Parameters | OwnedSlices, span: slice) -> slice | None:
+    """Where a span of the layout lies in ``held.flat``; None: elsewhere. InvalidArgument if only a part of it does."""
+    for part, local in held.parts():
+        if part.start < span.stop and span.start < part.stop:
+            if span.start < part.start or part.stop < span.stop:
+                raise InvalidArgument(f"Muon: expected whole matrices, got {part} of {span}")
+            start = local.start + span.start - part.start
+            return slice(start, start + span.stop - span.start)
+    return None
+
+
+def _gathered(u: np.ndarray, matrix: Matrix, tp: Axis, arena: Any) -> np.ndarray:
+    """The whole matrix of this rank's part and those of the others."""
+    if matrix.part == matrix.shape:
+        return u
+    parts = arena.take((tp.size, *matrix.part), u.dtype)
+    tp.comm.all_gather(u, parts)
+    if matrix.part[1] == matrix.shape[1]:
+        return parts.reshape(matrix.shape)
+    whole: np.ndarray = arena.take(matrix.shape, u.dtype)
+    whole.reshape(matrix.shape[0], tp.size, -1)[...] = parts.swapaxes(0, 1)
+    return whole

@@ -1,0 +1,73 @@
+"""What an operation of the model costs by its shapes: bytes that must move, and flops of matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kos.train.ops import NEWTON_SCHULZ_STEPS, Ops
+from kos.train.optim.adamw import AdamW
+
+UNTIMED = {"make_arena", "zeros", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
+TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
+IN_PLACE = {"cross_entropy": 0, "rms_norm_backward": 4, "layer_norm_backward": 4}
+"""Which argument an operation reads and writes."""
+
+
+class TimedOps:
+    """A dialect whose operations are wrapped by ``timed(name, operation)``."""
+
+    def __init__(self, ops: Any, timed: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._ops, self._timed = ops, timed
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._ops, name)
+        setattr(self, name, self._timed(name, function) if name in TIMED else function)  # not asked for again
+        return getattr(self, name)
+
+
+def cost(name: str, arguments: tuple[Any, ...], state: int = len(AdamW.state)) -> tuple[int, float]:
+    """Bytes that must move, each array once and one changed in place twice, and flops of matrix products.
+
+    Of an embedding: the rows of all tokens, or the whole table if that is less. An optimizer keeps ``state`` arrays.
+    """
+    arrays = [x for x in arguments if hasattr(type(x), "nbytes")]
+    nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
+    if name in IN_PLACE:
+        nbytes += int(arguments[IN_PLACE[name]].nbytes)
+    elif name.startswith("embedding"):
+        backward = name == "embedding_backward"
+        tokens, table = arrays[backward : backward + 2]
+        rows = min(int(tokens.size), len(table)) * table.shape[1] * table.dtype.itemsize
+        if not backward or arguments[3]:  # a gradient that is not accumulated is written whole
+            nbytes += (2 * rows if backward else rows) - int(table.nbytes)
+    elif name.startswith("rope"):  # of each row the first heads, in place
+        x, _, head_dim, heads = arguments[:4]
+        nbytes = 2 * len(x) * heads * head_dim * x.dtype.itemsize
+    elif name == "swiglu_backward":
+        nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
+    elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
+        flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
+    elif name.startswith("attention_to"):  # every query to every key
+        backward = name == "attention_to_backward"
+        out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]
+        queries, keys = (len(range(part.start, part.stop)) for part in arguments[7 if backward else 4 :][:2])
+        flops = 4.0 * out.size * queries * keys / log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
+    elif name in ("attention", "attention_backward"):  # causal: half of T x T; backward: five products, not two
+        backward = name == "attention_backward"
+        out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
+        flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
+    elif name in ("squares", "exact_squares", "largest"):  # this rank's share of the grid's chunks
+        from kos.train.optim.cuda import CHUNK
+
+        nbytes = min(CHUNK * arguments[2], arrays[0].size) * arrays[0].dtype.itemsize
+    elif name == "orthogonalize":  # in a step three products, of operands of two shapes
+        x = arrays[0]
+        least, most = sorted(x.shape[-2:])
+        nbytes = NEWTON_SCHULZ_STEPS * (5 * nbytes + 4 * nbytes * least // most)
+        flops = NEWTON_SCHULZ_STEPS * 2.0 * x.size * least * (2 + least / most)
+    elif name == AdamW.kernel:  # of gradients and the copy, this rank's share
+        weights, gradients, *kept, copy = arrays[: 3 + state]
+        nbytes = 2 * (weights.nbytes + sum(x.nbytes for x in kept)) + weights.size * gradients.dtype.itemsize
+        nbytes += weights.size * copy.dtype.itemsize if copy is not weights else 0
+    return nbytes, flops

@@ -1,0 +1,333 @@
+"""Ranks of this machine that pretend to be on several hosts (``KOS_HOST``), as threads, over sockets and under mpirun.
+
+What is shared within a host and what goes between hosts, the promises of every collective, and failures.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.gpu import backend as gpu_backend
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.schedules import algorithms
+from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, RendezvousError
+from kos.testing import spawn
+from kos.testing.conformance import cases
+from tests.comm.fake_nccl import no_gpu
+from tests.comm.ranks import MockRanks, MPIRanks, on_hosts
+from tests.comm.tcp_ranks import TCPRanks, environment, free_port, run_processes, run_ranks, run_threads
+from tests.comm.test_jobs import needs_mpirun
+from tests.comm.test_shared_failures import ULFM, job
+from tests.run import RANK_VARIABLES
+
+OF_FOUR = [(2, 2), (3, 1), (1, 1, 1, 1)]  # ranks of each host
+OF_MPI = {"2": [(1, 1)], "3": [(2, 1)], "4": OF_FOUR}.get(os.environ.get("OMPI_COMM_WORLD_SIZE", ""), [])
+UNDER_MPIRUN = any(name in os.environ for name in RANK_VARIABLES)
+KINDS = [(kind, hosts) for kind in ("mock", "tcp") for hosts in OF_FOUR if not UNDER_MPIRUN]
+KINDS += [("mpi", hosts) for hosts in OF_MPI or [()]]
+
+CASES = [case for case in cases() if "float32" in case.name or case.name.startswith("mismatch")]
+CASES += [case for case in cases() if case.name in ("split_of_a_split", "batch", "several_in_flight", "lost")]
+
+
+class Ranks:
+    """``run(fn)`` runs ``fn(comm)`` on the ranks of ``kind``, so many on each of the ``hosts``."""
+
+    def __init__(self, kind: str, hosts: tuple[int, ...], start: Any) -> None:
+        self.kind, self.hosts, self.run = kind, hosts, start.run
+
+    def near(self, rank: int) -> list[int]:
+        """The ranks on the host of ``rank``."""
+        ends = np.cumsum(self.hosts)
+        host = int(np.searchsorted(ends, rank, side="right"))
+        return list(range(ends[host] - self.hosts[host], ends[host]))
+
+
+@pytest.fixture(
+    params=[pytest.param(each, marks=pytest.mark.mpi if each[0] == "mpi" else ()) for each in KINDS],
+    ids=lambda kind: f"{kind[0]} {'+'.join(map(str, kind[1]))}",
+)
+def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    kind, hosts = request.param
+    if kind == "mock":
+        return Ranks(kind, hosts, MockRanks(sum(hosts), hosts))
+    on_hosts(monkeypatch, hosts)
+    start = TCPRanks(sum(hosts)) if kind == "tcp" else MPIRanks(request.getfixturevalue("mpi_world"))
+    return Ranks(kind, hosts, start)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_promise(ranks: Ranks, case: Any) -> None:
+    ranks.run(case.call)
+
+
+@pytest.mark.parametrize("short", ["on all", "on rank 0"])
+def test_who_is_late(ranks: Ranks, short: str) -> None:
+    """An error of one rank reaches the others, those too that wait for a rank of their own host.
+
+    Between hosts tcp names the ranks that a rank waits for, which may wait themselves, and mpi may name none.
+    """
+
+    def body(comm: kos.Communicator) -> None:
+        part, late = comm.duplicate(), comm.size - 1
+        if comm.rank != late:
+            named = {"mock": rf"ranks \[{late}\] did not", "tcp": r"ranks \[", "mpi": rf"ranks \[{late}\]|is not known"}
+            with pytest.raises(CollectiveTimeout, match=named[ranks.kind]):
+                part.all_reduce(np.ones(5), timeout=0.5 if short == "on all" or comm.rank == 0 else 100)
+        comm.barrier()
+        part.abort()
+
+    ranks.run(body)
+
+
+def test_what_ranks_share(ranks: Ranks) -> None:
+    def body(comm: kos.Communicator) -> None:
+        near = ranks.near(comm.rank)
+        assert comm.node == near
+        assert (comm.local_rank, comm.local_size) == (near.index(comm.rank), len(near))
+        host = comm.split("host")
+        assert host.all_gather(np.array(comm.rank)).tolist() == near == host.world_ranks
+        shared = host.allocate(3, np.int64)
+        shared[:] = comm.rank
+        host.barrier()
+        assert [view[0] for view in host.views(shared)] == near
+        host.barrier()
+        with pytest.raises(BackendUnavailable, match=f"views: .* got {ranks.kind} on several hosts"):
+            comm.views(comm.allocate(3, np.int64))
+        if ranks.kind != "mock":
+            assert comm.backend.shares_memory == (len(near) > 1)  # type: ignore[attr-defined]
+            assert not comm.backend.one_host and host.backend.one_host  # type: ignore[attr-defined]
+        across = comm.split(comm.local_rank)
+        assert across is not None and across.local_size == 1
+        across.barrier()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "reduce"])
+def test_every_schedule(ranks: Ranks, call: str) -> None:
+    """Hierarchical ones too."""
+
+    def body(comm: kos.Communicator) -> None:
+        for algorithm in algorithms(call):
+            for count in (1, 70_001):
+                x = np.full(count, comm.rank + 1.0)
+                getattr(comm, call)(x, algorithm=algorithm, **({} if call == "all_reduce" else {"root": 0}))
+                expected = 1 if call == "broadcast" else comm.size * (comm.size + 1) / 2
+                assert (call == "reduce" and comm.rank) or (x == expected).all(), algorithm
+
+    ranks.run(body)
+
+
+KILLED = """
+import os
+import numpy as np, kos
+if "OMPI_COMM_WORLD_RANK" in os.environ:
+    os.environ["KOS_HOST"] = {names}[int(os.environ["OMPI_COMM_WORLD_RANK"])]
+comm = kos.init(timeout=60)
+me, x = comm.rank, np.ones(4)
+try:
+    comm.all_reduce(x)
+    if me == 1:
+        os.kill(os.getpid(), 9)
+    while True:
+        comm.all_reduce(x)
+except kos.errors.RankLost as error:
+    named = error.ranks, "rank 1 is gone: " in str(error)
+rest = comm.shrink()
+left = rest.all_gather(np.array(me)).tolist()
+print(*named, left, [left[rank] for rank in rest.node], rest.split("host").world_ranks, flush=True)
+rest.close()
+os._exit(0)
+"""
+
+
+def after_a_kill(hosts: tuple[int, ...]) -> list[str]:
+    """What the survivors print."""
+    near = Ranks("", hosts, MockRanks(4)).near
+    left = [0, 2, 3]
+    homes = [[rank for rank in near(me) if rank != 1] for me in left]
+    return [f"(1,) True {left} {home} {home}" for home in homes]
+
+
+@pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
+def test_a_killed_rank_on_tcp(hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    on_hosts(monkeypatch, hosts)
+    results = run_processes(KILLED.format(names=[]), 4)
+    assert [text.strip() for code, text in results if code == 0] == after_a_kill(hosts), results
+
+
+@needs_mpirun
+@pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
+def test_a_killed_rank_on_mpi(hosts: tuple[int, ...], tmp_path: Path) -> None:
+    names = [f"host {host}" for host, count in enumerate(hosts) for _ in range(count)]
+    lines = job(tmp_path, 4, KILLED.format(names=names), *ULFM)
+    assert sorted(lines) == sorted(after_a_kill(hosts))
+
+
+WITHOUT_A_HUB = """
+import numpy as np, kos
+os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
+comm = kos.init(timeout=60)
+group = comm.duplicate()
+comm.barrier()
+if comm.rank == 0:
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+try:
+    group.recv(np.ones(1), 2) if comm.rank == 1 else comm.barrier()
+except kos.errors.RankLost as error:
+    print(comm.rank, error.ranks, flush=True)
+if comm.rank == 2:
+    time.sleep(5)  # it sends nothing, and nobody can say so
+os._exit(0)
+"""
+
+
+@needs_mpirun
+def test_who_waits_for_a_rank_whose_failure_the_lost_hub_does_not_report(tmp_path: Path) -> None:
+    """The group's rank 0, which ran the hub, is the first cause."""
+    assert sorted(job(tmp_path, 3, WITHOUT_A_HUB, *ULFM)) == ["1 (0,)", "2 (0,)"]
+
+
+WITHOUT_TCP = """
+import numpy as np, kos
+from kos.comm.control import mpi
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+os.environ["KOS_HOST"] = {hosts}[int(rank)]
+mpi._host = lambda: os.environ["KOS_HOST"]
+reach = mpi._try
+mpi._try = lambda rank, offer: "rank 2 did not reach rank 0 at x:1: refused" if rank == 2 else reach(rank, offer)
+comm = kos.init(timeout=60)
+assert comm.backend_name == "mpi" and not comm.probes["tcp"].usable
+halves = [comm.split(comm.rank % 2, -comm.rank), comm.split("host"), comm.duplicate()]
+for group in (comm, *halves):
+    assert (group.all_reduce(np.full(70_000, 1.0)) == group.size).all()
+    assert group.all_gather_bytes(b"x" * group.rank) == [b"x" * each for each in range(group.size)]
+try:
+    comm.shrink()
+except kos.errors.BackendUnavailable as error:
+    print(comm.rank, halves[0].world_ranks, comm.node, error, flush=True)
+for group in (*halves, comm):
+    group.barrier()
+    group.close()
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize("hosts", [["a", "a", "b", "b"], ["a", "b", "c", "d"]], ids=str)
+def test_hosts_without_tcp_between_them(hosts: list[str], tmp_path: Path) -> None:
+    """MPI carries init, splits and collectives."""
+    refused = "shrink: expected hosts that reach each other by TCP, got: rank 2 did not reach rank 0 at x:1: refused"
+    near = [[other for other in range(4) if hosts[other] == hosts[rank]] for rank in range(4)]
+    assert sorted(job(tmp_path, 4, WITHOUT_TCP.format(hosts=hosts))) == [
+        f"{rank} {[[2, 0], [3, 1]][rank % 2]} {near[rank]} {refused}" for rank in range(4)
+    ]
+
+
+# Names that are wrong, and what else names give.
+
+WRONG = {
+    "some only": (["a", "", "b"], "expected a name on all ranks or on none, got none on ranks \\[1\\]"),
+    "most lack it": (["a", "", ""], r"expected a name on all ranks or on none, got none on ranks \[1, 2\]"),
+    "too long": (["a", "b" * 70_000, "c"], "expected a name of at most 64 printable characters, got 'b{65}' on ranks"),
+    "not printable": (["a", "a", "c\n"], r"expected a name of at most 64 printable characters, got 'c\\n' on ranks"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("kind", ["mock", "tcp"])
+def test_wrong_names(kind: str, case: str) -> None:
+    """On all ranks, and nothing is left open."""
+    names, message = WRONG[case]
+    group, port = ThreadGroup(3), free_port()
+
+    def body(rank: int) -> None:
+        rendezvous: Any = ThreadRendezvous(group, rank, 20, host=names[rank])
+        if kind == "tcp":
+            rendezvous = EnvRendezvous(20, environment(rank, 3, port, KOS_HOST=names[rank]))
+        with pytest.raises(RendezvousError, match=f"KOS_HOST: {message}") as raised:
+            kos.init(kind, rendezvous=rendezvous)
+        assert raised.value.on_every_rank and "\n" not in str(raised.value)
+        rendezvous.barrier()
+        rendezvous.close()
+
+    assert run_threads(*(lambda rank=rank: body(rank) for rank in range(3))) == [None] * 3
+
+
+@pytest.mark.mpi
+def test_a_name_on_one_rank_of_mpi(mpi_world: kos.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mpi_world.size == 1:
+        pytest.skip("needs mpirun with two ranks or more")
+    monkeypatch.setenv("KOS_HOST", "" if mpi_world.rank else "a")
+    with pytest.raises(RendezvousError, match="KOS_HOST: expected a name on all ranks or on none, got none on rank"):
+        kos.init("mpi", timeout=20)
+    mpi_world.barrier()
+
+
+@pytest.mark.parametrize("hosts", [[2, 1], [4, 0], ["2", "2"], 4, [1] * 5], ids=str)
+def test_hosts_of_spawn_that_do_not_add_up(hosts: Any) -> None:
+    with pytest.raises(InvalidArgument, match="hosts: expected"):
+        spawn(lambda comm: None, 4, hosts=hosts)
+
+
+def test_the_names_of_a_launcher_give_way() -> None:
+    """LOCAL_RANK, of the machine, chooses the GPU alone."""
+
+    def body(rendezvous: EnvRendezvous) -> tuple[int, int]:
+        return rendezvous.local_rank, rendezvous.place_on_machine[0]
+
+    port, hosts = free_port(), ["a", "b", "a"]
+    environments = [
+        environment(rank, 3, port, KOS_HOST=host, LOCAL_RANK=str(2 - rank)) for rank, host in enumerate(hosts)
+    ]
+    assert run_threads(*(lambda env=env: body(EnvRendezvous(20, env)) for env in environments)) == [
+        (0, 2), (0, 1), (1, 0)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("hosts", OF_FOUR, ids=str)
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_gpus(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], gpus: int) -> None:
+    """Hosts share those of the machine, NCCL takes them for several machines, and peer refuses."""
+    on_hosts(monkeypatch, hosts)
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(gpu_backend.driver, "require", lambda: None)
+        devices = [kos.cuda.devices.DeviceInfo(i, "", f"{i}", (9, 0), 1, 1, "", None, False) for i in range(gpus)]
+        monkeypatch.setattr(gpu_backend, "visible_devices", lambda: devices)
+
+        def body(rendezvous: EnvRendezvous) -> tuple[int, str, str]:
+            device = gpu_backend.device_of(rendezvous).index
+            return device, NCCLBackend.probe(rendezvous).claim, PeerBackend.probe(rendezvous).reason
+
+        found = run_ranks(4, body)
+    assert [device for device, *_ in found] == [rank % gpus for rank in range(4)]
+    claims = [claim for _, claim, _ in found]
+    assert len(set(claims)) == 4 or (gpus, hosts) == (2, (3, 1)), claims
+    for rank, (*_, reason) in enumerate(found):
+        here = len(Ranks("", hosts, MockRanks(4)).near(rank))
+        assert reason == f"the ranks are on several hosts: {here} of 4 here"
+
+
+@pytest.mark.parametrize("given", [None, "mine"])
+def test_nccl_is_told(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """Unless the user has told it."""
+    monkeypatch.setenv("NCCL_HOSTID", given or "")
+    if given is None:
+        monkeypatch.delenv("NCCL_HOSTID")
+    with no_gpu(monkeypatch):
+        for host in ("", "a"):
+            rendezvous = ThreadRendezvous(ThreadGroup(1), 0, host=host)
+            NCCLBackend(rendezvous, 0).close()
+            expected = rendezvous.host_identity if host else None
+            assert os.environ.get("NCCL_HOSTID") == given or expected
+    assert given or rendezvous.host_identity.endswith(" a")

@@ -1,0 +1,156 @@
+"""Communicators that run side by side on one GPU: threads with a group each, and more blocks than fit.
+
+mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_side_by_side_gpu.py
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import cuda
+from kos.errors import KosError
+from kos.memory.array import Array
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+
+ROUNDS = 20
+SECONDS = 60.0
+
+
+def on_threads(world: kos.Communicator, bodies: list[Callable[[], None]]) -> None:
+    """Run each body on a thread; odd ranks start them the other way round.  Raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(body: Callable[[], None]) -> None:
+        try:
+            cuda.set_device(world.device)
+            body()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(body,)) for body in bodies]
+    for each in reversed(threads) if world.rank % 2 else threads:
+        each.start()
+    for each in threads:
+        each.join(SECONDS)
+        assert not each.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def groups(world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
+    """Four groups of all ranks."""
+    with ExitStack() as stack:
+        groups = [world.split(0, world.rank) for _ in range(4)]
+        for each in groups:
+            assert each is not None
+            stack.callback(lambda each=each: each.close() if each.backend.broken is None else each.abort())
+        yield groups  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("library", ["kos", "torch"])
+@pytest.mark.parametrize("count", [1000, 100_000, 3_000_000])
+def test_threads_with_a_group_each(
+    world: kos.Communicator, groups: list[kos.Communicator], library: str, count: int
+) -> None:
+    """Each thread uses its own stream, in any order.  There are four threads, two of them with large sums."""
+    torch = pytest.importorskip("torch") if library == "torch" else None
+    several = groups if count <= 100_000 else groups[:2]
+    expected = world.size * (world.size + 1) / 2
+
+    def body(group: kos.Communicator) -> None:
+        if torch is not None:
+            torch.cuda.set_device(world.device)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for turn in range(ROUNDS):
+                    x = torch.full((count,), float(world.rank + 1), device="cuda")
+                    group.all_reduce(x)
+                    assert x.eq(expected).all().item(), turn
+            return
+        stream = cuda.create_stream(world.device)
+        for turn in range(ROUNDS):
+            x = Array.from_numpy(np.full(count, world.rank + 1, np.float32), world.device, stream=stream)
+            group.all_reduce(x, stream=stream)
+            group.synchronize()
+            assert (x.numpy() == expected).all(), turn
+
+    on_threads(world, [lambda group=each: body(group) for each in several])
+
+
+def test_every_operation_of_two_groups(world: kos.Communicator, groups: list[kos.Communicator]) -> None:
+    """Small calls of all kinds, each group on its thread and stream."""
+    size = world.size
+
+    def body(group: kos.Communicator) -> None:
+        stream = cuda.create_stream(world.device)
+
+        def array(values: Any) -> Array:
+            return Array.from_numpy(np.asarray(values, np.float32), world.device, stream=stream)
+
+        for _ in range(ROUNDS):
+            x, out = array(np.full(64, group.rank + 1)), array(np.zeros(64 * size))
+            group.all_gather(x, out, stream=stream)
+            total = array(np.zeros(64))
+            group.reduce_scatter(out, total, stream=stream)
+            swapped = array(np.zeros(64 * size))
+            group.all_to_all(out, swapped, stream=stream)
+            group.broadcast(x, size - 1, stream=stream)
+            group.barrier(stream=stream)
+            group.synchronize()
+            assert (total.numpy() == size * (group.rank + 1)).all()
+            assert (swapped.numpy().reshape(size, 64) == group.rank + 1).all()
+            assert (x.numpy() == size).all()
+
+    on_threads(world, [lambda group=each: body(group) for each in groups[:2]])
+
+
+def test_first_calls_of_different_kernels(world: kos.Communicator, groups: list[kos.Communicator]) -> None:
+    """CUDA loads a kernel only when running kernels have ended, which may wait for a rank that loads one too."""
+
+    def body(group: kos.Communicator, dtype: Any, op: kos.ReduceOp) -> None:
+        stream = cuda.create_stream(world.device)
+        x = Array.from_numpy(np.full(1000, world.rank + 1, dtype), world.device, stream=stream)
+        group.all_reduce(x, op, stream=stream)
+        group.synchronize()
+        assert (x.numpy() == (world.size if op is kos.ReduceOp.MAX else 1)).all()
+
+    kinds = [(np.float64, kos.ReduceOp.MAX), (np.int32, kos.ReduceOp.MIN), (np.uint8, kos.ReduceOp.MAX)]
+    several = zip(groups, kinds, strict=False)
+    on_threads(world, [lambda each=each, kind=kind: body(each, *kind) for each, kind in several])
+
+
+def test_a_cycle_of_communicators_is_named(mpi_world: kos.Communicator, world: kos.Communicator) -> None:
+    """Kernels that do not fit run one after another; ranks that start them in different orders wait in a cycle."""
+    if world.backend_name != "peer":
+        pytest.skip("kernels of peer alone are ordered")
+    groups = [world.split(0, world.rank) for _ in range(2)]
+    for each in groups:
+        assert each is not None
+        each.backend._engine.multiprocessors = 0  # type: ignore[attr-defined]
+        each.timeout = 3.0
+    stream = [cuda.create_stream(world.device) for _ in groups]
+    x = [Array.from_numpy(np.ones(1000, np.float32), world.device, stream=each) for each in stream]
+    for group, each, on in zip(groups, x, stream, strict=True):  # ranks meet at the first call
+        group.all_reduce(each, stream=on)  # type: ignore[union-attr]
+        group.synchronize()  # type: ignore[union-attr]
+    mpi_world.barrier()
+    texts = []
+    for index in (0, 1) if world.rank % 2 == 0 else (1, 0):
+        groups[index].all_reduce(x[index], stream=stream[index])  # type: ignore[union-attr]
+    for index in (0, 1):
+        try:
+            groups[index].synchronize(20.0)  # type: ignore[union-attr]
+        except KosError as error:
+            texts.append(str(error))
+    assert any("wait for one another" in text for text in texts), texts
+    assert any("other communicators of this GPU" in text for text in texts), texts
+    for each in groups:
+        each.abort()  # type: ignore[union-attr]

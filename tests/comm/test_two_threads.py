@@ -1,0 +1,200 @@
+"""Two threads that call one communicator at once: the error has both lines.  Ordered calls are allowed."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.control.base import Rendezvous
+from kos.errors import CollectiveError, KosError
+from kos.testing import spawn
+from tests.comm import shared_ranks
+from tests.comm.tcp_ranks import TIMEOUT, run_ranks
+
+HERE = __file__.replace(".", r"\.")
+CALL = r"(all_reduce #\d+ of float64\[\d\] by SUM|barrier #0)"
+AT_ONCE = rf"^rank \d: two threads call world at once: {CALL} at {HERE}:\d+ and (all_reduce|barrier).* at {HERE}:\d+;"
+
+
+def outcomes(*calls: Callable[[], Any]) -> list[BaseException | None]:
+    """The error of each call, or None; each call is made by its own thread, all at once."""
+    raised: list[BaseException | None] = [None] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            calls[number]()
+        except KosError as error:
+            raised[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return raised
+
+
+def two_sums(comm: kos.Communicator) -> None:
+    outcomes(lambda: comm.all_reduce(np.ones(2)), lambda: comm.all_reduce(np.ones(3)))
+
+
+def beside_a_thread(comm: kos.Communicator) -> None:
+    helper = threading.Thread(target=lambda: outcomes(lambda: comm.all_reduce(np.ones(2))))
+    helper.start()
+    outcomes(comm.barrier)
+    helper.join()
+
+
+def in_flight(comm: kos.Communicator) -> None:
+    """Each call returns at once."""
+    outcomes(*[lambda: comm.all_reduce(np.ones(2), async_op=True).wait()] * 2)
+
+
+def into_a_batch(comm: kos.Communicator) -> None:
+    with comm.batch():
+        comm.all_reduce(np.ones(2))
+        outcomes(lambda: comm.all_reduce(np.ones(3)))
+
+
+@pytest.mark.parametrize("program", [two_sums, beside_a_thread, in_flight])
+def test_spawn_fails(program: Callable[[kos.Communicator], None]) -> None:
+    with pytest.raises(CollectiveError, match=AT_ONCE):
+        spawn(program, 2)
+
+
+def test_a_call_into_the_batch_of_another_thread() -> None:
+    with pytest.raises(CollectiveError, match=rf"two threads call world at once: a batch at {HERE}:\d+ and all_reduce"):
+        spawn(into_a_batch, 2)
+
+
+def test_spawn_that_is_not_strict() -> None:
+    def alike(comm: kos.Communicator) -> None:
+        assert outcomes(*[lambda: comm.all_reduce(np.ones(2))] * 2) == [None, None]
+
+    spawn(alike, 2, strict=False)
+
+
+def joined(comm: kos.Communicator) -> None:
+    for _ in range(3):
+        assert outcomes(lambda: comm.all_reduce(np.ones(2))) == [None]
+        comm.all_reduce(np.ones(2))
+
+
+def locked(comm: kos.Communicator) -> None:
+    lock, x = threading.Lock(), np.ones(2)
+
+    def call() -> None:
+        with lock:
+            comm.all_reduce(x)
+
+    assert outcomes(*[call] * 4) == [None] * 4
+
+
+def queued(comm: kos.Communicator) -> None:
+    works: queue.Queue[Any] = queue.Queue()
+
+    def wait() -> None:
+        while (work := works.get(timeout=60)) is not None:
+            work.wait()
+
+    def launch() -> None:
+        for _ in range(20):
+            works.put(comm.all_reduce(np.ones(2), async_op=True))
+        works.put(None)
+
+    assert outcomes(launch, wait) == [None, None]
+
+
+def messages_beside_collectives(comm: kos.Communicator) -> None:
+    """Messages in host memory are matched by rank and tag, not by the order of the calls."""
+    peer = 1 - comm.rank
+
+    def receive() -> None:
+        for tag in range(5):
+            comm.recv(np.empty(1), peer, tag)
+
+    def send() -> None:
+        for tag in range(5):
+            comm.send(np.ones(1), peer, tag)
+            comm.all_reduce(np.ones(2))
+
+    assert outcomes(receive, send) == [None, None]
+
+
+def groups_of_their_own(comm: kos.Communicator) -> None:
+    one, other = comm.duplicate(), comm.duplicate()
+    assert outcomes(lambda: one.all_reduce(np.ones(2)), other.barrier) == [None, None]
+
+
+LEGAL = [joined, locked, queued, messages_beside_collectives, groups_of_their_own]
+
+
+@pytest.mark.parametrize("program", LEGAL)
+def test_allowed_programs(program: Callable[[kos.Communicator], None]) -> None:
+    spawn(program, 2)
+
+
+def test_a_signal_handler_is_the_same_thread() -> None:
+    with kos.init("mock") as comm:
+        former = signal.signal(signal.SIGUSR1, lambda *_: comm.all_reduce(np.ones(2)))
+        begin = comm.backend.launch
+
+        def launch(work: Any) -> Any:
+            if work.name == "barrier":
+                signal.raise_signal(signal.SIGUSR1)
+            return begin(work)
+
+        try:
+            comm.backend.launch = launch
+            comm.barrier()
+        finally:
+            signal.signal(signal.SIGUSR1, former)
+
+
+def at_once(comm: kos.Communicator) -> None:
+    """The threads of the ranks begin in different orders, so each rank waits in another call than its peer."""
+    calls = [lambda: comm.all_reduce(np.ones(2)), comm.barrier]
+    for error in outcomes(*(calls if comm.rank == 0 else reversed(calls))):
+        assert error is not None and f"two threads call {comm.name} at once" in str(error)
+    with pytest.raises(CollectiveError, match="two threads call .* at once"):
+        comm.barrier()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread may be late on a busy machine."""
+    monkeypatch.setattr("kos.comm.one_thread._GRACE_SECONDS", 30.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_ranks_that_share_memory() -> None:
+    shared_ranks.run(at_once, 2, close=False)
+
+
+@pytest.mark.usefixtures("patient")
+def test_ranks_of_tcp(memory: str) -> None:
+    def body(rendezvous: Rendezvous) -> None:
+        comm = kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT)
+        at_once(comm)
+        comm.abort()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("patient")
+def test_processes(mpi_world: kos.Communicator) -> None:
+    for program in LEGAL if mpi_world.size == 2 else []:
+        with mpi_world.duplicate() as comm:
+            program(comm)
+    if mpi_world.size > 1:
+        comm = mpi_world.duplicate()
+        at_once(comm)
+        comm.abort()

@@ -1,0 +1,95 @@
+"""Ranks of the compiled core: threads of the test, or processes, over one anonymous file."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos import _core
+from tests.comm.tcp_ranks import run_threads
+from tests.core.group import CoreGroup, segment_bytes
+from tests.forked import Forked, fork_server
+
+needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
+LIMIT = 60.0  # seconds in which a process ends
+
+
+@contextmanager
+def segment(size: int) -> Iterator[int]:
+    """The descriptor of a file for the memory of so many ranks."""
+    file = os.memfd_create("kos-core-test")
+    os.ftruncate(file, segment_bytes(size))
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def group(file: int, rank: int, size: int, **options: Any) -> CoreGroup:
+    return CoreGroup(mmap.mmap(file, segment_bytes(size)), rank, size, **options)
+
+
+@contextmanager
+def groups(size: int, **options: Any) -> Iterator[list[CoreGroup]]:
+    """The groups of all ranks, in this process."""
+    with segment(size) as file:
+        made = [group(file, rank, size, **options) for rank in range(size)]
+        yield made
+        for each in made:
+            each.close()
+
+
+def on_threads(size: int, body: Callable[[CoreGroup], Any], **options: Any) -> list[Any]:
+    """What ``body(group)`` returned or raised on each rank."""
+    with groups(size, **options) as made:
+        return run_threads(*[lambda each=each: body(each) for each in made])
+
+
+def together(prepared: Sequence[Any], arrays: Sequence[Sequence[Any]]) -> None:
+    """One call of all ranks, from one thread."""
+    works = [call.start(*each) for call, each in zip(prepared, arrays, strict=True)]
+    while works:
+        works = [work for work in works if not work.done()]
+
+
+def run_process(function: str, path: str, rank: int, size: int, output: str, arguments: list[Any]) -> None:
+    """A process of ``on_processes``: writes what the function returned or raised as JSON."""
+    file = os.open(path, os.O_RDWR)
+    module, name = function.split(":")
+    made = group(file, rank, size, spin=20e-6 if size <= len(os.sched_getaffinity(0)) else 0.0)
+    try:
+        result: Any = getattr(import_module(module), name)(made, *arguments)
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    Path(output).write_text(json.dumps(result))
+    made.close()
+
+
+def on_processes(size: int, function: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
+    """What ``function(group, *arguments)`` returned, or its error as text; None of a rank that was killed."""
+    name = f"tests.core.{function.__module__.rpartition('.')[2]}:{function.__name__}"
+    ranks = list[Forked]()
+    results = [folder / f"{rank}.json" for rank in range(size)]
+    with segment(size) as file:
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        for rank in range(size):
+            call = [name, path, rank, size, str(results[rank]), list(arguments)]
+            ranks.append(fork_server().start(f"{__name__}:run_process", call, os.environ, folder / f"{rank}.log"))
+        try:
+            for rank in ranks:
+                rank.wait(LIMIT)
+        finally:
+            for rank in ranks:
+                rank.kill()
+    for rank in range(size):
+        log = (folder / f"{rank}.log").read_text()
+        assert not log, f"rank {rank}: {log}"
+    return [json.loads(result.read_text()) if result.exists() else None for result in results]

@@ -1,0 +1,239 @@
+"""all_reduce through the compiled core: right for every count and dtype, from threads and processes, in any order."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads
+from tests.core.group import CoreError, CoreGroup
+
+pytestmark = needs_core
+DTYPES = ("float32", "float64", "int32", "int64")
+BYTES = 64 << 10  # the most of a call
+GUARD = 16  # elements around an array that must stay as they are
+
+
+def inputs(seed: int, size: int, dtype: str, count: int) -> list[np.ndarray[Any, Any]]:
+    """The arrays of all ranks: integers of all bits, which wrap, or floats of many magnitudes."""
+    rng = np.random.default_rng(seed)
+    if dtype.startswith("int"):
+        limits = np.iinfo(dtype)
+        return [rng.integers(limits.min, limits.max, count, dtype, endpoint=True) for _ in range(size)]
+    return [(rng.standard_normal(count) * 10.0 ** rng.integers(-6, 7, count)).astype(dtype) for _ in range(size)]
+
+
+def total(arrays: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """The sum in rank order."""
+    result = arrays[0].copy()
+    for x in arrays[1:]:
+        result += x
+    return result
+
+
+def guarded(x: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A copy of the array within poison, and the whole."""
+    whole = np.full(x.size + 2 * GUARD, 77, x.dtype)
+    inner = whole[GUARD : GUARD + x.size]
+    inner[...] = x
+    return inner, whole
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_count_has_the_bits_of_numpys_sum_in_rank_order(size: int, dtype: str) -> None:
+    most = BYTES // np.dtype(dtype).itemsize
+    counts = [*range(301), 511, 513, 1021, 4097, most - 1, most]
+
+    def body(group: CoreGroup) -> None:
+        for seed, count in enumerate(counts):
+            arrays = inputs(seed, size, dtype, count)
+            x, whole = guarded(arrays[group.rank])
+            assert group.all_reduce(x) is x
+            assert x.tobytes() == total(arrays).tobytes(), f"{count} elements"
+            assert (whole[:GUARD] == 77).all() and (whole[GUARD + count :] == 77).all()
+
+    assert on_threads(size, body) == [None] * size
+
+
+def random_program(group: CoreGroup, seed: int, calls: int) -> int:
+    """Blocking calls, and Works that are waited for in any order, of random sizes; the number of wrong results."""
+    shared, mine = random.Random(seed), random.Random(seed * 31 + group.rank)
+    outstanding: list[tuple[Any, ...]] = []
+    wrong = 0
+    for call in range(calls):
+        dtype, count = shared.choice(DTYPES), shared.choice((0, 1, 2, 6, 7, 100, 1000, 8000))
+        arrays = inputs(seed * calls + call, group.size, dtype, count)
+        x = arrays[group.rank].copy()
+        for _ in range(mine.choice((0, 0, 100, 10_000))):  # ranks are out of step
+            pass
+        if mine.random() < 0.5:
+            group.all_reduce(x)
+            wrong += x.tobytes() != total(arrays).tobytes()
+        else:
+            outstanding.append((group.start(x), x, total(arrays)))
+        while outstanding and mine.random() < 0.4:
+            work, result, expected = outstanding.pop(mine.randrange(len(outstanding)))
+            work.wait()
+            wrong += result.tobytes() != expected.tobytes()
+    for work, result, expected in outstanding:
+        work.wait()
+        wrong += result.tobytes() != expected.tobytes()
+    return wrong
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_programs_of_processes(size: int, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    assert on_processes(size, random_program, tmp_path, seed, 1500) == [0] * size
+
+
+def test_random_programs_of_threads() -> None:
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    assert on_threads(3, lambda group: random_program(group, seed, 300)) == [0] * 3
+
+
+def test_two_works_are_in_flight_and_may_be_waited_for_in_any_order() -> None:
+    with groups(2) as (a, b):
+        x, y = np.full(3, 1.0), np.full(500, 2.0)
+        first, second = a.start(x), a.start(y)
+        assert not first.done() and not second.done() and (x == 1).all() and (y == 2).all()
+        assert [first.missing(rank) for rank in range(2)] == [0, 1]
+        theirs = [b.start(np.full(3, 10.0)), b.start(np.full(500, 20.0))]
+        assert second.done() and first.done()
+        assert (x == 11).all() and (y == 22).all()
+        theirs[1].wait()
+        theirs[0].wait()
+
+
+def test_with_other_works_outstanding_a_start_neither_spins_nor_blocks() -> None:
+    """Python advances them, and here the other rank too."""
+    with groups(2, spin=100.0) as (a, b):
+        for first in (a.start(np.ones(1)), a.prepare("recv", "uint8", 3, src=1).start(np.ones(3, np.uint8))):
+            x = np.ones(4)
+            began = time.monotonic()
+            work = a.prepare("all_reduce", "float64", 4).start(x, waits=True)
+            assert work.left is not None and time.monotonic() - began < 50 and a.core.parks == 0
+            if first.sequence == 0:
+                theirs = b.start(np.ones(1))
+            else:
+                theirs = b.prepare("send", "uint8", 3, dst=0).start(np.ones(3, np.uint8))
+            theirs_too = b.start(np.ones(4))
+            while not (first.done() and work.done() and theirs.done() and theirs_too.done()):
+                pass
+            assert (x == 2).all()
+
+
+def test_a_start_that_waits_returns_a_work_after_ten_milliseconds() -> None:
+    with groups(2) as (a, b):
+        for call, theirs in (
+            (a.prepare("barrier").start, b.prepare("barrier").start),
+            (lambda **o: a.prepare("recv", "uint8", src=1).start(b"", **o), b.prepare("send", "uint8").start),
+        ):
+            began = time.monotonic()
+            work = call(waits=True)
+            assert 0.0099 < time.monotonic() - began < 20 and not work.done()
+            theirs()
+            assert work.done()
+
+
+def test_the_gil_is_held_for_the_first_microseconds_and_then_released() -> None:
+    spin, ticks, stop = 0.1, list[float](), threading.Event()
+
+    def tick() -> None:
+        while not stop.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=tick)
+    with groups(2, spin=spin) as (a, _):
+        thread.start()
+        try:
+            sys.setswitchinterval(10)  # this thread alone lets the other one run
+            start = time.perf_counter()
+            a.prepare("all_reduce", "float64", 1).start(np.ones(1), waits=True)
+            end = time.perf_counter()
+        finally:
+            sys.setswitchinterval(interval)
+            stop.set()
+            thread.join()
+        assert a.core.parks >= 1
+    assert not [t for t in ticks if start < t < start + spin * 0.99]
+    assert [t for t in ticks if start + spin < t < end]
+
+
+def test_calls_of_several_threads_of_a_rank() -> None:
+    """Both ranks' threads are ordered by a lock, as their calls must be; waits overlap."""
+
+    def body(group: CoreGroup) -> list[float]:
+        order, sums = threading.Lock(), list[float]()
+
+        def call() -> None:
+            for _ in range(200):
+                x = np.ones(5)
+                with order:
+                    work = group.start(x)
+                work.wait()
+                sums.append(float(x[0]))
+
+        run_threads(call, call)
+        return sums
+
+    assert on_threads(2, body) == [[2.0] * 400] * 2
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_signal_interrupts_a_wait_and_the_call_completes_later() -> None:
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    previous = signal.signal(signal.SIGALRM, handler)
+    try:
+        with groups(2) as (a, b):
+            x, y = np.ones(2), np.ones(3)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupted):
+                a.all_reduce(x)
+            run_threads(lambda: a.all_reduce(y), lambda: [b.all_reduce(np.ones(2)), b.all_reduce(np.ones(3))])
+            assert (x == 2).all() and (y == 2).all()
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_closed_group_releases_arrays_and_memory() -> None:
+    with groups(2) as (a, _):
+        x = np.ones(4)
+        work, alive = a.start(x), weakref.ref(x)
+        del x
+        assert alive() is not None
+        a.close()
+        assert alive() is None
+        for call in (work.wait, work.done, lambda: a.all_reduce(np.ones(4)), lambda: a.start(np.ones(4))):
+            with pytest.raises(CoreError, match="^CLOSED"):
+                call()
+        a.close()
+
+
+def test_a_group_that_nobody_has_is_collected_with_its_calls() -> None:
+    with groups(1) as made:
+        memory = weakref.ref(made[0].memory)
+        made[0].all_reduce(np.ones(3))  # the group keeps its Prepared
+        made.clear()
+        gc.collect()
+        assert memory() is None

@@ -1,0 +1,313 @@
+"""Failures in the compiled core: mismatched, late, dead and forked ranks raise on every rank and name it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos._core import native
+from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads
+from tests.core.group import CoreError, CoreGroup
+
+pytestmark = needs_core
+
+
+@pytest.mark.parametrize(
+    "others", [np.ones(5), np.ones(4, np.float32), np.ones(4, np.int64)], ids=["count", "dtype", "kind"]
+)
+@pytest.mark.parametrize("spin", [0.0, 1e-4])
+def test_calls_that_differ_raise_on_every_rank_and_name_two(others: Any, spin: float) -> None:
+    def body(group: CoreGroup) -> None:
+        group.all_reduce(np.ones(7))
+        group.all_reduce(others.copy() if group.rank == 1 else np.ones(4))
+
+    errors = on_threads(3, body, spin=spin)
+    [(kind, *ranks, number)] = {(error.kind, error.rank, error.by, error.word) for error in errors}
+    assert kind == "MISMATCH" and number == 1 and 1 in ranks and ranks[0] != ranks[1]
+
+
+def test_a_rank_that_has_returned_finds_a_call_that_differs() -> None:
+    with groups(2) as (a, b):
+        works = [a.start(np.ones(count)) for count in (1, 2, 3)]
+        theirs = [b.start(np.ones(count)) for count in (1, 9)]
+        for work in (works[0], theirs[0]):
+            work.wait()
+        last = [lambda: b.start(np.ones(3)), *[lambda each=each: each.all_reduce(np.ones(1)) for each in (a, b)]]
+        for call in (works[1].wait, works[2].wait, theirs[1].wait, *last):
+            with pytest.raises(CoreError, match="^MISMATCH of rank ., 1, by rank .$"):
+                call()
+
+
+def test_a_timeout_names_the_rank_that_is_missing_and_that_rank_raises_it_too() -> None:
+    with groups(3, timeout=0.3) as (a, b, c):
+        began = time.monotonic()
+        errors = run_threads(lambda: a.all_reduce(np.ones(2)), lambda: c.all_reduce(np.ones(2)))
+        assert 0.29 < time.monotonic() - began < 20
+        with pytest.raises(CoreError) as late:
+            b.all_reduce(np.ones(2))
+        for error in (*errors, late.value):
+            assert (error.kind, error.rank, error.word) == ("LATE", 1, 0) and error.by in (0, 2)
+
+
+def killed_before_its_call(group: CoreGroup, victim: int) -> float:
+    group.all_reduce(np.ones(3))
+    if group.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.all_reduce(np.ones(3))
+    raise AssertionError
+
+
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (2, 1), (3, 1)])
+def test_a_killed_rank_raises_in_the_others_and_is_named(size: int, victim: int, tmp_path: Path) -> None:
+    began = time.monotonic()
+    results = on_processes(size, killed_before_its_call, tmp_path, victim)
+    assert time.monotonic() - began < 20
+    assert results.pop(victim) is None
+    for said in results:
+        assert said.startswith(f"CoreError: LOST of rank {victim}, 1, by rank ")
+
+
+def killed_with_works(group: CoreGroup) -> Any:
+    works = [group.start(np.ones(3)) for _ in range(3 if group.rank == 1 else 5)]
+    if group.rank == 1:
+        works[0].wait()
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for work in works:
+        try:
+            work.wait()
+        except CoreError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_killed_rank_fails_the_works_in_flight(tmp_path: Path) -> None:
+    said, nothing = on_processes(2, killed_with_works, tmp_path)
+    assert nothing is None and 2 <= len(said) <= 4  # at least the first one is complete, and none of the last two
+    assert len(set(said)) == 1 and said[0].startswith("LOST of rank 1, ")
+
+
+def test_a_rank_that_has_closed_its_group_is_lost() -> None:
+    with groups(2) as (a, b):
+        x, y = np.ones(3), np.ones(3)
+        work = b.start(y)
+        b.close()
+        with pytest.raises(CoreError, match="^CLOSED"):
+            work.wait()
+        a.all_reduce(x)  # its data had come
+        assert (x == 2).all()
+        with pytest.raises(CoreError, match="^LOST of rank 1, 1, by rank 0"):
+            a.all_reduce(x)
+
+
+def forks(_: CoreGroup) -> str:
+    """The error of a forked child; its parent continues to work."""
+    with groups(2) as (a, b):
+        x, y = np.ones(3), np.ones(3)
+        work = a.start(x)
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            said = set()
+            for call in (work.wait, work.done, lambda: a.all_reduce(np.ones(3)), lambda: b.start(np.ones(3))):
+                try:
+                    call()
+                except CoreError as error:
+                    said.add(error.kind)
+            os.write(writer, "\n".join(said).encode())
+            a.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        b.all_reduce(y)
+        work.wait()
+        assert (x == 2).all() and (y == 2).all()
+        assert run_threads(lambda: a.all_reduce(x), lambda: b.all_reduce(y)) == [x, y] and x[0] == 4
+        with os.fdopen(reader) as pipe:
+            return pipe.read()
+
+
+def forks_beside_a_wait(_: CoreGroup) -> int:
+    """The status of a forked child that closes a group in which a thread of its parent waits."""
+    with groups(2) as (a, b):
+        waiter = threading.Thread(target=a.all_reduce, args=(np.ones(3),))
+        waiter.start()
+        while not a.core.parks:
+            time.sleep(0.001)
+        if not (child := os.fork()):
+            with contextlib.suppress(RuntimeError):
+                a.close()
+                os._exit(0)
+            os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        b.all_reduce(np.ones(3))
+        waiter.join()
+        return status
+
+
+def test_a_forked_process_closes_a_group_in_which_a_thread_of_its_parent_waits(tmp_path: Path) -> None:
+    assert on_processes(1, forks_beside_a_wait, tmp_path) == [0]
+
+
+def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path: Path) -> None:
+    assert on_processes(1, forks, tmp_path) == ["FORKED"]
+
+
+def test_a_thread_that_waits_in_a_start_ends_when_others_close_the_group() -> None:
+    """Two threads close at once: neither returns, after which the memory may be freed, before the wait has ended."""
+    for attempt in range(60):
+        with groups(2) as (a, _):
+            nbytes, name = ((0, "barrier"), (5, "recv"), (500_000, "send"))[attempt % 3]
+            call, array = a.prepare(name, "uint8", nbytes, dst=1, src=1), [np.zeros(nbytes, np.uint8)] * bool(nbytes)
+            results = run_threads(partial(call.run, *array), *[partial(close_beside, a)] * 2)
+            assert results[0].kind == "CLOSED" and results[1:] == [None, None]
+
+
+def close_beside(group: CoreGroup) -> None:
+    while not group.core.parks:
+        time.sleep(0)
+    time.sleep(0.003)  # after its first millisecond the wait sleeps
+    group.core.close()
+    assert group.core.parked == 0
+
+
+def fail_beside(group: CoreGroup, other: CoreGroup) -> None:
+    while not group.core.parks + other.core.parks:
+        time.sleep(0)
+    group.fail(0)
+
+
+@pytest.mark.parametrize("call", ["barrier", "recv", "send"])
+@pytest.mark.parametrize("by", [0, 1])
+def test_a_failure_ends_a_start_that_waits(call: str, by: int) -> None:
+    """Not only a later poll: a start that other load makes longer than its 10 ms is tried again."""
+    for _ in range(50):
+        with groups(2) as made:
+            prepared = made[0].prepare(call, "uint8", 500_000 if call != "barrier" else 0, dst=1, src=1)
+            array = [] if call == "barrier" else [np.zeros(500_000, np.uint8)]
+
+            failing = partial(fail_beside, made[by], made[1 - by])
+            result, _ = run_threads(partial(prepared.start, *array, waits=True), failing)
+            if isinstance(result, CoreError):
+                assert (result.kind, result.by) == ("TOLD", by)
+                return
+            with pytest.raises(CoreError, match=f"^TOLD of rank {by}"):
+                result.wait()
+    raise AssertionError("no start has raised the failure")
+
+
+def test_the_first_failure_is_kept_and_concerns_its_call_and_later_ones() -> None:
+    with groups(2) as (a, b):
+        assert a.core.failure() == b.core.failure() == 0
+        first = [group.start(np.ones(2)) for group in (a, b)]
+        second = a.start(np.ones(3))
+        b.fail(1)
+        a.fail(0)
+        assert a.core.failure() == b.core.failure() == 1 << 63 | 1 << 44 | 1
+        for work in first:
+            work.wait()
+        for call in (second.done, lambda: a.start(np.ones(3)), lambda: b.start(np.ones(3))):
+            with pytest.raises(CoreError, match="^TOLD of rank 1, 1, by rank 1"):
+                call()
+
+
+def test_a_published_call_is_compared_with_those_of_the_core() -> None:
+    with groups(2) as (a, b):
+        for work in [a.start(np.ones(2)), b.start(np.ones(2))]:
+            work.wait()
+        ring = native.layout(2)[1] // 8
+        same = a.words[ring]  # of call 0: its fingerprint + 0
+        for group in (a, b):
+            group.core.publish(1, same)
+        assert a.begun == b.begun == 2 and a.words[ring + 1] == b.words[ring + native.RING + 1] == same + 1
+        work = b.start(np.ones(2))
+        a.core.publish(2, same)
+        assert not work.done()
+        a.words[ring + 2] += 1  # another fingerprint
+        with pytest.raises(CoreError, match="^MISMATCH of rank 0, 2, by rank 1"):
+            work.done()
+        for wrong in ((), (3,), (3, "x")):
+            with pytest.raises(TypeError):
+                a.core.publish(*wrong)
+
+
+def test_a_closed_group_uses_its_memory_no_more() -> None:
+    with groups(1) as (a,):
+        core = a.core
+        a.close()
+        for call in (lambda: core.read(0, 0, b"x"), lambda: core.publish(0, 1)):
+            with pytest.raises(CoreError, match="^CLOSED of rank 0"):
+                call()
+        core.fail(0)
+        core.close()
+        assert core.failure() == 0
+
+
+def use_the_core_in_destructors() -> None:
+    """A Work ends while the core advances all; its array's destructor ends and frees the one before it in the list."""
+    with groups(2) as (a, b):
+
+        def recv(tag: int, x: Any) -> Any:
+            return a.prepare("recv", "float64", 2, src=1, tag=tag).start(x)
+
+        def send(tag: int) -> None:
+            b.prepare("send", "float64", 2, dst=0, tag=tag).start(np.full(2, float(tag)))
+
+        def ended(tag: int) -> None:
+            send(tag + 1)
+            last.done()
+            ends.append(tag)
+
+        ends, y = list[int](), [np.zeros(2) for _ in range(3)]
+        last = recv(9, y[0])
+        for tag in (1, 3, 5):
+            x = np.zeros(2)
+            weakref.finalize(x, ended, tag).atexit = False
+            recv(tag, x)  # nobody but the core has it
+            del x
+            recv(tag + 1, np.zeros(2))
+        theirs, mine = b.start(y[1]), a.start(y[2])
+        for tag in (1, 3, 5):
+            send(tag)
+        while not last.done():
+            if sorted(ends) == [1, 3, 5]:
+                send(9)
+        assert theirs.done() and mine.done() and y[0].tolist() == [9.0, 9.0]
+
+
+def test_the_destructor_of_an_array_may_use_the_core() -> None:
+    program = "from tests.core.test_core_failures import use_the_core_in_destructors as f; f()"
+    env = os.environ | {"PYTHONMALLOC": "debug"}  # which overwrites what is freed
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def close_in_a_destructor(group: CoreGroup) -> None:
+    group.core.close()
+    with pytest.raises(CoreError, match="^CLOSED"):
+        group.start(np.zeros(2))
+
+
+def test_the_destructor_of_an_array_may_close_the_group() -> None:
+    with groups(2) as (a, b):
+        x, errors = np.zeros(2), list[Any]()
+        weakref.finalize(x, lambda: errors.append(run_threads(partial(close_in_a_destructor, a)))).atexit = False
+        work, last = a.start(x), a.start(np.zeros(3))
+        del x
+        for call in (b.start(np.zeros(2)), b.start(np.zeros(3))):
+            call.done()
+        assert work.done() and errors == [[None]] and a.core.failure() == 0
+        with contextlib.suppress(CoreError):  # it may have completed before
+            last.done()

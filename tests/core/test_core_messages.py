@@ -1,0 +1,467 @@
+"""Messages of the compiled core: matched in order by tag, of every size, in one copy and in pieces."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos._core import native
+from kos.comm.host.shared.segment import PID, STARTED
+from kos.dtypes import DTYPES
+from tests.core.core_ranks import group, groups, needs_core, on_processes, run_threads, segment, together
+from tests.core.group import CoreError, CoreGroup
+
+pytestmark = needs_core
+SIZES = (0, 1, 40, 41, 64, 1000, 65_536, 65_537, 300_000, 3_000_001)  # bytes
+
+
+@pytest.fixture(params=[False, True], ids=["pieces", "one copy"])
+def pair(request: pytest.FixtureRequest) -> Iterator[list[CoreGroup]]:
+    with groups(2) as made:
+        if request.param:
+            assert run_threads(*[group.connect for group in made]) == [True] * 2
+        yield made
+
+
+def send(group: CoreGroup, x: Any, dst: int, tag: int = 0) -> Any:
+    return group.prepare("send", "uint8", x.size, dst=dst, tag=tag).start(x)
+
+
+def recv(group: CoreGroup, x: Any, src: int, tag: int = 0) -> Any:
+    return group.prepare("recv", "uint8", x.size, src=src, tag=tag).start(x)
+
+
+def data(nbytes: int, seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def end_of(nbytes: int) -> int:
+    """What the core tells of the other end of a message of uint8."""
+    return nbytes << 8 | list(DTYPES).index("uint8")
+
+
+def end(*works: Any) -> None:
+    left = list(works)
+    while left:
+        left = [work for work in left if not work.done()]
+
+
+def test_every_size_before_and_after_its_receive(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    for nbytes in SIZES:
+        for first in (a, b):
+            x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
+            works = [send(a, x, 1)] if first is a else [recv(b, y, 0)]
+            works[0].done()
+            works.append(recv(b, y, 0) if first is a else send(a, x, 1))
+            end(*works)
+            assert (x == y).all(), nbytes
+
+
+def test_blocking_calls_between_threads(pair: list[CoreGroup]) -> None:
+    def ping(group: CoreGroup) -> None:
+        peer = 1 - group.rank
+        for nbytes in SIZES:
+            x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
+            calls = [
+                group.prepare("send", "uint8", nbytes, dst=peer, tag=3),
+                group.prepare("recv", "uint8", nbytes, src=peer, tag=3),
+            ]
+            for call in calls if group.rank == 0 else calls[::-1]:
+                call.run(x if call is calls[0] else y)
+            assert (x == y).all()
+            group.prepare("send_recv", "uint8", nbytes, dst=peer, src=peer, tag=5).run(x, y)
+            assert (x == y).all()
+
+    assert run_threads(*[lambda g=g: ping(g) for g in pair]) == [None] * 2
+
+
+def test_tags_in_any_order_and_order_within_a_tag(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    draw = random.Random(5)
+    plan = [(draw.choice((1, 2, 3)), draw.choice(SIZES[:-1])) for _ in range(300)]  # more than headers or credits
+    sent = [data(nbytes, index) for index, (_, nbytes) in enumerate(plan)]
+    sends = [send(a, x, 1, tag) for x, (tag, _) in zip(sent, plan, strict=True)]
+    for tag in (3, 1, 2):
+        for x, (its, nbytes) in zip(sent, plan, strict=True):
+            if its == tag:
+                y = np.zeros(nbytes, np.uint8)
+                work = recv(b, y, 0, tag)
+                while not work.done():
+                    for each in sends:
+                        each.done()
+                assert (x == y).all()
+    end(*sends)
+
+
+def test_many_large_messages_without_a_receive(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    x = np.arange(200_000, dtype=np.uint8)
+    sends = [send(a, x, 1, 7) for _ in range(200)]
+    y = np.zeros_like(x)
+    last = send(a, x[:4], 1, 8)
+    work = recv(b, y[:4], 0, 8)
+    while not work.done():
+        last.done()
+    assert (y[:4] == x[:4]).all()
+    for _ in sends:
+        work = recv(b, y, 0, 7)
+        while not work.done():
+            for each in sends:
+                each.done()
+    end(*sends, last)
+    assert (x == y).all()
+
+
+def test_a_message_to_oneself(pair: list[CoreGroup]) -> None:
+    for nbytes in SIZES:
+        x, y = data(nbytes, nbytes), np.zeros(nbytes, np.uint8)
+        end(send(pair[0], x, 0), recv(pair[0], y, 0))
+        assert (x == y).all()
+
+
+def test_ends_that_differ_fail_alone(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    for nbytes in (10, 1000, 400_000):
+        x, y = np.ones(nbytes, np.uint8), np.ones(nbytes + 1, np.uint8)
+        work = send(a, x, 1)
+        with pytest.raises(CoreError, match=f"^MESSAGE of rank 0, {end_of(nbytes)}, by rank 1"):
+            end(recv(b, y, 0))
+        if nbytes == 400_000:
+            with pytest.raises(CoreError, match=f"^REFUSED_MESSAGE of rank 1, {end_of(nbytes + 1)}, by rank 0"):
+                end(work)
+        else:
+            end(work)
+        end(send(a, x, 1), recv(b, x.copy(), 0))
+
+
+def test_a_message_advances_while_a_barrier_waits(pair: list[CoreGroup]) -> None:
+    """Rank 0 sends a long message and waits in a barrier, which rank 1 enters after the message."""
+    a, b = pair
+    x, y = data(3_000_000, 1), np.zeros(3_000_000, np.uint8)
+
+    def first() -> None:
+        work = send(a, x, 1)
+        a.prepare("barrier").run()
+        work.wait()
+
+    def second() -> None:
+        b.prepare("recv", "uint8", y.size, src=0).run(y)
+        b.prepare("barrier").run()
+
+    assert run_threads(first, second) == [None, None]
+    assert (x == y).all()
+
+
+def test_a_barrier_takes_messages_beyond_the_credits(pair: list[CoreGroup]) -> None:
+    """Rank 1 waits in a barrier while rank 0 sends blocking messages that fill its mailbox many times."""
+    a, b = pair
+    a.timeout = b.timeout = 120.0
+    x = data(1000, 1)
+
+    def first() -> None:
+        for _ in range(2000):
+            a.prepare("send", "uint8", 1000, dst=1).run(x)
+        a.prepare("barrier").run()
+
+    def second() -> None:
+        b.prepare("barrier").run()
+        for _ in range(2000):
+            y = np.zeros_like(x)
+            b.prepare("recv", "uint8", 1000, src=0).run(y)
+            assert (x == y).all()
+
+    assert run_threads(first, second) == [None, None]
+
+
+def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    a.timeout = b.timeout = 0.05
+    y = np.zeros(500_000, np.uint8)
+    with pytest.raises(CoreError, match="^LATE of rank 1"):
+        recv(a, y, 1).wait()
+    late = send(a, y + 1, 1)
+    with pytest.raises(CoreError, match="^LATE of rank 1"):
+        late.wait()
+    a.timeout = b.timeout = 30.0
+    work = recv(b, y, 0)
+    end(send(a, y + 2, 1), work)
+    assert (y == 2).all()
+
+
+def random_program(group: CoreGroup, seed: int, calls: int, direct: bool) -> int:
+    """Messages of random sizes and tags to all ranks beside collectives; the number of wrong results."""
+    if direct and not group.connect():
+        raise AssertionError
+    shared, mine = random.Random(seed), random.Random(seed * 31 + group.rank)
+    outstanding: list[tuple[Any, Any, Any]] = []
+    wrong = 0
+    for number in range(calls):
+        src, dst = shared.randrange(group.size), shared.randrange(group.size)
+        nbytes, tag = shared.choice(SIZES[:-1]), shared.randrange(3)
+        x = data(nbytes, number)
+        if group.rank == src:
+            outstanding.append((send(group, x, dst, tag), x, x))
+        if group.rank == dst:
+            y = np.zeros_like(x)
+            outstanding.append((recv(group, y, src, tag), y, x))
+        if shared.random() < 0.3:
+            total = np.full(5, group.rank, np.int64)
+            group.all_reduce(total)
+            wrong += int(total[0] != group.size * (group.size - 1) // 2)
+        if shared.random() < 0.3:
+            right = shared.randrange(1, group.size)
+            y = np.zeros_like(x)
+            to, source = (group.rank + right) % group.size, (group.rank - right) % group.size
+            group.prepare("send_recv", "uint8", nbytes, dst=to, src=source, tag=9).run(x, y)
+            wrong += x.tobytes() != y.tobytes()
+        for entry in [each for each in outstanding if mine.random() < 0.3 and each[0].done()]:
+            outstanding = [each for each in outstanding if each is not entry]
+            wrong += entry[1].tobytes() != entry[2].tobytes()
+    for work, y, x in outstanding:
+        work.wait()
+        wrong += y.tobytes() != x.tobytes()
+    group.prepare("barrier").run()
+    return wrong
+
+
+@pytest.mark.parametrize(("size", "direct"), [(2, True), (3, True), (2, False), (4, False)])
+def test_random_programs_of_processes(size: int, direct: bool, tmp_path: Path) -> None:
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    assert on_processes(size, random_program, tmp_path, seed, 300, direct) == [0] * size
+
+
+def test_a_closed_group_ends_its_messages() -> None:
+    with groups(2) as (a, b):
+        work, theirs = recv(a, np.zeros(3, np.uint8), 1), send(b, np.zeros(500_000, np.uint8), 0)
+        b.close()
+        with pytest.raises(CoreError, match="^CLOSED"):
+            theirs.wait()
+        with pytest.raises(CoreError, match="^LOST of rank 1"):
+            work.wait()
+
+
+def test_a_blocking_receive_lets_other_threads_run(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    y = np.zeros(3, np.uint8)
+    thread = threading.Thread(target=a.prepare("recv", "uint8", 3, src=1).run, args=(y,))
+    thread.start()
+    time.sleep(0.05)
+    b.prepare("send", "uint8", 3, dst=0).run(np.full(3, 5, np.uint8))
+    thread.join(20)
+    assert (y == 5).all()
+
+
+def test_memory_that_cannot_be_read_comes_in_pieces() -> None:
+    """As that of a device.  Here process_vm_readv gets a number of no process."""
+    with groups(2) as (a, b):
+        assert run_threads(a.connect, b.connect) == [True, True]
+        line = a.lines[0]
+        a.words[line + PID], a.words[line + STARTED] = 1 << 30, 0
+        x, y = data(3_000_001, 1), np.zeros(3_000_001, np.uint8)
+        end(send(a, x, 1), recv(b, y, 0))
+        assert (x == y).all()
+        theirs = [np.zeros(400_000), np.zeros(400_000)]
+        calls = [g.prepare("all_gather", "float64", 200_000) for g in (a, b)]
+        together(calls, [(np.full(200_000, rank + 1.0), out) for rank, out in enumerate(theirs)])
+        assert all((out == np.repeat([1.0, 2.0], 200_000)).all() for out in theirs)
+
+
+def test_a_send_completes_beside_a_receive_that_is_refused(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    for nbytes, waits in ((500_000, False), (500_000, True), (3_000_001, False)):
+        x, y, got = data(nbytes, 1), np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        send(b, x[:10], 0)
+        work = a.prepare("send_recv", "uint8", nbytes, dst=1, src=1).start(x, y, waits=waits)
+        assert not work.done() and work.missing(1) == native.AWAITS_READ
+        theirs = recv(b, got, 0)
+        with pytest.raises(CoreError, match=f"^MESSAGE of rank 1, {end_of(10)}, by rank 0"):
+            end(theirs, work)
+        end(theirs)
+        assert (got == x).all() and not y.any() and work.missing(1) == 0
+    theirs = recv(b, got, 0)
+    assert not theirs.done()  # nothing is left of the others
+    end(send(a, x, 1), theirs)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_receive_completes_beside_a_send_that_is_refused(direct: bool) -> None:
+    with groups(3) as made:
+        if direct:
+            assert run_threads(*[group.connect for group in made]) == [True] * 3
+        a, b, c = made
+        x, y = data(500_000, 1), np.zeros(500_000, np.uint8)
+        work = a.prepare("send_recv", "uint8", x.size, dst=1, src=2).start(x, y)
+        assert [work.missing(rank) for rank in range(3)] == [0, native.AWAITS_READ, native.AWAITS_MESSAGE]
+        with pytest.raises(CoreError, match=f"^MESSAGE of rank 0, {end_of(500_000)}, by rank 1"):
+            recv(b, y[:3], 0).wait()
+        assert not work.done()
+        assert [work.missing(rank) for rank in range(3)] == [0, 0, native.AWAITS_MESSAGE]
+        with pytest.raises(CoreError, match=f"^REFUSED_MESSAGE of rank 1, {end_of(3)}, by rank 0"):
+            end(send(c, x + 1, 0), work)
+        assert (y == x + 1).all()
+
+
+def test_a_message_within_a_collective_fails_with_it_or_an_earlier_one(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    x, y, z = data(500_000, 1), np.zeros(500_000, np.uint8), np.zeros(3, np.uint8)
+    before = a.prepare("recv", "uint8", x.size, src=1, tag=1).start(y, sequence=3)
+    later = [
+        a.prepare("recv", "uint8", 3, src=1, tag=2 + index).start(z, sequence=sequence)
+        for index, sequence in enumerate((4, 5, None))
+    ]
+    b.fail(4)
+    for work in later:
+        with pytest.raises(CoreError, match="^TOLD of rank 1, 4"):
+            work.done()
+    for sequence in (4, None):
+        with pytest.raises(CoreError, match="^TOLD of rank 1, 4"):
+            b.prepare("send", "uint8", 3, tag=2).start(z, sequence=sequence)
+    assert not before.done()
+    end(b.prepare("send", "uint8", x.size, tag=1).start(x, sequence=3), before)
+    assert (x == y).all()
+
+
+def test_a_cancelled_message_releases_its_array_and_the_next_one_arrives(pair: list[CoreGroup]) -> None:
+    a, b = pair
+    for nbytes in (10, 500_000):
+        y, lost = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
+        works = [recv(b, lost, 0), *([send(a, lost + 7, 1)] if nbytes > 10 else [])]
+        alive = weakref.ref(lost)
+        for work in works:
+            work.cancel()
+            work.cancel()
+            assert work.missing(0) == work.missing(1) == 0
+            with pytest.raises(CoreError, match="^0 of rank 0"):  # no code
+                work.done()
+        del lost
+        assert alive() is None
+        x = data(nbytes, nbytes)
+        end(send(a, x, 1), recv(b, y, 0))
+        assert (x == y).all()
+    work = a.start(np.ones(3))
+    work.cancel()  # a collective goes on
+    end(b.start(np.ones(3)), work)
+
+
+@pytest.mark.parametrize("direct", [0, 1], ids=["pieces", "one copy"])
+def test_sends_may_be_cancelled_without_end(direct: int) -> None:
+    """Each of them has used an answer, which the receiver gives back.  Of 256 ranks, a mailbox has 512 answers."""
+    with segment(256) as file:
+        a, b = (group(file, rank, 256) for rank in range(2))
+        a.core.direct = b.core.direct = direct
+        x, y = data(50_000, 1), np.zeros(50_000, np.uint8)
+        for number in range(1200):
+            work = send(a, y, 1, number % 2)
+            assert work.missing(1)
+            work.cancel()
+            if number % 50 == 49:
+                end(send(a, x[:4], 1, 0), recv(b, y[:4], 0, 0), send(a, x[:4], 1, 1), recv(b, y[:4], 0, 1))
+        for number in range(1200):  # when the receiver has answered already
+            work, theirs = send(a, x, 1, 6), recv(b, y, 0, 6)
+            assert theirs.done() == direct
+            if number % 2:
+                theirs.cancel()
+            work.cancel()
+            if not (direct or number % 2):
+                end(send(a, x, 1, 6), theirs)
+        sends, works = [send(a, x, 1, 5) for _ in range(30)], [recv(b, np.zeros_like(x), 0, 5) for _ in range(30)]
+        end(*sends, *works)
+        end(send(a, x, 1, 5), recv(b, y, 0, 5))
+        assert (x == y).all()
+        a.close()
+        b.close()
+
+
+@pytest.mark.parametrize("posted", [False, True], ids=["alone", "beside another"])
+def test_a_message_in_pieces_may_be_cancelled_by_either_end(posted: bool) -> None:
+    """A receive whose sender cancels gets the next message, and a second one the message after it."""
+    with groups(2) as (a, b):
+        for number in range(6):
+            x, y, z = data(3_000_000, number), np.zeros(3_000_000, np.uint8), np.zeros(3, np.uint8)
+            work, theirs = send(a, x, 1), recv(b, y, 0)
+            others = [send(a, x[:3], 1)] if posted else []
+            assert not work.done() and not theirs.done() and not work.done() and not theirs.done()
+            assert 0 < np.count_nonzero(y) < y.size
+            if number % 2:
+                theirs.cancel()
+                end(work)
+            else:
+                work.cancel()
+                expected = data(3_000_000, number + 1)
+                if posted:  # it has come before the cancellation, and has other bytes
+                    with pytest.raises(CoreError, match=f"^MESSAGE of rank 0, {end_of(3)}"):
+                        end(theirs)
+                    others.append(send(a, x[:3], 1))
+                else:
+                    second = recv(b, z, 0)
+                    end(send(a, expected, 1), theirs, send(a, x[:3], 1), second)
+                    assert (y == expected).all() and (z == x[:3]).all()
+            if others:
+                end(*others, recv(b, z, 0))
+                assert (z == x[:3]).all()
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_receive_leaves_the_message_to_the_next(pair: list[CoreGroup]) -> None:
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    a, b = pair
+    for nbytes in (3, 1000, 500_000):
+        lost, y, x = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8), data(nbytes, nbytes)
+        previous = signal.signal(signal.SIGALRM, handler)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupted):
+                a.prepare("recv", "uint8", nbytes, src=1).run(lost)
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            with pytest.raises(Interrupted):  # in the start, whose caller has no Work then
+                a.prepare("recv", "uint8", nbytes, src=1).start(lost, waits=True)
+        finally:
+            signal.signal(signal.SIGALRM, previous)
+        end(send(b, x, 0), recv(a, y, 1))
+        assert (y == x).all() and not lost.any()
+
+
+def forks(_: CoreGroup) -> str:
+    """A forked child with a message in flight; its parent goes on."""
+    with groups(2) as (a, b):
+        assert run_threads(a.connect, b.connect) == [True, True]
+        x, y = data(500_000, 3), np.zeros(500_000, np.uint8)
+        work, theirs = send(a, x, 1), recv(b, y[:5], 0, 8)
+        reader, writer = os.pipe()
+        if not (child := os.fork()):
+            said = set()
+            for call in (work.wait, theirs.done, lambda: send(a, x, 1), lambda: recv(b, y, 0)):
+                try:
+                    call()
+                except CoreError as error:
+                    said.add(error.kind)
+            os.write(writer, "\n".join(said).encode())
+            a.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        end(work, recv(b, y, 0), theirs, send(a, x[:5], 1, 8))
+        assert (x[5:] == y[5:]).all()
+        with os.fdopen(reader) as pipe:
+            return pipe.read()
+
+
+def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path: Path) -> None:
+    assert on_processes(1, forks, tmp_path) == ["FORKED"]

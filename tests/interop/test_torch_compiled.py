@@ -1,0 +1,49 @@
+"""torch.compile over kos gives what it gives over gloo: every collective, DDP, FSDP2, tensor parallelism.
+
+On two GPUs it gives what it gives over NCCL.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from kos import cuda
+from tests.interop.torch_compiled import COMPILERS, PARTS, compare
+
+pytestmark = [pytest.mark.skipif(find_spec("torch") is None, reason="needs torch"), pytest.mark.timeout(560)]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """The cache of inductor."""
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "compiler", [*COMPILERS[:2], *(pytest.param(x, marks=pytest.mark.slow) for x in COMPILERS[2:])]
+)
+def test_compiled_programs_give_what_gloo_gives(part, compiler, cache):
+    found = compare([part], compiler, "cpu", cache)
+    assert found and not {case: results for case, results in found.items() if results != "equal"}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(bool(cuda.unavailable()) or len(cuda.visible_devices()) < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_compiled_programs_give_what_nccl_gives(compiler, cache):
+    found = compare(PARTS, compiler, "cuda", cache)
+    assert found and not {case: results for case, results in found.items() if results != "equal"}
+
+
+@pytest.mark.parametrize("missing", ["_FrameAction", "set_code_exec_strategy"])
+def test_a_torch_without_these_internals_works_too(monkeypatch, missing):
+    import torch
+
+    from kos.interop.torch import dynamo, works
+
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, missing)
+    dynamo.disable(works)
+    assert works.HostWork.wait._torchdynamo_disable

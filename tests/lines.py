@@ -1,0 +1,156 @@
+"""Count the lines of code of each folder, and compare them with the bounds that are set (``python tests/lines.py``).
+
+A line counts that is neither blank, nor comment, nor docstring; a string that is a statement is a docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = (
+    "comm", "cuda", "memory", "doctor", "testing", "tune", "interop", "train", "bench", "_core", "kos", "tests"
+)  # fmt: skip
+"""The folders in ``kos``; ``kos`` are the files right in it, ``tests`` the tests."""
+LANGUAGES = {
+    ".py": "Python", ".pyi": "stubs", ".c": "C", ".h": "C", ".cu": "CUDA", ".cuh": "CUDA"
+}  # fmt: skip
+LIBRARY = ("comm", "cuda", "memory", "doctor", "testing", "tune")
+MOST_IN_FUNCTION, MOST_IN_FILE = 60, 500
+
+_NO_CODE = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
+}  # fmt: skip
+_C = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class File:
+    """What is counted of one file."""
+
+    folder: str
+    path: str
+    language: str
+    code: int
+    total: int
+    classes: int = 0
+    functions: tuple[tuple[str, int], ...] = ()
+    """The name and the lines of code of each function."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What may not be exceeded; ``held``: a test fails if it is."""
+
+    what: str
+    most: int
+    value: int
+    held: bool
+
+
+def code_lines(text: str, nodes: Iterable[ast.AST]) -> set[int]:
+    """The numbers of the lines of code of a Python file; ``nodes`` are those of its syntax tree."""
+    docstrings, code = set[int](), set[int]()
+    for node in nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(_span(node))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return code - docstrings
+
+
+def _span(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def c_code_lines(text: str) -> int:
+    """The number of lines of code of a C or CUDA file."""
+
+    def without_comment(match: re.Match[str]) -> str:
+        return match[0] if match[0][0] in "\"'" else "\n" * match[0].count("\n")
+
+    return sum(bool(line.strip()) for line in _C.sub(without_comment, text).splitlines())
+
+
+def count(folder: str, path: str, text: str) -> File:
+    """Count a file; the end of ``path`` tells the language."""
+    language, total = LANGUAGES[Path(path).suffix], len(text.splitlines())
+    if language in ("C", "CUDA"):
+        return File(folder, path, language, c_code_lines(text), total)
+    nodes = list(ast.walk(ast.parse(text)))
+    code = code_lines(text, nodes)
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    sizes = tuple((function.name, len(code.intersection(_span(function)))) for function in functions)
+    return File(folder, path, language, len(code), total, sum(isinstance(node, ast.ClassDef) for node in nodes), sizes)
+
+
+def files(root: Path = ROOT) -> Iterator[File]:
+    """Every file of kos and of its tests."""
+    for top in ("kos", "tests"):
+        for path in sorted((root / top).rglob("*")):
+            if path.suffix in LANGUAGES:
+                inner = path.relative_to(root / top).parts
+                folder = "tests" if top == "tests" else inner[0] if inner[1:] else "kos"
+                yield count(folder, str(path.relative_to(root)), path.read_text())
+
+
+def large_functions(counted: list[File]) -> list[str]:
+    """The functions of kos with more lines of code than ``MOST_IN_FUNCTION``."""
+    return [
+        f"{file.path}: {name}: {lines}"
+        for file in counted if file.folder != "tests"
+        for name, lines in file.functions if lines > MOST_IN_FUNCTION
+    ]  # fmt: skip
+
+
+def large_files(counted: list[File]) -> list[str]:
+    """The files of the library with more lines, of whatever kind, than ``MOST_IN_FILE``; collectives.py may have."""
+    return [
+        f"{file.path}: {file.total}" for file in counted
+        if file.folder in (*LIBRARY, "_core") and file.total > MOST_IN_FILE and file.path != "kos/comm/collectives.py"
+    ]  # fmt: skip
+
+
+def bounds(counted: list[File]) -> list[Bound]:
+    """The bounds that are set, and how they stand."""
+
+    def lines(language: str, *folders: str) -> int:
+        return sum(file.code for file in counted if file.folder in folders and file.language == language)
+
+    return [
+        Bound(f"Python in {', '.join(LIBRARY)}", 14_400, lines("Python", *LIBRARY), held=False),
+        Bound("C in _core", 2_500, lines("C", "_core"), held=False),
+        Bound("Python in interop", 1_200, lines("Python", "interop"), held=False),
+        Bound("Python in train", 7_700, lines("Python", "train"), held=False),
+        Bound("Python in tests", 31_000, lines("Python", "tests"), held=False),
+        Bound("classes in comm", 120, sum(file.classes for file in counted if file.folder == "comm"), held=False),
+        Bound(f"functions of over {MOST_IN_FUNCTION} lines", 0, len(large_functions(counted)), held=False),
+        Bound(f"files of over {MOST_IN_FILE} lines in these", 0, len(large_files(counted)), held=False),
+    ]
+
+
+def main() -> None:
+    counted = list(files())
+    columns = list(dict.fromkeys(LANGUAGES.values()))
+    sums = Counter[tuple[str, str]]()
+    for file in counted:
+        sums[file.folder, file.language] += file.code
+    print(f"{'lines of code':<16}" + "".join(f"{language:>8}" for language in columns))
+    for folder in FOLDERS:
+        print(f"{folder:<16}" + "".join(f"{sums[folder, language]:>8,}" for language in columns))
+    print(f"\n{'':<64}{'is':>8}{'at most':>9}")
+    for bound in bounds(counted):
+        print(f"{bound.what:<64}{bound.value:>8,}{bound.most:>9,}{'' if bound.value <= bound.most else '  exceeded'}")
+    print("", *large_functions(counted), *large_files(counted), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Write kos/comm/collectives.pyi, the types of the operations, from collectives.py (``python tests/stubs.py``).
+
+An operation has three overloads, by ``async_op``: without it the result, with True a Work, else either of them.  So
+programs are checked against more than a method with one signature could say, and collectives.py has one for each.
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "kos" / "comm" / "collectives.py"
+TARGET = SOURCE.with_suffix(".pyi")
+RESULTS = {
+    "all_reduce": "T", "reduce": "T | None", "reduce_scatter": "T", "reduce_scatter_v": "T", "scan": "T",
+    "exscan": "T | None", "broadcast": "T", "all_gather": "T", "all_gather_v": "T", "all_to_all": "T",
+    "all_to_all_v": "T", "gather": "T | None", "gather_v": "T | None", "scatter": "T", "scatter_v": "T",
+    "barrier": "None", "send": "None", "recv": "T", "send_recv": "T",
+}  # fmt: skip
+"""What each operation returns; T is the type of ``out``, or of ``x`` where ``out`` may be left out."""
+HEADER = '''"""The types of collectives.py, from which tests/stubs.py writes this file."""'''
+IMPORTS = """
+from typing import Literal, TypeVar, overload
+from kos.comm.work import Work
+T = TypeVar("T")
+"""
+"""What only the stub needs."""
+WIDTH = 120
+
+
+def generate(source: str) -> str:
+    """The text of the stub for the text of collectives.py."""
+    tree = ast.parse(source)
+    operations = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Operations")
+    methods = {node.name: node for node in operations.body if isinstance(node, ast.FunctionDef)}
+    members = "\n".join(line for node in operations.body for line in _member(node, methods))
+    stub = f"class Operations:\n{textwrap.indent(members, '    ')}\n"
+    used = _names(ast.parse(stub))
+    nodes = [*ast.parse(IMPORTS).body, *tree.body]
+    aliases = [node for node in nodes if isinstance(node, ast.Assign) and _names(*node.targets) & used]
+    used |= _names(*aliases)
+    imported = defaultdict[str, set[str]](set)
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            imported[node.module] |= {alias.name for alias in node.names} & used
+    lines = [f"from {module} import {', '.join(sorted(names))}" for module, names in sorted(imported.items()) if names]
+    ours = [line for line in lines if line.startswith("from kos.")]
+    imports = "\n".join([*(line for line in lines if line not in ours), "", *ours])
+    return "\n\n".join([HEADER, imports, "\n".join(map(ast.unparse, aliases)), stub])
+
+
+def _names(*nodes: ast.AST) -> set[str]:
+    return {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def _member(node: ast.stmt, methods: dict[str, ast.FunctionDef]) -> Iterator[str]:
+    """The text of a member of the class: three overloads of an operation, one signature of any other method."""
+    match node:
+        case ast.AnnAssign():
+            yield ast.unparse(node)
+        case ast.FunctionDef(name=name) if name in RESULTS:
+            plain, work = RESULTS[name], f"Work[{RESULTS[name]}]"
+            yield f"@overload\n{_operation(name, node, 'Literal[False] = ...', plain)}"
+            yield f"@overload\n{_operation(name, node, 'Literal[True]', work)}"
+            yield f"@overload\n{_operation(name, node, 'bool', f'{work} | {plain}')}"
+        case ast.FunctionDef(name=name, returns=ast.expr() as returns):
+            yield from (f"@{ast.unparse(decorator)}" for decorator in node.decorator_list)
+            yield _signature(name, _parameters(node), ast.unparse(returns))
+        case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(args=[ast.Name(id=of)])):  # the persistent form
+            yield _operation(name, methods[of], None, f"Persistent[{RESULTS[of]}]")
+
+
+def _operation(name: str, node: ast.FunctionDef, async_op: str | None, result: str) -> str:
+    """The signature of an operation with this type of ``async_op``, or without it."""
+    parameters = _parameters(node)
+    if "T" in result:
+        holder = "x" if parameters.get("out", "").endswith("...") or "out" not in parameters else "out"
+        parameters[holder] = "T"
+        if holder == "x" and "out" in parameters:
+            parameters["out"] = "T | None = ..."
+    if async_op is None:
+        del parameters["async_op"]
+    else:
+        parameters["async_op"] = async_op
+    return _signature(name, parameters, result)
+
+
+def _parameters(node: ast.FunctionDef) -> dict[str, str]:
+    """The parameters of a method with their types; "*" comes before the keywords."""
+    given = node.args
+    optional = {arg.arg for arg in given.args[len(given.args) - len(given.defaults) :]}
+    optional |= {arg.arg for arg, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default}
+    stars = [ast.arg("*")] if given.kwonlyargs else []
+    return {
+        arg.arg: (ast.unparse(arg.annotation) if arg.annotation else "") + " = ..." * (arg.arg in optional)
+        for arg in [*given.args, *stars, *given.kwonlyargs]
+    }
+
+
+def _signature(name: str, parameters: dict[str, str], result: str) -> str:
+    texts = [f"{parameter}: {kind}" if kind else parameter for parameter, kind in parameters.items()]
+    line = f"def {name}({', '.join(texts)}) -> {result}: ..."
+    if len(line) <= WIDTH - 4:  # of the indentation
+        return line
+    unbroken = ", ".join(text.replace(" ", "\0") for text in texts)
+    rows = textwrap.fill(unbroken, WIDTH - 8, break_on_hyphens=False).replace("\0", " ")
+    return f"def {name}(\n{textwrap.indent(rows, '    ')}\n) -> {result}: ..."
+
+
+if __name__ == "__main__":
+    TARGET.write_text(generate(SOURCE.read_text()))

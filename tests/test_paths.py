@@ -1,0 +1,55 @@
+"""How ``tests/paths.py`` follows a call, and the most files that an all_reduce passes on each backend."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kos.dtypes import DTYPES
+from kos.memory import as_buffer
+from tests import paths
+from tests.launcher import needs_mpirun
+
+MOST: dict[str, dict[str, tuple[int, int | None]]] = {
+    "mock": {"miss": (16, None), "hit": (14, None)},  # how often its threads return depends on their timing
+    "tcp": {"miss": (17, 17), "hit": (5, 0)},
+    "mpi": {"miss": (17, 17), "hit": (5, 0)},
+    "nccl": {"miss": (15, 16), "hit": (5, 0)},
+    "peer": {"miss": (22, 35), "hit": (5, 0)},
+    "nccl+peer": {"miss": (16, 17), "hit": (6, 0)},
+}
+"""Files, and returns to one of them; these numbers only go down."""
+
+
+def test_the_path_of_a_trace() -> None:
+    trace = [("", "a"), ("a", "b"), ("b", "b"), ("a", "b"), ("a", "a"), ("a", "c"), ("c", "b"), ("b", "a"), ("a", "c")]
+    passed = paths.path(trace)
+    assert passed == ["a", "b", "c", "b", "a", "c"]
+    assert paths.files(passed) == ["a", "b", "c"] and paths.returns(passed) == ["b", "a", "c"]
+    assert paths.shortest([passed, ["a", "b", "a"], ["a", "b"]]) == ["a", "b"]
+
+
+def test_a_trace_follows_python_calls_of_kos() -> None:
+    """Not those of other packages, and a generator where it begins alone."""
+    assert paths.trace(lambda: [DTYPES["float32"], np.ones(3).mean()]) == []
+    calls = paths.trace(lambda: as_buffer(np.ones(3), "x", writable=True))
+    assert calls[0] == ("", "memory/buffer.py") and ("memory/buffer.py", "dtypes.py") in calls
+
+    source = "def numbers():\n    yield 1\n    yield 2\n\ndef run():\n    return list(numbers())\n"
+    exec(compile(source, f"{paths.KOS}of_a_test.py", "exec"), space := {})
+    assert paths.trace(space["run"]) == [("", "of_a_test.py"), ("of_a_test.py", "of_a_test.py")]
+
+
+# An id of "mpi" would be taken for the mark.
+BACKENDS = [
+    pytest.param(backend, marks=needs_mpirun, id="under mpirun") if backend == "mpi" else backend for backend in MOST
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_files_that_an_all_reduce_passes(backend: str) -> None:
+    for kind, passed in paths.TRACED[backend]().items():
+        most_files, most_returns = MOST[backend][kind]
+        told = f"{backend}, {kind}: {passed}"
+        assert len(paths.files(passed)) <= most_files, told
+        assert most_returns is None or len(paths.returns(passed)) <= most_returns, told

@@ -1,0 +1,135 @@
+"""Every field that a batch has arrives at the model, cut into micro-batches, ranks and columns as its tokens are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import DataError
+from kos.memory.array import Array
+from kos.train import run
+from kos.train.data import batches
+from kos.train.data.batch import Batch
+from kos.train.data.batches import Dataset, Tokens, load_data
+from kos.train.model.model import Model
+from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.tensor import ALONE
+from tests.train.emulated_runs import emulated, text, train
+from tests.train.host_kernels.engine import on_host
+from tests.train.refusal import refused
+
+__all__ = ["emulated", "text"]
+
+
+class Full(Dataset):
+    """Data with all fields: numbers that name a token's place, and documents of three tokens."""
+
+    fields = Batch._fields  # type: ignore[assignment]
+
+    def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
+        starts = list(starts)
+        places = np.add.outer(starts, np.arange(self.seq_len)).astype(np.int32)
+        documents = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32) // 3 * 3, places.shape)
+        more = {"positions": places, "document_starts": documents, "loss_weights": (places / 4).astype(np.float32)}
+        return super().windows(tokens, starts)._replace(**more)
+
+
+def _elements(batch: Batch) -> list[tuple[float, ...]]:
+    batch = batch.map(lambda field: on_host(field) if isinstance(field, Array) else field)
+    assert [field.dtype for field in batch] == [np.int32] * 4 + [np.float32]
+    return [*zip(*(field.ravel().tolist() for field in batch), strict=True)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"pp": 2})], ids=str)
+def test_all_fields_arrive(
+    emulated: None, text: Path, tmp_path: Path, device: str, ranks: int, layout: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    arrived: list[list[tuple[float, ...]]] = []
+    evaluated: list[tuple[float, ...]] = []
+    data: list[Dataset] = []
+    run_forward, evaluate = Model.forward, Model.evaluate_loss
+
+    def load(*arguments: Any) -> Dataset:
+        plain = load_data(*arguments)
+        data.append(Full(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}))
+        return data[-1]
+
+    def forward(self: Model, weights: Any, slot: Any, *others: Any) -> Any:
+        out = run_forward(self, weights, slot, *others)
+        if self.local.last and slot.batch.loss_weights is not None:
+            arrived.append(_elements(slot.batch))
+        return out
+
+    def evaluate_loss(self: Model, weights: Any, batch: Batch, *others: Any) -> None:
+        if batch.loss_weights is not None:
+            evaluated.extend(_elements(batch))
+        evaluate(self, weights, batch, *others)
+
+    monkeypatch.setattr(run, "load_data", load)
+    monkeypatch.setattr(batches, "READ_FIELDS", Batch._fields)
+    monkeypatch.setattr(Model, "forward", forward)
+    monkeypatch.setattr(Model, "evaluate_loss", evaluate_loss)
+    options: dict[str, Any] = layout if device == "cpu" else {"graph": False, **layout}
+    train(text, tmp_path, device, ranks=ranks, steps=1, save_every=0, **options)
+    assert sorted({x for each in arrived for x in each}) == sorted(set(_elements(data[0].batch(0))))
+    assert {len(each) for each in arrived} == {2 * 8 // layout.get("cp", 1)}
+    of_validation = [x for starts in data[0].val_starts() for x in _elements(data[0].windows(data[0].val, starts))]
+    assert sorted(set(evaluated)) == sorted(set(of_validation))
+
+
+def test_a_field_that_no_operation_reads_is_refused(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else training would go on as if it were absent."""
+
+    def load(*arguments: Any) -> Dataset:
+        plain = load_data(*arguments)
+        return Full(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
+
+    monkeypatch.setattr(run, "load_data", load)
+    expected = f"--data {text}: expected batches of tokens, targets, document_starts, which training reads, got also "
+    with refused(DataError, expected + "positions, loss_weights"):
+        train(text, tmp_path, "cpu", ranks=2, steps=1)
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ([[0, 0, 2, 3], [0, 1, 0, 3]], "token 2 of a sequence: expected from 1, the start before it, to 2, got 0"),
+        ([[0, 0, 3, 3]], "token 2 of a sequence: expected from 0, the start before it, to 2, got 3"),
+        ([[-1, 0, 0, 0]], "token 0 of a sequence: expected from 0, the start before it, to 0, got -1"),
+    ],
+)
+def test_documents_that_begin_where_they_cannot(starts: list[list[int]], message: str) -> None:
+    """Refused before a rank takes its part: a GPU does not look at them."""
+    batch = Batch(np.zeros((len(starts), 4), np.int32), document_starts=np.array(starts, np.int32))
+    for context in (ContextParallel(numpy_ops), ContextParallel(numpy_ops, ALONE._replace(size=2))):
+        with refused(DataError, message):
+            context.take(batch)
+
+
+def test_a_batch_is_shown_by_dtypes_and_shapes() -> None:
+    batch = Batch(np.zeros((8, 16), np.int32), loss_weights=np.zeros((8, 16), np.float32))
+    assert repr(batch) == "Batch(tokens=int32 (8, 16), loss_weights=float32 (8, 16))"
+
+
+@pytest.mark.parametrize(("ranks", "pieces"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
+def test_context_parallelism_cuts_every_field_that_is_present(ranks: int, pieces: int) -> None:
+    places = np.arange(24 * ranks * pieces, dtype=np.int32).reshape(3, -1)
+    whole = Batch(places, loss_weights=(places / 4).astype(np.float32))
+    parts = [
+        ContextParallel(numpy_ops, ALONE._replace(rank=rank, size=ranks), pieces).take(whole) for rank in range(ranks)
+    ]
+    for part in parts:
+        assert part.tokens.shape == (3 * pieces, 8)
+        assert part.targets is part.positions is part.document_starts is None
+        assert part.loss_weights.dtype == np.float32 and np.array_equal(part.loss_weights, part.tokens / 4)
+    assert sorted(np.concatenate([part.tokens.ravel() for part in parts])) == sorted(places.ravel())

@@ -1,0 +1,372 @@
+"""Families of models beside transformers: settings, logits, gradients and steps of AdamW, in every layout.
+
+Theirs runs in float64, its norms, softmax and positions too, where what differs from ours is seen; with masks of
+documents and windows written out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from kos.errors import CheckpointError, ConfigError
+from kos.testing import spawn
+from kos.train.checkpoint import huggingface
+from kos.train.config.options import TrainConfig
+from kos.train.data.batch import Batch
+from kos.train.device.cpu import CpuDevice
+from kos.train.model.families import FAMILIES
+from kos.train.model.llama import FULL, SLIDING, LlamaConfig
+from kos.train.model.mistral import MistralConfig
+from kos.train.model.model import Model
+from kos.train.model.parameters import Parameters
+from kos.train.model.qwen import Qwen2Config, Qwen3Config
+from kos.train.model.rope import RopeScaling
+from kos.train.model.smollm3 import SmolLM3Config
+from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.mesh import Layout, Mesh
+from tests.train.masks import visible
+from tests.train.models import loss_and_gradients, tensors_of
+from tests.train.refusal import refused
+from tests.train.test_layouts import Precise, make_data
+from tests.train.test_tensor_parallel import part_of
+
+REASON = "the reference needs transformers and torch (pip install transformers torch)"
+transformers = pytest.importorskip("transformers", reason=REASON)
+torch = pytest.importorskip("torch", reason=REASON)
+ROPE_INIT_FUNCTIONS = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def of(family: type[LlamaConfig], **changes: Any) -> LlamaConfig:
+    return family(**{**SHAPE, **changes})
+
+
+def rope(**settings: Any) -> dict[str, Any]:
+    return {"rope_scaling": RopeScaling(**settings), "rope_theta": 100.0}
+
+
+CASES: dict[str, LlamaConfig] = {
+    "llama": of(LlamaConfig),
+    "llama, biases": of(LlamaConfig, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "linear": of(LlamaConfig, **rope(rope_type="linear", factor=3.0)),
+    "dynamic": of(LlamaConfig, **rope(rope_type="dynamic", factor=3.0)),
+    "yarn": of(LlamaConfig, **rope(**YARN)),
+    "yarn, more settings": of(
+        Qwen2Config, **rope(**YARN, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.4, truncate=False)
+    ),
+    "yarn, its length": of(Qwen3Config, **rope(**YARN, attention_factor=0.8)),
+    "llama3": of(LlamaConfig, **rope(factor=8.0, original_max_position_embeddings=16)),
+    "qwen2": of(Qwen2Config, tie_word_embeddings=True, rms_norm_eps=1e-3),
+    "qwen2, windows": of(Qwen2Config, sliding_window=5, layer_types=(FULL, SLIDING, SLIDING)),
+    "qwen3": of(Qwen3Config, head_dim=10, rms_norm_eps=1e-3),
+    "qwen3, biases and windows": of(
+        Qwen3Config, attention_bias=True, sliding_window=7, layer_types=(SLIDING, FULL, SLIDING), num_key_value_heads=8
+    ),
+    "mistral": of(MistralConfig),
+    "mistral, a window": of(MistralConfig, sliding_window=6),
+    "smollm3": of(SmolLM3Config, no_rope_layers=(1, 0, 1), tie_word_embeddings=True),
+    "smollm3, all": of(
+        SmolLM3Config, no_rope_layers=(1, 0, 0), sliding_window=4, layer_types=(FULL, SLIDING, FULL),
+        attention_bias=True, mlp_bias=True,
+    ),
+}  # fmt: skip
+each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
+
+
+def random_weights(config: LlamaConfig, rng: np.random.Generator, dtype: Any = np.float64) -> Parameters:
+    """Norms around 1, everything else around 0; numbers that float32 holds.
+
+    Small ones: at 0.3 each layer enlarges rounding, and float32 is off by up to 2e-6, transformers' as much as ours.
+    """
+    weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups())
+    weights.flat[:] = rng.normal(0, 0.15, weights.flat.size).astype(np.float32)
+    for name, array in weights.items():
+        if name.endswith("norm.weight"):
+            array += 1
+    return weights
+
+
+class Rotary(torch.nn.Module):
+    """Their rotary embedding, with frequencies and angles in float64; theirs are float32."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        kind = config.rope_parameters["rope_type"]
+        if kind == "default":
+            half = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+            self.frequencies, self.length = config.rope_parameters["rope_theta"] ** -half, 1.0
+        else:
+            with mock.patch.object(torch, "float", torch.float64):
+                self.frequencies, self.length = ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+            assert self.frequencies.dtype == torch.float64
+
+    def forward(self, x: Any, position_ids: Any = None, **_: Any) -> Any:
+        angles = position_ids[..., None].double() * self.frequencies.repeat(2)
+        return (angles.cos() * self.length).to(x.dtype), (angles.sin() * self.length).to(x.dtype)
+
+
+def rms_norm(theirs: Any, x: Any) -> Any:
+    """Theirs computes it in float32."""
+    return torch.nn.functional.rms_norm(x, theirs.weight.shape, theirs.weight, theirs.variance_epsilon)
+
+
+def theirs_of(config: LlamaConfig, weights: Any, dtype: Any = torch.float64) -> Any:
+    """transformers' model with these weights."""
+    settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
+    made = transformers.AutoConfig.for_model(**settings, pad_token_id=None)
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="sdpa").to(dtype)
+    assert type(model).__name__ == config.architecture
+    state = {name: torch.tensor(array) for name, array in tensors_of(weights).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    model.model.rotary_emb = Rotary(model.config)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(rms_norm, module)
+    return model.train()
+
+
+def their_logits(config: LlamaConfig, theirs: Any, batch: Batch) -> Any:
+    """With a mask of each kind of layer, block-diagonal where there are documents."""
+    places, starts = np.arange(batch.tokens.shape[1]), batch.document_starts
+
+    def mask(window: int | None) -> Any:
+        seen = np.broadcast_to(visible(starts, window, places), (len(batch.tokens), len(places), len(places)))
+        return torch.zeros(seen.shape, dtype=theirs.dtype).masked_fill(~torch.tensor(seen), -1e30)[:, None]
+
+    window = config.sliding_window
+    masks: Any = mask(window)
+    if "layer_types" in config.takes:
+        masks = {FULL: mask(None), SLIDING: masks}
+    return theirs(torch.tensor(batch.tokens, dtype=torch.int64), attention_mask=masks).logits
+
+
+def their_loss(config: LlamaConfig, theirs: Any, batch: Batch) -> Any:
+    targets = torch.tensor(batch.targets, dtype=torch.int64).flatten()
+    return torch.nn.functional.cross_entropy(
+        their_logits(config, theirs, batch).flatten(0, 1), targets, ignore_index=-1
+    )
+
+
+def random_batch(config: LlamaConfig, rng: np.random.Generator, documents: bool) -> Batch:
+    tokens, targets = rng.integers(0, config.vocab_size, (2, 3, 33), dtype=np.int32)
+    targets[rng.random(targets.shape) < 0.2] = -1
+    begins = np.where(rng.random(tokens.shape) < 0.15, np.arange(33), 0)
+    starts = np.maximum.accumulate(begins, 1).astype(np.int32)
+    return Batch(tokens, targets, document_starts=starts if documents else None)
+
+
+def biases_of_no_effect(config: LlamaConfig) -> set[str]:
+    """Those of k in layers without positions: they move all scores of a query alike."""
+    without = [layer for layer, rotated in enumerate(config.no_rope_layers) if not rotated]
+    return {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in without}
+
+
+def assert_near(got: np.ndarray, expected: np.ndarray, limit: float, name: str, size: float | None = None) -> None:
+    """``size``: the norm of which the error is a part; by default that of what is expected."""
+    size = max(float(np.linalg.norm(expected)), 1e-3) if size is None else size
+    error = np.linalg.norm(got.astype(np.float64) - expected) / size
+    assert error < limit, f"{name}: {error:.2e}, expected at most {limit:.0e}"
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+def test_logits_loss_and_gradients(
+    config: LlamaConfig, documents: bool, dtype: Any, rng: np.random.Generator
+) -> None:
+    """In float32 within 1e-6 and 1e-5 of float64; in float64 but for rounding."""
+    start, batch = random_weights(config, rng), random_batch(config, rng, documents)
+    theirs = theirs_of(config, start)
+    expected = their_loss(config, theirs, batch)
+    expected.backward()
+    weights = random_weights(config, rng, dtype)
+    weights.flat[:] = start.flat
+    limits = (1e-6, 1e-5) if dtype is np.float32 else (1e-12, 1e-12)
+    for recompute in ("none", "norms", "block"):
+        model, gradients = Model(config, numpy_ops, recompute=recompute), weights.like()
+        gradients.flat[:] = np.nan
+        with numpy_ops.step(model.arena):
+            out = model.logits_of(weights, model.evaluate_stage(weights, batch), slice(0, batch.tokens.size))
+        assert_near(out, their_logits(config, theirs, batch).detach().flatten(0, 1).numpy(), limits[0], "logits")
+        finished: list[str] = []
+        how: dict[str, Any] = {"accumulate": False, "on_gradient": finished.append}
+        loss = loss_and_gradients(model, weights, batch, None, gradients, **how)
+        assert loss == pytest.approx(expected.item(), rel=limits[0])
+        groups = config.fused_groups()
+        assert [part for name in finished for part in groups.get(name, (name,))] == list(config.parameter_shapes())
+        for name, parameter in theirs.named_parameters():
+            beside, size = theirs.get_parameter(name.replace("k_proj", "q_proj")), None
+            if name in biases_of_no_effect(config):  # the gradient is 0: there is only an error of rounding
+                size = float(beside.grad.norm())
+            assert_near(gradients[name], parameter.grad.numpy(), limits[1], f"{name} ({recompute})", size)
+        once = gradients.flat.copy()
+        loss_and_gradients(model, weights, batch, None, gradients, accumulate=True)
+        np.testing.assert_allclose(gradients.flat, 2 * once, rtol=1e-4, atol=1e-6)
+
+
+LAYOUTS = [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(tp=4), Layout(dp=2, tp=2), Layout(pp=2, cp=2)]
+IN_LAYOUTS = ("llama, biases", "qwen2, windows", "qwen3", "mistral, a window", "smollm3, all", "yarn")
+RUN: dict[str, Any] = {
+    "batch_size": 8, "micro_batch_size": 2, "seq_len": 32, "lr": 1e-2, "warmup_steps": 2, "steps": 10,
+}  # fmt: skip
+
+
+def trained(config: LlamaConfig, layout: Layout, start: Parameters, kind: Any = Precise, **changes: Any) -> list[Any]:
+    """What ranks know at the end of ten steps: losses, norms, and their part of each tensor."""
+    model: dict[str, Any] = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
+    model["model_type"] = config.model_type
+    asked = TrainConfig.from_preset("tiny", **{**RUN, **axes, **changes}, model=model)
+
+    def run(comm: Any) -> Any:
+        mesh, ours = Mesh(comm, layout), asked.for_world(layout.dp)
+        assert ours.model_config_for(40) == config
+        device = kind(ours, config, make_data(ours), mesh, lambda what, share: None)
+        device.step.gradients.flat[:] = np.nan
+        for name in device.step.weights:
+            device.step.weights[name][...] = part_of(name, start[name], config, layout.tp, mesh.tp.rank)
+        rows = []
+        for step in range(ours.steps):
+            device.start_step(step, False)
+            result = device.finish_step(step)
+            rows.append((result.loss, result.norm))
+        weights = {name: device.step.weights[name].copy() for name in device.step.gradients}
+        device.close()
+        mesh.close()
+        return np.array(rows), weights
+
+    return spawn(run, layout.ranks, timeout=200)
+
+
+def torch_steps(config: LlamaConfig, start: Parameters) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of ten steps of ``torch.optim.AdamW``, and the weights after them."""
+    settings = TrainConfig.from_preset("tiny", **RUN, model={"vocab_size": 40})
+    data, theirs = make_data(settings), theirs_of(config, start)
+    matrices, vectors = ([w for w in theirs.parameters() if (w.ndim > 1) == matrix] for matrix in (True, False))
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(settings.beta1, settings.beta2), eps=settings.eps,
+    )  # fmt: skip
+    losses, schedule = [], settings.learning_rate()
+    for step in range(settings.steps):
+        optimizer.zero_grad()
+        loss = their_loss(config, theirs, data.batch(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), settings.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = schedule(step)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: w.detach().numpy() for name, w in theirs.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_LAYOUTS)
+def test_ten_steps_beside_torch_in_every_layout(name: str) -> None:
+    """On data with documents."""
+    config, rng = CASES[name], np.random.default_rng(3)
+    start = random_weights(config, rng)
+    losses, weights = torch_steps(config, start)
+    for layout in (Layout(), *LAYOUTS):
+        for rank, (rows, got) in enumerate(trained(config, layout, start)):
+            np.testing.assert_allclose(rows[:, 0], losses, rtol=2e-6, err_msg=str(layout))
+            for tensor, value in got.items():
+                if tensor in biases_of_no_effect(config):
+                    continue  # the gradient is 0 but for rounding, which AdamW enlarges
+                at = layout.coordinates(rank)["tp"]
+                wanted = part_of(tensor, weights[tensor], config, layout.tp, at)
+                assert_near(value, wanted, 2e-5, f"{tensor} of rank {rank} of {layout}")
+
+
+@pytest.mark.parametrize("name", ["llama, biases", "qwen3, biases and windows", "smollm3, all"])
+def test_deterministic_runs_have_the_same_bits_in_every_layout(name: str) -> None:
+    config = dataclasses.replace(CASES[name], max_position_embeddings=512)
+    start = random_weights(config, np.random.default_rng(3), np.float32)
+    how: dict[str, Any] = {"deterministic": True, "seq_len": 256, "steps": 2, "micro_batch_size": 1}
+    ((rows, weights),) = trained(config, Layout(), start, CpuDevice, **how)
+    for layout in (Layout(dp=2), Layout(tp=2), Layout(cp=2), Layout(pp=2, tp=2), Layout(cp=2, tp=2)):
+        for rank, (other, got) in enumerate(trained(config, layout, start, CpuDevice, **how)):
+            assert other.tobytes() == rows.tobytes(), layout
+            for tensor, value in got.items():
+                wanted = part_of(tensor, weights[tensor], config, layout.tp, layout.coordinates(rank)["tp"])
+                assert value.tobytes() == np.ascontiguousarray(wanted).tobytes(), (tensor, layout)
+
+
+@each_case
+def test_folders_both_ways(config: LlamaConfig, tmp_path: Any, rng: np.random.Generator) -> None:
+    """Theirs into ours, and ours through theirs: the same configuration, the same bits."""
+    weights = random_weights(config, rng, np.float32)
+    theirs = theirs_of(config, weights, torch.float32)
+    theirs.save_pretrained(tmp_path)
+    read = huggingface.read_config(tmp_path)
+    assert dataclasses.replace(read, initializer_range=config.initializer_range) == config
+    again = Parameters(read.parameter_shapes())
+    huggingface.read_weights(tmp_path, again)
+    assert np.array_equal(again.flat, weights.flat)
+    settings = json.loads(json.dumps(huggingface.to_huggingface(config)))
+    assert huggingface.from_huggingface(settings) == config
+    old = {key: value for key, value in settings.items() if key not in ("rope_parameters", "dtype")}
+    assert huggingface.from_huggingface(old) == config
+
+
+def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
+    least = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 8}
+    for kind, more in (
+        ("qwen2", {"num_key_value_heads": 4, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
+        ("qwen3", {"num_key_value_heads": 4}),
+        ("mistral", {}),
+        ("smollm3", {}),
+        ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3}),
+    ):
+        ours = huggingface.from_huggingface({"model_type": kind, "num_hidden_layers": 4, **least, **more})
+        theirs = transformers.AutoConfig.for_model(kind, num_hidden_layers=4, **least, **more)
+        assert type(ours) is FAMILIES[kind]
+        for name in ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+            assert getattr(ours, name) == getattr(theirs, name), (kind, name)
+        assert ours.head_dim == (getattr(theirs, "head_dim", None) or 4)
+        assert ours.rope_theta == theirs.rope_parameters["rope_theta"], kind
+        types = getattr(theirs, "layer_types", [SLIDING] * 4)
+        windows = [theirs.sliding_window if each == SLIDING else None for each in types]
+        attention = [ours.layer(number, None)[0] for number in range(4)]  # type: ignore[arg-type]
+        assert [each.window for each in attention] == windows, kind
+        if kind == "smollm3":
+            assert [*(ours.no_rope_layers or [1] * 4)] == theirs.no_rope_layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("qwen2_moe", {}, "expected model_type one of llama, gpt2, mistral, qwen2, qwen3, smollm3 (closest: qwen2)"),
+        ("gemma2", {}, "(closest: llama), got 'gemma2'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "(closest: yarn), got 'longrope'"),
+        ("llama", {"partial_rotary_factor": 0.5}, "expected partial_rotary_factor 1.0, got 0.5"),
+        ("qwen3", {"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
+        ("qwen3", {"layer_types": [FULL, "x"]}, "layer_types: expected 2 of full_attention and sliding_att"),
+        ("qwen3", {"layer_types": [FULL, SLIDING]}, "sliding_window: expected a number of tokens (layer_types), got"),
+    ],
+)
+def test_others_are_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:
+    settings = {**SHAPE, "num_hidden_layers": 2, "model_type": kind}
+    with refused(CheckpointError, message):
+        huggingface.from_huggingface({**settings, **change})
+
+
+def test_settings_of_another_family_are_refused() -> None:
+    with refused(ConfigError, "sliding_window: expected none in a model of type llama, got 8"):
+        of(LlamaConfig, sliding_window=8)
+    with refused(ConfigError, "--tp 8: expected num_key_value_heads to be a multiple of 8, got 4"):
+        of(Qwen3Config).local(0, 8)

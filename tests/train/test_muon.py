@@ -1,0 +1,501 @@
+"""Muon: against torch's and a plain one in float64, in every layout, in checkpoints, plans and on the emulated GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import CheckpointError, ConfigError, InvalidArgument
+from kos.memory.arena import Arena
+from kos.testing import spawn
+from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.config.flags import parse
+from kos.train.device import memory_plan
+from kos.train.device.cpu import CpuDevice
+from kos.train.layers.placement import Placement
+from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.llama import LlamaConfig
+from kos.train.model.parameters import OwnedSlices, Parameters
+from kos.train.ops import NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS
+from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.learning_rate import LearningRate
+from kos.train.optim import base
+from kos.train.optim.adamw import AdamW
+from kos.train.optim.base import Group, Optimizer, clip_coefficient
+from kos.train.optim.cuda import CHUNK, CudaOptimizer
+from kos.train.optim.muon import Muon
+from kos.train.parallel.data import cut_around, share_out
+from kos.train.parallel.mesh import Layout
+from kos.train.run import Trainer
+from kos.train.tools.dry_step import TimedDryRun
+from tests.host_compiler import COMPILER
+from tests.train import emulated_runs, test_layouts
+from tests.train import test_layouts_on_host as on_host
+from tests.train import test_ops_cuda as on_ops
+from tests.train.host_kernels import emulator
+from tests.train.models import queue, small
+from tests.train.refusal import refused
+from tests.train.sharded import tensors_of_run
+from tests.train.test_deterministic import differs, length
+from tests.train.test_layouts import Precise, check, named
+from tests.train.test_loop import _config, _train, text
+from tests.train.test_plan import SHAPE as PLANNED
+from tests.train.test_plan import SLOW as SLOW_RATES
+from tests.train.test_plan import make_job
+
+__all__ = ["text"]
+
+MUON: dict[str, Any] = {"optimizer": "muon"}
+SHAPES = {
+    "head": (50, 12), "norm": (12,), "wide": (12, 40), "q": (12, 12), "tall": (31, 12), "stacked.c_attn": (36, 12),
+}  # fmt: skip
+HIDDEN = {name: Placement(SHAPES[name]) for name in ("wide", "q", "tall", "stacked.c_attn")}
+
+
+def exact(x: np.ndarray) -> np.ndarray:
+    """What the steps make of a matrix, by its singular values: an odd polynomial of a matrix is one of those."""
+    u, values, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    values /= np.linalg.norm(values)
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        a, b, c = NEWTON_SCHULZ
+        values = a * values + b * values**3 + c * values**5
+    return (u * values) @ v
+
+
+def groups(rule: Muon, decay: float = 0.1, lr_scale: float = 1.0) -> list[Group]:
+    return [Group(["head"], decay), Group(["norm"]), Group(rule.placements, decay, lr_scale, rule)]
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (7, 31), (31, 7), (1, 9), (64, 48)])
+def test_singular_values_are_brought_near_one(rng: np.random.Generator, shape: tuple[int, int]) -> None:
+    x = rng.normal(size=(3, *shape)) * np.array([1e-3, 1, 1e3])[:, None, None]
+    for dtype, tolerance in ((np.float64, 1e-12), (np.float32, 1e-5)):
+        got = x.astype(dtype)
+        numpy_ops.orthogonalize(got, Arena())
+        for ours, of in zip(got, x, strict=True):
+            assert np.linalg.norm(ours - exact(of)) < tolerance * np.linalg.norm(ours)
+            values = np.linalg.svd(ours.astype(np.float64), compute_uv=False)
+            assert values.max() < 1.25 and np.median(values) > 0.65
+    zero = np.zeros((1, *shape))
+    numpy_ops.orthogonalize(zero, Arena())
+    assert not zero.any()
+
+
+def plain(w: np.ndarray, g: np.ndarray, m: np.ndarray, lr: float, decay: float, mu: float) -> None:
+    """A step in float64, as the paper has it, with torch's mean of momentum; w and m are changed."""
+    m[...] = mu * m + (1 - mu) * g
+    w[...] = (1 - lr * decay) * w - lr * 0.2 * math.sqrt(max(w.shape)) * exact((1 - mu) * g + mu * m)
+
+
+def test_an_update_is_a_plain_one(rng: np.random.Generator) -> None:
+    """Each of the stacked matrices by itself; the others are AdamW's, to the last bit."""
+    rule = Muon(HIDDEN, (".c_attn",), 0.9)
+    weights = Parameters(SHAPES, np.float64)
+    weights.flat[:] = rng.normal(size=weights.flat.size)
+    other = weights.like()
+    other.flat[:] = weights.flat
+    ours, adamw = Optimizer(AdamW(), weights, groups=groups(rule, 0.3, 0.5)), Optimizer(AdamW(), other)
+    adamw.groups[0] = adamw.groups[0]._replace(decay=0.3)
+    rows = {"stacked.c_attn": (slice(0, 12), slice(12, 24), slice(24, 36))}
+    expected = {name: weights[name].copy() for name in HIDDEN}
+    momentum = {name: np.zeros(SHAPES[name]) for name in HIDDEN}
+    assert {name: kept.flat.size for name, kept in ours.state.items()} == {
+        "exp_avg": 612, "exp_avg_sq": 612, "momentum": weights.flat.size - 612
+    }  # fmt: skip
+    for step in range(4):
+        gradients, again = weights.like(), weights.like()
+        gradients.flat[:] = again.flat[:] = rng.normal(size=weights.flat.size)
+        lr = 0.02 / (step + 1)
+        for name in HIDDEN:
+            for part in rows.get(name, (slice(None),)):
+                g = 0.25 * gradients[name][part]
+                plain(expected[name][part], g, momentum[name][part], 0.5 * lr, 0.3, 0.9)
+        ours.step(gradients, lr, 0.25)
+        adamw.step(again, lr, 0.25)
+    for name in HIDDEN:
+        np.testing.assert_allclose(weights[name], expected[name], rtol=1e-10, atol=1e-12, err_msg=name)
+    for name in ("head", "norm"):
+        assert weights[name].tobytes() == other[name].tobytes()
+    assert abs(weights["wide"] - other["wide"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("in_bfloat16", [False, True])
+def test_muon_is_torchs(rng: np.random.Generator, in_bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose products are in bfloat16, unless they are kept from it."""
+    torch = pytest.importorskip("torch", reason="needs torch to compare with")
+    if not in_bfloat16:
+        monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+    hidden = {name: HIDDEN[name] for name in ("wide", "q", "tall")}
+    weights = Parameters({name: SHAPES[name] for name in hidden}, np.float64)
+    weights.flat[:] = rng.normal(size=weights.flat.size)
+    start = weights.flat.copy()
+    theirs = {name: torch.tensor(weights[name].copy(), requires_grad=True) for name in weights}
+    ours = Optimizer(AdamW(), weights, groups=[Group(hidden, 0.2, 1.0, Muon(hidden, (), 0.93))])
+    reference = torch.optim.Muon(
+        theirs.values(), lr=0.02, weight_decay=0.2, momentum=0.93, adjust_lr_fn="match_rms_adamw"
+    )
+    for _ in range(5):
+        gradients = weights.like()
+        gradients.flat[:] = rng.normal(size=weights.flat.size)
+        for name, tensor in theirs.items():
+            tensor.grad = torch.tensor(gradients[name].copy())
+        reference.step()
+        ours.step(gradients, 0.02)
+    got = np.concatenate([tensor.detach().numpy().ravel() for tensor in theirs.values()])
+    error = np.linalg.norm(weights.flat - got) / np.linalg.norm(weights.flat - start)
+    assert error < (0.03 if in_bfloat16 else 1e-12)
+    assert not in_bfloat16 or error > 1e-6
+
+
+def test_which_matrices_are_muons() -> None:
+    """All of layers, by LLaMA and GPT-2; no embedding, head, norm or bias. GPT-2's q, k and v are three."""
+    config = parse(["--optimizer", "muon", "--lr", "1e-3", "--muon-lr", "4e-3", "--weight-decay", "0.2"])
+    for model, left in (
+        (small(), {"model.embed_tokens.weight", "lm_head.weight"}),
+        (small(tie_word_embeddings=True), {"model.embed_tokens.weight"}),
+        (gpt2(), {"transformer.wte.weight", "transformer.wpe.weight"}),
+    ):
+        shapes = model.parameter_shapes()
+        hidden, others, vectors = config.groups(model)
+        assert set(others.names) == left and (others.decay, others.lr_scale, others.rule) == (0.2, 1.0, None)
+        assert all(len(shapes[name]) == 1 for name in vectors.names) and vectors.decay == 0
+        assert {*hidden.names, *others.names, *vectors.names} == set(shapes)
+        assert (hidden.decay, hidden.lr_scale) == (0.2, pytest.approx(4))
+    assert hidden.rule is not None
+    held = OwnedSlices(Parameters(shapes), [slice(0, sum(map(math.prod, shapes.values())))])
+    found = [each for each in hidden.rule.matrices(held) if "c_attn" in each.name]
+    assert len(found) == 3 * model.num_hidden_layers and {each.shape for each in found} == {(24, 24)}
+    assert parse([]).groups(small()) == base.decay_matrices(small().parameter_shapes(), 0.1)
+
+
+def gpt2() -> LlamaConfig:
+    shape = dataclasses.asdict(small(num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=True))
+    return GPT2Config(**shape)
+
+
+LAYOUTS = [
+    (Layout(dp=2), {}), (Layout(tp=2), {}), (Layout(pp=2), {"pp_schedule": "zero-bubble-v"}), (Layout(cp=2), {}),
+    (Layout(dp=2), {"zero": 1}), (Layout(cp=2), {"zero": 1}), (Layout(dp=2, tp=2), {"zero": 1}),
+    (Layout(dp=2, pp=2), {"zero": 1}),
+    pytest.param(Layout(tp=4), {}, marks=pytest.mark.slow),
+    pytest.param(Layout(dp=4), {"zero": 1}, marks=pytest.mark.slow),
+    pytest.param(Layout(tp=2, pp=2, dp=2), {"zero": 1}, marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many, so that each rank of ZeRO-1 holds several."""
+    for module in (base, memory_plan):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(memory_plan, "HOST_BUCKET_BYTES", 4096)
+
+
+def cases(layouts: list[Any]) -> Any:
+    def name(value: Any) -> str:
+        return named(value) if isinstance(value, Layout) else "-".join(value)
+
+    return pytest.mark.parametrize(("layout", "changes"), layouts, ids=name)
+
+
+@cases(LAYOUTS)
+def test_layout(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
+    check(layout, Precise, 4, layout.dp % 2 == 0, **MUON, muon_lr=4e-3, **changes)
+
+
+@cases(LAYOUTS)
+def test_deterministic(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
+    assert differs(layout, 4, layout.dp % 2 == 0, seq_len=length(layout.cp), **MUON, **changes) == []
+
+
+def test_whole_matrices_are_cut_off_and_shared_out(rng: np.random.Generator) -> None:
+    for _ in range(50):
+        step, ranks = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+        sizes = rng.integers(1, 200, int(rng.integers(1, 30)))
+        layout = Parameters({str(i): (int(size),) for i, size in enumerate(sizes)}, multiple=step * ranks)
+        uncut = {name for name in layout if rng.random() < 0.5} or {"0"}
+        total, even = layout.flat.size, int(rng.integers(1, 300))
+        cut = cut_around(uncut, layout, [slice(at, min(at + even, total)) for at in range(0, total, even)], step)
+        assert [0, *(each.stop for each in cut)] == [*(each.start for each in cut), total]
+        starts = {span.start for span in layout.spans.values()}
+        for end in (each.stop for each in cut):
+            assert end == total or end % step == 0 or end in starts
+            assert not any(layout.spans[name].start < end < layout.spans[name].stop for name in uncut)
+        owners, held = share_out(cut, ranks), [0] * ranks
+        for bucket in cut:
+            held[owners[bucket.start]] += bucket.stop - bucket.start
+        assert max(held) - min(held) <= max(each.stop - each.start for each in cut)
+
+
+def test_parts_of_a_matrix_are_refused() -> None:
+    weights = Parameters(SHAPES)
+    rule = Muon(HIDDEN, (".c_attn",))
+    optimizer = Optimizer(AdamW(), weights, groups=groups(rule), parts=[slice(0, 620)])
+    with refused(InvalidArgument, "whole matrices"):
+        optimizer.step(weights.like(), 0.1)
+
+
+# --- runs --------------------------------------------------------------------------------------------
+
+HOW: dict[str, Any] = {
+    **MUON, "deterministic": True, "batch_size": 16, "schedule": "constant", "lr": 0.01, "save_every": 2,
+    "eval_batches": 0, "sample_tokens": 0, "keep": 9,
+    "model": {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+        "intermediate_size": 48, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def test_its_state_is_saved_by_name_and_resumed_in_other_layouts(
+    text: Path, tmp_path: Path, small_buckets: None
+) -> None:
+    """Bit for bit: on one rank, from two of ZeRO-1 to four of tp and dp, and on to a pipeline."""
+    whole = _train(text, tmp_path / "whole", steps=6, **HOW)
+    _train(text, tmp_path / "on", 2, steps=2, zero=1, **HOW)
+    path = checkpoint.find(tmp_path / "on").path
+    shapes = huggingface.read_config(path).parameter_shapes()
+    hidden = {name for name in shapes if ".layers." in name and "norm" not in name}
+    others = set(shapes) - hidden
+    assert {name for name in tensors_of_run(tmp_path / "on") if name not in shapes} == {
+        *(f"momentum.{name}" for name in hidden), *(f"exp_avg.{name}" for name in others),
+        *(f"exp_avg_sq.{name}" for name in others),
+    }  # fmt: skip
+    files = checkpoint.state_files(path, shapes, {"momentum": hidden, "exp_avg": others, "exp_avg_sq": others})
+    assert all(abs(files.read(f"momentum.{name}")).max() > 0 for name in hidden)
+    _train(text, tmp_path / "on", 4, steps=4, resume="auto", tp=2, zero=1, **HOW)
+    rows = _train(text, tmp_path / "on", 2, steps=6, resume="auto", pp=2, **HOW)
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == [row[key] for row in whole]
+    assert whole[-1]["loss"] < whole[0]["loss"]
+    assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
+
+
+def test_an_interrupted_run_goes_on(text: Path, tmp_path: Path) -> None:
+    """Without --deterministic, in shards whose buckets are those of a run."""
+    how = {**HOW, "deterministic": False, "zero": 1}
+    whole = _train(text, tmp_path / "whole", 2, steps=4, **how)
+    _train(text, tmp_path / "on", 2, steps=2, **how)
+    assert _train(text, tmp_path / "on", 2, steps=4, resume="auto", **how)[2:] != []
+    assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
+    assert len(whole) == 4
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("before", "now"), [("adamw", "muon"), ("muon", "adamw")])
+def test_another_optimizers_state_is_refused(text: Path, tmp_path: Path, ranks: int, before: str, now: str) -> None:
+    _train(text, tmp_path, ranks, steps=2, **{**HOW, "optimizer": before})
+    errors: list[str] = []
+
+    def resume(comm: Any) -> None:
+        with refused(CheckpointError, f"--optimizer {now}, got that of {before}"):
+            try:
+                Trainer(_config(text, tmp_path, steps=4, resume="auto", **{**HOW, "optimizer": now}), comm)
+            except CheckpointError as error:
+                errors.append(str(error))
+                raise
+
+    spawn(resume, ranks, timeout=100)
+    assert len(errors) == ranks and len(set(errors)) == 1
+    weights = {**HOW, "optimizer": now, "init_from": str(checkpoint.find(tmp_path).path)}
+    assert len(_train(text, tmp_path / "new", steps=1, **weights)) == 1
+
+
+def test_a_learning_rate_of_matrices_needs_them() -> None:
+    with refused(ConfigError, "--muon-lr: expected none (--optimizer), got 0.02"):
+        parse(["--muon-lr", "0.02"])
+
+
+def test_plans_count_its_state_and_its_work(text: Path, tmp_path: Path, small_buckets: None) -> None:
+    """What a rank of ZeRO-1 will hold is what it does hold; a step's time has the products."""
+    found: list[tuple[int, int, int]] = []
+
+    def look(comm: Any) -> None:
+        device = Trainer(_config(text, tmp_path, **{**HOW, "zero": 1, "deterministic": False}), comm).device
+        (state,) = (size for use, size in device.plan.uses.items() if use.startswith("weights"))
+        about = next(use for use in device.plan.uses if use.startswith("weights"))
+        assert about == "weights, gradients, both Adam moments and Muon's momentum"
+        held = sum(kept.flat.nbytes for kept in device.step.optimizer.state.values())
+        found.append((state, held, 8 * device.step.models[0].config.num_parameters()))
+
+    spawn(look, 2, timeout=100)
+    assert all(state == held + weights for state, held, weights in found)
+    spent = {}
+    for optimizer in ("adamw", "muon"):
+        config = parse([*PLANNED, "--optimizer", optimizer])
+        job = make_job(config, config.model_config_for(256), Layout(), SLOW_RATES)
+        spent[optimizer] = TimedDryRun(job, 0).clock.spent["seconds"]
+    D, F, W = 32, 48, 32
+    flops = sum(
+        5 * 2 * (2 * least * least * most + least**3)
+        for rows, columns, count in ((W, D, 2), (16, D, 2), (F, D, 3))
+        for least, most in [sorted((rows, columns))] * (4 * count)
+    )
+    assert spent["muon"] - spent["adamw"] > 0.9 * flops / SLOW_RATES.linear
+
+
+# --- GPUs, emulated ----------------------------------------------------------------------------------
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    emulator.host_memory(monkeypatch)
+    return emulator.HostOps()
+
+
+@pytest.fixture
+def arena(ops: Any) -> Arena:
+    return Arena(0, ops.make_arena()._allocate, ops.make_arena()._view)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "shape"), [("float32", (2, 40, 24)), ("bfloat16", (3, 13, 37))])
+def test_orthogonalize(ops: Any, rng: np.random.Generator, arena: Arena, dtype: str, shape: Any) -> None:
+    on_ops.check_orthogonalize(ops, on_ops.Side(ops, dtype), rng, arena, *shape)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("master", "copy", "gradient"),
+    [("float32", None, "float32"), ("float32", "bfloat16", "bfloat16"), ("bfloat16", None, "float32")],
+)
+def test_kernels(ops: Any, rng: np.random.Generator, master: str, copy: str | None, gradient: str) -> None:
+    check_optimizer(ops, rng, master, copy, gradient, SHAPES)
+
+
+def check_optimizer(
+    ops: Any, rng: np.random.Generator, master: str, copy: str | None, gradient: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """A GPU's optimizer beside the host's in float64; a gradient of NaN changes nothing."""
+    hidden = {name: Placement(shape) for name, shape in shapes.items() if name in HIDDEN}
+    rule = Muon(hidden, (".c_attn",), 0.9)
+    weights, weights64 = Parameters(shapes, master, None, ops.zeros), Parameters(shapes, np.float64)
+    start = rng.normal(size=weights.flat.size).astype(weights.flat.dtype.numpy)
+    weights.flat.copy_from(start, ops.stream)
+    weights64.flat[:] = start
+    gradients, gradients64 = weights.like(gradient), weights64.like()
+    rounded = None if copy is None else weights.like(copy)
+    schedule = LearningRate("cosine", 1e-2, 1e-3, 6, 2)
+    those = groups(rule, 0.3, 0.5)
+    ours = CudaOptimizer(AdamW(), ops, weights, rounded, schedule, groups=those, grad_clip=1.0, seed=7)
+    theirs = Optimizer(AdamW(), weights64, groups=those)
+    for step in range(4):
+        gradients64.flat[:] = rng.normal(size=start.size).astype(gradients.flat.dtype.numpy)
+        gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy), ops.stream)
+        norm = float(np.linalg.norm(gradients64.flat)) / 4
+        queue(ours, gradients, average=0.25)
+        theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
+    got = weights.flat.numpy(ops.stream)
+    if copy is not None:
+        assert np.array_equal(rounded.flat.numpy(ops.stream), got.astype(rounded.flat.dtype.numpy))
+    momentum = ours.state["momentum"].flat.numpy(ops.stream)
+    np.testing.assert_allclose(momentum, theirs.state["momentum"].flat, rtol=1e-5, atol=1e-6)
+    for name, span in weights.spans.items():
+        moved = np.linalg.norm(weights64.flat[span] - start[span].astype(np.float64))
+        error = np.linalg.norm(got[span].astype(np.float64) - weights64.flat[span])
+        rounding = 2.0**-7 * np.linalg.norm(start[span].astype(np.float64)) if master == "bfloat16" else 0.0
+        of_products = 1e-5 if copy is None and master == "float32" else 0.03 if name in HIDDEN else 1e-5
+        assert error < of_products * moved + 1e-6 + rounding, name
+    gradients.flat.fill_bytes(255, ops.stream)
+    queue(ours, gradients)
+    assert ours.read()["finite"] == 0
+    assert np.array_equal(weights.flat.numpy(ops.stream), got)
+    assert np.array_equal(ours.state["momentum"].flat.numpy(ops.stream), momentum)
+
+
+@needs_compiler
+def test_batches_are_single_matrices_together(ops: Any, rng: np.random.Generator) -> None:
+    """And with --deterministic one at a time, as their number differs between layouts."""
+    shapes = {f"{name}{i}": (16, 24) for i in range(5) for name in "ab"}
+    rule, calls = Muon({name: Placement(shape) for name, shape in shapes.items()}), []
+    gradients = Parameters(shapes, "float32", None, ops.zeros)
+    gradients.flat.copy_from(rng.normal(size=gradients.flat.size).astype(np.float32))
+    real: Callable[..., None] = ops.orthogonalize
+    ops.orthogonalize = lambda x, arena: (calls.append(len(x)), real(x, arena))
+    results = []
+    for exact_count in (0, gradients.flat.size):
+        weights = gradients.like()
+        how = {"groups": [Group(shapes, 0.0, 1.0, rule)], "exact": exact_count}
+        optimizer = CudaOptimizer(AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0), **how)
+        queue(optimizer, gradients)
+        results.append(weights.flat.numpy())
+    assert calls == [10] + [1] * 10
+    assert abs(results[0]).max() > 0 and results[0].tobytes() == results[1].tobytes()
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host.host_engine(monkeypatch)
+    monkeypatch.setattr(memory_plan, "BUCKET_BYTES", 4 * CHUNK)
+
+
+@needs_compiler
+@cases([
+    (Layout(tp=2), {"graph": False}), (Layout(dp=2, tp=2), {"zero": 1}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1}),
+    pytest.param(Layout(tp=4), {}, marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2), {"zero": 1}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_layout_on_a_gpu(emulated: None, layout: Layout, changes: dict[str, Any]) -> None:
+    on_host.check_layout(layout, {**MUON, "muon_lr": 0.05, "tied": layout.pp > 1, **changes})
+
+
+@needs_compiler
+@cases([
+    (Layout(dp=2), {"zero": 1, "dtype": "bfloat16"}), (Layout(pp=2, dp=2), {"zero": 1, "master_weights": "none"}),
+    pytest.param(Layout(cp=2), {"seq_len": 16}, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_deterministic_on_a_gpu(
+    emulated: None, layout: Layout, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_host.check_deterministic(layout, {**MUON, "muon_lr": 0.05, "tied": True, **changes}, monkeypatch)
+
+
+@needs_compiler
+def test_a_gpu_gives_the_run_of_a_cpu(emulated: None) -> None:
+    how: dict[str, Any] = {**on_host.RUN, **MUON}
+    (gpu,) = on_host.train(Layout(), 2, **how)
+    del how["dtype"]
+    steps = how.pop("steps")
+    (cpu,) = test_layouts.train(Layout(), CpuDevice, 2, False, steps, **how)
+    np.testing.assert_allclose(gpu["rows"], cpu["rows"], rtol=1e-5)
+    assert gpu["loss"] == pytest.approx(cpu["loss"], rel=1e-5)
+
+
+@needs_compiler
+def test_a_gpus_run_is_saved_and_resumed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of ZeRO-1, bit for bit."""
+    on_host.host_engine(monkeypatch)
+    monkeypatch.setattr(emulated_runs.loop, "choose_device", lambda asked, comm: asked)
+    how: dict[str, Any] = {**MUON, "zero": 1, "keep": 9}
+    rows = emulated_runs.train(text, tmp_path / "whole", ranks=2, **how)
+    emulated_runs.train(text, tmp_path / "on", ranks=2, **{**how, "steps": 2})
+    on = emulated_runs.train(text, tmp_path / "on", ranks=2, resume="auto", **how)
+    assert [row["loss"] for row in on] == [row["loss"] for row in rows]
+    assert tensors_of_run(tmp_path / "on") == tensors_of_run(tmp_path / "whole")
+
+
+def test_an_update_takes_the_memory_that_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run's arena is of that size, and raises if more is asked of it."""
+    emulator.host_memory(monkeypatch)
+    rule = Muon({name: Placement(shape) for name, shape in (("a", (96, 160)), ("b", (96, 160)), ("c", (64, 64)))})
+    weights = Parameters({"a": (96, 160), "b": (96, 160), "c": (64, 64)}, "float32", None, emulator.HostOps().zeros)
+    ops = emulator.HostOps()
+    held = OwnedSlices(weights, [slice(0, weights.flat.size)])
+    arena = ops.make_arena()
+    optimizer = CudaOptimizer(
+        AdamW(), ops, weights, None, LearningRate("constant", 1e-2, 0, 9, 0),
+        groups=[Group(weights, 0.0, 1.0, rule)], arena=arena,
+    )  # fmt: skip
+    ops.launch = lambda *arguments, **options: None
+    rule.queue_matrices(optimizer, weights.like(), 1.0, 0.0)
+    planned = rule.scratch_bytes(held, 4, 1 << 25)
+    assert 0.9 * planned < arena.peak <= planned
