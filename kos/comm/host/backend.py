@@ -184,7 +184,7 @@ class HostBackend(MessagingBackend):
     def resume(self, work: Work[Any], left: Any) -> Steps | None:
         """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""
         assert self._node is not None
-        return self._node.resume(work, left)
+        return self._node.start(work, left)
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self._node) is None:
