@@ -269,9 +269,40 @@ def test_a_subclass_keeps_its_methods() -> None:
         for _ in range(3):
             other.all_reduce(np.ones(2))
         assert other.calls == 3
-        comm.barrier()
+        for _ in range(3):
+            comm.barrier()
+        assert hits(comm) == 2 and other._eager is None  # the core has those of one communicator
+        assert comm.recorder.last_call() != other.recorder.last_call()
 
     TCPRanks(2).run(body)
+
+
+@on_each_rank("run")
+def test_a_call_beside_others_is_kept_once(comm: kos.Communicator, /) -> None:
+    """It goes through the method each time; other calls stay known."""
+    x, y, peer = np.ones(3), np.ones(2), 1 - comm.rank
+    comm.all_reduce(y)
+    work = comm.recv(np.empty(1), peer, async_op=True)
+    for _ in range(100):
+        comm.all_reduce(x)
+    comm.send(np.ones(1), peer)
+    work.wait()
+    before = hits(comm)
+    comm.all_reduce(y)
+    assert hits(comm) == before + 1
+
+
+@on_each_rank("run")
+def test_keywords_are_other_calls_than_positions(comm: kos.Communicator, /) -> None:
+    x, a, b = np.ones(3), np.zeros(3), np.zeros(3)
+    for _ in range(3):
+        comm.all_reduce(x, kos.ReduceOp.SUM, out=a)
+        comm.all_reduce(out=b, x=x)
+        assert (a == comm.size).all() and (b == comm.size).all()
+        a[:] = b[:] = 0
+    assert hits(comm) == 4
+    with pytest.raises(TypeError):
+        comm.all_reduce(x, kos.ReduceOp.SUM, to=a)  # type: ignore[call-arg]
 
 
 @on_each_rank("run")

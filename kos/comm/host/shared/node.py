@@ -145,13 +145,13 @@ class Node:
         output and result, -1 for none; then the objects by whose identity it compares calls, which must live on.
         """
         work, self._last = self._last, None
-        args = (*positional, *keywords.values())
         if work is None or not isinstance(prepared := work.prepared, Prepared) or prepared.name != name:
             return None
         options = prepared.operation.options
         if not (prepared.lasting and prepared.waits) or prepared.launch != self.start or options.purpose:
             return None
         begin, puts, gets = prepared.route
+        args = (*positional, *keywords.values())
         addresses = [x.ctypes.data if type(x) is np.ndarray else None for x in args]
         if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
             return None
