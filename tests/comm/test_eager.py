@@ -293,16 +293,19 @@ def test_a_call_beside_others_is_kept_once(comm: kos.Communicator, /) -> None:
 
 
 @on_each_rank("run")
-def test_keywords_are_other_calls_than_positions(comm: kos.Communicator, /) -> None:
-    x, a, b = np.ones(3), np.zeros(3), np.zeros(3)
+def test_keywords_belong_to_a_call(comm: kos.Communicator, /) -> None:
+    """Also in another order, with the same arrays."""
     for _ in range(3):
-        comm.all_reduce(x, kos.ReduceOp.SUM, out=a)
-        comm.all_reduce(out=b, x=x)
-        assert (a == comm.size).all() and (b == comm.size).all()
-        a[:] = b[:] = 0
-    assert hits(comm) == 4
+        x, out = np.ones(3), np.zeros(3)
+        comm.all_reduce(x=x, out=out)
+        assert (x == 1).all() and (out == comm.size).all()
+        x, out = np.ones(3), np.zeros(3)
+        comm.all_reduce(out=out, x=x)
+        assert (x == 1).all() and (out == comm.size).all()
+        comm.all_reduce(x, out=out)
+    assert hits(comm) == 6
     with pytest.raises(TypeError):
-        comm.all_reduce(x, kos.ReduceOp.SUM, to=a)  # type: ignore[call-arg]
+        comm.all_reduce(x, to=out)  # type: ignore[call-overload]
 
 
 @on_each_rank("run")
