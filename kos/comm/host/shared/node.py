@@ -51,11 +51,12 @@ class Node:
     """The calls of one rank of a group on one host; also the transport of messages within its schedules."""
 
     def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
-        self.calls, self._core, self._engine = calls, calls.core, engine
+        self.calls, self._core, self._works = calls, calls.core, engine.active
         self.batch = False  # whether other calls begin at once, which this one may need
         self.asked = False  # whether to keep the next call for ``remember``
         self._last: Work[Any] | None = None
         self.ledger, self.size = calls.ledger, calls.segment.size
+        self._board = self.ledger.board
         self.active: set[SegmentMessage] = set()
         self.one_copy = self._core.direct = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
@@ -108,9 +109,9 @@ class Node:
                 begin, puts, gets = prepared.route
                 if self.asked:
                     self.asked, self._last = False, work
-                if self.ledger.board.last is not None:
-                    self.ledger.board.clear_failure()
-                waits = prepared.waits and not self.batch and not self._engine.active
+                if self._board.last is not None:
+                    self._board.clear_failure()
+                waits = prepared.waits and not self.batch and not self._works
                 number = work.sequence if prepared.collective else native.WORD_SEQUENCE
                 left = begin(number, waits, work.send if puts else None, work.recv if gets else None)
             else:
@@ -131,7 +132,7 @@ class Node:
         """
         example = np.zeros((2, 3))
         bound = self._core.bind(
-            example, example.ctypes.data, comm, backend, self, self.ledger.board, self._engine.active, comm.recorder,
+            example, example.ctypes.data, comm, backend, self, self._board, self._works, comm.recorder,
             comm.recorder.slots, comm._collectives, comm._messages,
         )  # fmt: skip
         return self._core if bound else None
