@@ -241,7 +241,8 @@ class FakeNCCL:
             index(recv)  # nccl4py takes an integer
 
     def scatter(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
-        whole = self._gathered(comm, send if comm.rank == root else 0 * index(send), count * comm.group.size, code)[root]
+        source = send if comm.rank == root else 0 * index(send)
+        whole = self._gathered(comm, source, count * comm.group.size, code)[root]
         at(recv, count, DTYPE_OF[code].numpy)[:] = whole[comm.rank * count : (comm.rank + 1) * count]
 
     def red_op_create_pre_mul_sum(self, address: int, code: int, residence: int, comm: Comm) -> int:
