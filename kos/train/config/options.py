@@ -60,6 +60,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Validate on other data: the same NAMEs and PATHs as --data."""
     text_field: str = option("text", min_length=1)
     """Field of a line of a .jsonl file that holds its text."""
+    loss_on: Literal["completion", "all"] = option("completion")
+    """Tokens that the loss counts of a .jsonl file's prompt and completion, or messages: completion (an assistant's
+    turns), or all."""
     tokenizer: str = option("auto", min_length=1)
     """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
     --init-from, else bytes, and bare numbers for token files."""
