@@ -1,8 +1,8 @@
 """Batches: which tokens each step sees, and which of them the loss counts.
 
-The batch of a step is a pure function of (seed, step): windows of ``seq_len + 1`` tokens at random places,
-as nanoGPT draws them, from a Philox generator keyed by both (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", SC11).
+The batch of a step is a pure function of (seed, step). With ``--steps`` it is windows of ``seq_len + 1`` tokens at
+random places, as nanoGPT draws them, from a Philox generator keyed by both (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC11). With ``--epochs`` windows lie side by side, and each epoch has them in an order of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show, read_corpus
 from kos.train.data.documents import Document, Lines
+from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
 from kos.train.data.token_files import BEGINS, MaskedTokens
 from kos.train.data.tokenizers import (
@@ -124,6 +125,9 @@ class Dataset:
     sources: tuple[str, str] = ("--data", "--data")
     """The flags and paths, as typed, of ``train`` and ``val``, for errors."""
 
+    epochs: int | None = None
+    """How often each window is seen; None: windows are drawn at random."""
+
     packs: bool = False
     """Whether batches say where documents begin, so that attention stays within them."""
 
@@ -151,9 +155,26 @@ class Dataset:
 
     def rows(self, step: int, indices: Iterable[int]) -> Batch:
         """Some rows of ``batch(step)``.  Raises DataError for a token beyond the tokenizer's vocabulary."""
-        draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
-        starts = draws % np.uint64(len(self.train) - self.seq_len)
-        return self.windows(self.train, starts[list(indices)])
+        rows = np.array([*indices], np.int64)
+        if self.epochs is None:
+            draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
+            return self.windows(self.train, (draws % np.uint64(len(self.train) - self.seq_len))[rows])
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        places, last = batch * self.batch_size + rows, self._windows(self.train) - 1
+        got = self.windows(self.train, permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len)
+        return got._replace(targets=np.where(places[:, None] > last, np.int32(LEFT_OUT), got.targets))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The batches with all windows of the training tokens.  The last has those that are left, and else no targets.
+
+        Tokens at the end that fill no window are left out.
+        """
+        return -(-self._windows(self.train) // self.batch_size)
+
+    def _windows(self, tokens: Tokens) -> int:
+        """How many sequences with their targets lie side by side in ``tokens``."""
+        return (len(tokens) - 1) // self.seq_len
 
     def targets_per_micro_batch(self, step: int, micro_batches: Sequence[range], dp: Axis) -> float:
         """What the sums of a micro-batch's losses and gradients are divided by, so that their mean is the step's.
@@ -161,10 +182,13 @@ class Dataset:
         It is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks;
         ``micro_batches`` are the rows of this one.  Collective over ``dp`` if targets are masked.
         """
-        if not self.masks_targets:
-            return len(micro_batches[0]) * self.seq_len
-        own = sum(counted(self.rows(step, rows)) for rows in micro_batches)
-        return max(1, sum_over(dp, own)) / (len(micro_batches) * dp.size)
+        rows = self.batch_size
+        if self.epochs is not None:
+            rows = min(rows, self._windows(self.train) - step % self.steps_per_epoch * rows)
+        count = rows * self.seq_len
+        if self.masks_targets:
+            count = max(1, sum_over(dp, sum(counted(self.rows(step, rows)) for rows in micro_batches)))
+        return count / (len(micro_batches) * dp.size)
 
     def val_starts(self) -> NDArray[np.int64]:
         """The starts of the windows of each validation batch in ``val``, (batches, sequences); the same on all ranks.
@@ -172,7 +196,7 @@ class Dataset:
         The windows are evenly spread over the validation tokens and do not overlap.  Every batch has ``eval_shape``, or
         as many sequences as there are windows.
         """
-        windows = (len(self.val) - 1) // self.seq_len
+        windows = self._windows(self.val)
         rows = min(eval_shape(self)[0], windows)
         batches = min(self.eval_batches, windows // rows)
         count = rows * batches
@@ -255,7 +279,7 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     source = f"--data {config.data}"
     return Dataset(
         name=corpus.name, train=train, val=val, tokenizer=tokenizer, seed=config.seed,
-        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches,
+        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, epochs=config.epochs,
         fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(source, f"--val-data {config.val_data}" if config.val_data else source),
