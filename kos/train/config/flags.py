@@ -202,7 +202,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         name = key.removeprefix("model.")
         if name not in shape or got is None:
             continue
-        expected = shape[name]
+        expected, got = shape[name], tuple(got) if isinstance(got, list) else got  # JSON has no tuples
         if name in model.may_differ:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
