@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +17,7 @@ from kos.errors import ConfigError, DataError
 from kos.testing import spawn
 from kos.train import run
 from kos.train.config.flags import parse
+from kos.train.data import prepared
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.cpu import CpuDevice
@@ -317,3 +320,26 @@ def test_a_batch_in_which_nothing_counts(tmp_path: Path, ranks: int, monkeypatch
     assert rows[0]["val_loss_before"] == 0 and all((each == 0).all() for each in seen) and len(seen) == 2 * ranks
     weights = [tensors_of_run(tmp_path / "out" / "checkpoints" / f"step-{step}") for step in (1, 2)]
     assert weights[0] == weights[1]
+
+
+def test_what_is_kept_is_made_again_when_it_is_another(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For another --loss-on, another template or another mask."""
+    monkeypatch.setattr(prepared, "LEAST", 0)
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT}, {"text": "val"}])
+    beside, flags = tmp_path / "tokenizer", ["--tokenizer", str(tmp_path / "tokenizer")]
+    shutil.copytree(folder, beside)
+    counts = [sum(read(path, *flags, *more)[1]) for more in ([], [], ["--loss-on", "all"])]
+    (beside / "chat_template.jinja").write_text(THINKING)
+    counts.append(sum(read(path, *flags)[1]))
+    assert counts[0] == counts[1] and len({*counts}) == 3
+    (tmp_path / "a.bin").write_bytes(token_bytes([*range(200)]))
+    prints = []
+    for number, mark in enumerate((0, 1)):
+        (tmp_path / "a.mask").write_bytes(bytes([mark]) * 199 + b"\1")
+        os.utime(tmp_path / "a.mask", (number, number))
+        shutil.copy(tmp_path / "a.bin", tmp_path / "val.bin")
+        os.utime(tmp_path / "val.bin", (1, 1))
+        prints.append(read(tmp_path)[2].fingerprint)
+    assert prints[0] != prints[1]
