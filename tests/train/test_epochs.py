@@ -190,5 +190,6 @@ def test_epochs_or_steps(tmp_path: Path) -> None:
     assert (later.epochs, later.steps) == (None, 9)
     file.write_text("steps = 3\n")
     assert parse(["--config", str(file), "--epochs", "4"]).epochs == 4
+    assert TrainConfig.from_preset("tiny", steps=101, warmup_steps=None).learning_rate().warmup_steps == 4
     with refused(ConfigError, "--epochs: expected a number greater than or equal to 1, got 0"):
         parse(["--epochs", "0"])

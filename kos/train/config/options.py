@@ -96,7 +96,7 @@ class TrainConfig(Section, use_attribute_docstrings=True):
 
     steps: int = option(ge=1, lt=2**63)
     """Optimizer steps of the whole run, on sequences drawn at random."""
-    epochs: int | None = option(None, "as many --steps as given", ge=1)
+    epochs: int | None = option(None, "none", ge=1)
     """Instead of --steps: train N times on each sequence of the data, every time in another random order."""
     out: Path | None = option(
         None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False

@@ -122,7 +122,7 @@ def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
 def read_chat_template(tokenizer: str) -> ChatTemplate | None:
     """The template in the folder of ``tokenizer``, as ``--tokenizer`` names it; None if there is none."""
     folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
-    path, alone = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    path, alone = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # transformers writes the latter
     if tokenizer in ("bytes", "chars"):
         return None
     try:
