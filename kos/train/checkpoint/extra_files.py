@@ -2,8 +2,9 @@
 
 Examples are ``generation_config.json``, ``chat_template.jinja``, ``special_tokens_map.json`` and a license. Keys of
 ``config.json`` and ``tokenizer_config.json`` that kos does not write are kept too, and those of the
-``tokenizer_config.json`` of ``--tokenizer``, with its ``chat_template.jinja``.  Folders, hidden files, weights, optimizer
-states, files of more than ``LARGEST`` bytes, and the largest files beyond ``LARGEST_IN_ALL`` bytes in all are not copied.
+``tokenizer_config.json`` of ``--tokenizer``, with its ``chat_template.jinja``.  Folders, hidden files, weights,
+optimizer states, files of more than ``LARGEST`` bytes, and the largest files beyond ``LARGEST_IN_ALL`` bytes in all are
+not copied.
 """
 
 from __future__ import annotations
