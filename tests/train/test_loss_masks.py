@@ -224,6 +224,18 @@ def test_token_files_with_masks(tmp_path: Path) -> None:
     assert (data.windows(data.val, [0, 5]).targets == [[1], [6]]).all()
 
 
+def test_a_separator_that_does_not_count_still_separates(tmp_path: Path) -> None:
+    tokens = ([50256, 1, 2, 3] * 50)[2:]
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin").write_bytes(token_bytes(tokens))
+        (tmp_path / f"{name}.mask").write_bytes(bytes(token == 3 for token in tokens))
+    _, counted, data = read(tmp_path)
+    assert sum(counted) == 50 and "documents begin with token 50256; attention stays within" in data.held_out
+    batch = Dataset(**{**vars(data), "seq_len": 6}).windows(data.train, [0])
+    assert batch.tokens.tolist() == [[2, 3, 50256, 1, 2, 3]] and batch.targets.tolist() == [[3, -1, -1, -1, 3, -1]]
+    assert batch.document_starts.tolist() == [[0, 0, 2, 2, 2, 2]]
+
+
 @pytest.mark.parametrize("size", [199, 201])
 def test_a_mask_of_another_length_is_refused(tmp_path: Path, size: int) -> None:
     (tmp_path / "a.bin").write_bytes(token_bytes([*range(200)]))

@@ -187,7 +187,7 @@ class Dataset:
             rows = min(rows, self._windows(self.train) - step % self.steps_per_epoch * rows)
         count = rows * self.seq_len
         if self.masks_targets:
-            count = max(1, sum_over(dp, sum(counted(self.rows(step, rows)) for rows in micro_batches)))
+            count = max(1, sum_over(dp, sum(counted(self.rows(step, each)) for each in micro_batches)))
         return count / (len(micro_batches) * dp.size)
 
     def val_starts(self) -> NDArray[np.int64]:

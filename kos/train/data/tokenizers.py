@@ -87,7 +87,7 @@ class Tokenizer(ABC):
             for portion in _portions(group):
                 encoded = self._encode_pieces([each.text for each in portion], split_special_tokens and not rendered)
                 parts = [
-                    np.concatenate([*[before] * piece.first, ids.astype(dtype), *[after] * piece.last])
+                    np.concatenate([*[before] * piece.first, ids.astype(dtype, copy=False), *[after] * piece.last])
                     for ids, piece in zip(encoded, portion, strict=True)
                 ]
                 places = np.cumsum([0, *map(len, parts)])
