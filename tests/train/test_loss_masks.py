@@ -26,6 +26,7 @@ from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
 from kos.train.run import Trainer
+from tests.train.emulated_runs import SMALL as ON_HOST
 from tests.train.emulated_runs import emulated
 from tests.train.emulated_runs import train as train_on_host
 from tests.train.refusal import refused
@@ -290,12 +291,18 @@ def test_layouts_have_the_bits_of_one_rank(pairs: Path, tmp_path: Path, ranks: i
     np.testing.assert_allclose(_losses(fast), _losses(one), rtol=1e-5)
 
 
+ON_GPUS: list[tuple[str, int, dict[str, Any]]] = [
+    ("cuda", 2, {}), ("cuda", 2, {"zero": 1}), *(("cuda", 2, {axis: 2}) for axis in ("tp", "pp", "cp")),
+]  # fmt: skip
+
+
 def test_gpus_have_the_losses_of_cpus(emulated: None, pairs: Path, tmp_path: Path) -> None:
-    cpu, one, two = (
-        train_on_host(pairs, tmp_path / f"{device}-{ranks}", device, ranks, documents="cross")
-        for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
+    how: dict[str, Any] = {"documents": "cross", "model": {**ON_HOST["model"], "intermediate_size": 30}}
+    cpu, *others = (
+        train_on_host(pairs, tmp_path / str(number), device, ranks, **layout, **how)
+        for number, (device, ranks, layout) in enumerate([("cpu", 1, {}), ("cuda", 1, {}), *ON_GPUS])
     )
-    for other in (one, two):
+    for other in others:
         np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
         assert [row.get("val_loss", 0) for row in other] == pytest.approx([x.get("val_loss", 0) for x in cpu], rel=1e-5)
 
