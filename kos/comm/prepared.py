@@ -113,7 +113,6 @@ class Prepared:
             if collective:
                 comm._active = None
 
-
     def finish(self, comm: Any, work: Work[Any], left: Any) -> Any:
         """The result of ``work``, which the core has begun: it is numbered and recorded."""
         collective, backend = self.collective, self.backend
