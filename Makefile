@@ -18,9 +18,9 @@ MPIRUN := $(BIN)/mpirun
 MPI := wheel-mpi
 EXTRAS_train := train,plot,mpi
 endif
-EXTRAS_test := $(EXTRAS_train),tokenizers,tensorboard,test
+EXTRAS_test := $(EXTRAS_train),tokenizers,chat,tensorboard,test
 EXTRAS_all := $(EXTRAS_test),wandb,trackio
-EXTRAS_lint := train,tokenizers,lint
+EXTRAS_lint := train,tokenizers,chat,lint
 EXTRAS_docs := $(EXTRAS_train),tokenizers,docs
 
 # Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.

@@ -84,8 +84,11 @@ class Trainer:
             self._saving: Saving | None = None
             self._held.callback(self._cancel_save)
             self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
-            self._trains = self.start < config.steps and not config.profile
             self.data = self._load_data()
+            if config.epochs is not None:
+                self._asked["steps"] = self.console.steps = steps = config.epochs * self.data.steps_per_epoch
+                self.config = config = config.model_copy(update={"steps": steps})
+            self._trains = self.start < config.steps and not config.profile
             same_on_all(comm, {"data": f"{self.data.name} ({self.data.fingerprint[:12]})"})
             with raised_on_every_rank():
                 self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
@@ -248,7 +251,8 @@ class Trainer:
             try:
                 if self.start:
                     over = self.start >= config.steps and not config.profile
-                    done = f" (nothing to do: --steps is {config.steps}; for more steps, set it higher)" * over
+                    length = f"--steps is {config.steps}" if config.epochs is None else f"--epochs is {config.epochs}"
+                    done = f" (nothing to do: {length}; for more steps, set it higher)" * over
                     self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
                 if config.profile:
                     return self.console.say(
@@ -386,11 +390,13 @@ class Trainer:
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config
-        layers = plural(model.num_hidden_layers, "layer")
+        layers, epochs = plural(model.num_hidden_layers, "layer"), ""
+        if config.epochs is not None:
+            epochs = f", {plural(config.epochs, 'epoch')} of {plural(self.data.steps_per_epoch, 'step')}"
         self.console.say(
             f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
             f"{self.data.describe()}, {self.mesh.layout.describe()}{', ZeRO-1' * self.device.step.parallel.sharded}, "
-            f"{config.batch_size} x {config.seq_len} tokens a step"
+            f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
         )
         self.console.say("; ".join(filter(None, (self.data.trained_on, self.data.held_out))))
         if self.data.note:
@@ -409,7 +415,7 @@ class Trainer:
 
     def _report_settings(self) -> None:
         """Report defaults that the user may not expect: those of --init-from, and a warm-up longer than the run."""
-        config, steps, say = self.config, self.config.warmup_steps, self.console.say
+        config, steps, say = self.config, self.config.learning_rate().warmup_steps, self.console.say
         if self.start == 0 and config.init_from is not None:
             rates = f"learning rate {config.lr:g} after a warm-up of {plural(steps, 'step')}"
             context = f"{config.seq_len:,} of at most {self.model_config.max_position_embeddings:,} tokens a sequence"

@@ -328,7 +328,7 @@ def test_init_from_brings_the_models_shape(tmp_path: Path) -> None:
 def test_init_from_has_its_own_defaults(tmp_path: Path) -> None:
     """A preset's learning rate is for random weights, its sequence length for another model."""
 
-    def of(*flags: str, context: int = 131_072) -> tuple[float, int, int]:
+    def of(*flags: str, context: int = 131_072) -> tuple[float, int | None, int]:
         folder = tmp_path / f"context-{context}"
         if not folder.exists():
             _folder(folder, small(max_position_embeddings=context))
@@ -337,6 +337,7 @@ def test_init_from_has_its_own_defaults(tmp_path: Path) -> None:
 
     assert of() == (2e-5, 18, 1024) and of("--preset", "1b", "--steps", "10") == (2e-5, 1, 1024)
     assert of(context=77) == (2e-5, 18, 77) and of("--max-position-embeddings", "99") == (2e-5, 18, 99)
+    assert of("--epochs", "2") == (2e-5, None, 1024), "the data say how many steps they are"
     assert of("--lr", "1e-4", "--warmup-steps", "0", "--seq-len", "2048") == (1e-4, 0, 2048)
     file = write(tmp_path / "mine.toml", "lr = 0.1\nseq_len = 9\n")
     assert of("--config", file) == (0.1, 18, 9)

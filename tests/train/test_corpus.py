@@ -27,6 +27,7 @@ from kos.errors import DataError
 from kos.files import cache_folder
 from kos.train.data import download
 from kos.train.data.corpus import read_corpus
+from kos.train.data.documents import Lines
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
 from tests.train.refusal import refused
 
@@ -162,16 +163,20 @@ def test_a_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
     assert (got.train, got.val) == (texts[:22], texts[22:]) and got.vocab_size is None
     assert got.splits.held_out == f"the last tenth of {name}"
     (tmp_path / "one.jsonl").write_bytes(jsonl("0123456789", field="content"))
-    assert read_corpus(str(tmp_path / "one.jsonl"), text_field="content").splits[:2] == (["012345678"], ["9"])
+    assert read_corpus(str(tmp_path / "one.jsonl"), lines=Lines("content")).splits[:2] == (["012345678"], ["9"])
 
 
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
         (b'{"content": "x", "url": ""}', ["'text'", "--text-field", "the fields content, url"]),
-        (b'{"id": 1, "messages": [{}]}', ["'text'", "got chat data (messages), which is not supported: put each chat"]),
-        (b'{"conversations": []}', ["'text'", "got chat data (conversations), which is not supported"]),
+        (b'{"id": 1, "messages": [{}]}', ["a tokenizer with a chat template for messages (--tok", "got none; add"]),
+        (b'{"conversations": []}', ["'text'", "or messages, got the fields conversations"]),
         (b'{"text": null}', ["'text'", "got text: None"]),
+        (b'{"prompt": "x", "text2": ""}', ["text in the field 'completion', got the fields prompt, text2"]),
+        (b'{"completion": "x"}', ["text in the field 'prompt', got the fields completion"]),
+        (b'{"prompt": 5, "completion": "x"}', ["text in the field 'prompt', got prompt: 5"]),
+        (b'{"prompt": "a\\ud800", "completion": "x"}', ["in the field 'prompt', got '\\ud800' at character 1"]),
         (b'["x"]', ["got ['x']"]),
         (b'{"text": "x"', ["expected JSON", "column"]),
         (b"plain text", ["expected JSON", "plain text"]),

@@ -176,6 +176,6 @@ def test_portions_are_whole_pieces(monkeypatch: Any) -> None:
     assert len(portions) > 20 and all(sum(len(piece) for piece, *_ in each) < 99 + 37 for each in portions)
     pieces = [piece for portion in portions for piece in portion]
     assert "".join(piece for piece, *_ in pieces) == "".join(documents)
-    assert sum(first for _, first, _ in pieces) == sum(last for *_, last in pieces) == 4
-    whole = [piece for piece, *_ in pieces[: [last for *_, last in pieces].index(True) + 1]]
+    assert sum(piece.first for piece in pieces) == sum(piece.last for piece in pieces) == 4
+    whole = [piece for piece, *_ in pieces[: [piece.last for piece in pieces].index(True) + 1]]
     assert whole == [piece for piece in tokenizers._pieces(TEXT) if piece]

@@ -70,6 +70,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == now["config"][name])
         ours |= {name: theirs.get(name) for name in same}
     changed = [name for name in EXACT if theirs.get(name) != ours[name]]
+    changed += ["order of sequences (--epochs)"] * ((theirs.get("epochs") is None) != (config.epochs is None))
     changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
     if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
         changed.append("GPU")

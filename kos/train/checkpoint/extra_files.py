@@ -2,8 +2,9 @@
 
 Examples are ``generation_config.json``, ``chat_template.jinja``, ``special_tokens_map.json`` and a license. Keys of
 ``config.json`` and ``tokenizer_config.json`` that kos does not write are kept too, and those of the
-``tokenizer_config.json`` of ``--tokenizer``.  Folders, hidden files, weights, optimizer states, files of more than
-``LARGEST`` bytes, and the largest files beyond ``LARGEST_IN_ALL`` bytes in all are not copied.
+``tokenizer_config.json`` of ``--tokenizer``, with its ``chat_template.jinja``.  Folders, hidden files, weights,
+optimizer states, files of more than ``LARGEST`` bytes, and the largest files beyond ``LARGEST_IN_ALL`` bytes in all are
+not copied.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ MANIFEST = "manifest.json"
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 REPLACED = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, SAVED, MANIFEST)
 """Files that kos writes in every checkpoint."""
+
+BESIDE_TOKENIZER = (TOKENIZER_CONFIG, "chat_template.jinja")
 
 DROPOUT = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
 
@@ -53,13 +56,12 @@ def read_extra(folder: Path) -> dict[str, bytes]:
 
 
 def read_tokenizer_settings(tokenizer: str) -> dict[str, bytes]:
-    """The ``tokenizer_config.json`` beside the ``tokenizer.json`` that ``--tokenizer`` names, if there is one."""
-    path = Path(tokenizer)
-    path = (path / TOKENIZER if path.is_dir() else path).with_name(TOKENIZER_CONFIG)
+    """The settings and the chat template beside the ``tokenizer.json`` that ``--tokenizer`` names, if there are any."""
+    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
     try:
-        return {TOKENIZER_CONFIG: path.read_bytes()} if path.is_file() else {}
+        return {name: (folder / name).read_bytes() for name in BESIDE_TOKENIZER if (folder / name).is_file()}
     except OSError as error:
-        raise CheckpointError(f"{path}: expected a file that can be read, got {error}") from error
+        raise CheckpointError(f"{folder}: expected files that can be read, got {error}") from error
 
 
 def extra_names(extra: Extra) -> list[str]:

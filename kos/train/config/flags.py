@@ -23,7 +23,7 @@ from kos.errors import CheckpointError, ConfigError
 from kos.reporting import Parser
 from kos.train.checkpoint.huggingface import read_config
 from kos.train.config.model_section import closest
-from kos.train.config.options import KEYS, TrainConfig, build, flag_of, flatten, preset_values
+from kos.train.config.options import FINE_TUNING_WARMUP, KEYS, TrainConfig, build, flag_of, flatten, preset_values
 from kos.train.config.presets import PRESETS
 
 METAVARS = {
@@ -32,9 +32,8 @@ METAVARS = {
 }  # fmt: skip
 
 
-FINE_TUNING_LR, FINE_TUNING_WARMUP = 2e-5, 0.03
-"""The peak learning rate with ``--init-from``, and the warm-up as a fraction of ``--steps``.  Source: Stanford Alpaca
-(tatsu-lab/stanford_alpaca)."""
+FINE_TUNING_LR = 2e-5
+"""The peak learning rate with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
 
 FINE_TUNING_SEQ_LEN = 1024
 """The largest default of ``--seq-len`` with ``--init-from``. A model's context may be 131,072 tokens, for which few
@@ -137,7 +136,9 @@ def fine_tuning(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[tuple[s
         return []
     steps, context = merged.get("steps"), merged.get("model.max_position_embeddings")
     values: dict[str, Any] = {"lr": FINE_TUNING_LR}
-    if isinstance(steps, int):  # else refused by ``build``
+    if merged.get("epochs") is not None:  # of which the data say how many steps they are
+        values["warmup_steps"] = None
+    elif isinstance(steps, int):  # else refused by ``build``
         values["warmup_steps"] = math.ceil(FINE_TUNING_WARMUP * steps)
     if isinstance(context, int):
         values["seq_len"] = min(context, FINE_TUNING_SEQ_LEN)
@@ -201,7 +202,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
         name = key.removeprefix("model.")
         if name not in shape or got is None:
             continue
-        expected = shape[name]
+        expected, got = shape[name], tuple(got) if isinstance(got, list) else got  # JSON has no tuples
         if name in model.may_differ:
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
@@ -249,6 +250,8 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
         values = _resolve_paths(values.get("cwd"), values["config"])
         if values.get("resume") != "auto":
             values.pop("resume", None)  # the checkpoint from which that run resumed
+        if values.get("epochs") is not None:
+            values.pop("steps", None)  # those of its epochs
         if os.path.isdir(path.parent / "checkpoints"):
             values["out"] = str(path.parent)
     if not isinstance(values, dict):

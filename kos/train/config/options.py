@@ -8,6 +8,7 @@ line that names the flag or the file's key, what was expected and what was got.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,9 @@ MICRO_BATCH_TOKENS = 2048
 CUDA_MICRO_BATCH_TOKENS = 32_768
 """The same on a GPU, whose matrix products gain nothing from more rows."""
 
+FINE_TUNING_WARMUP = 0.03
+"""The warm-up as a fraction of the steps with ``--init-from``.  Source: Stanford Alpaca (tatsu-lab/stanford_alpaca)."""
+
 LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling")
 """Keys that a preset gives to a LLaMA; ``--model-type gpt2`` leaves them to GPT-2."""
 
@@ -60,6 +64,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Validate on other data: the same NAMEs and PATHs as --data."""
     text_field: str = option("text", min_length=1)
     """Field of a line of a .jsonl file that holds its text."""
+    loss_on: Literal["completion", "all"] = option("completion")
+    """Tokens that the loss counts of a .jsonl file's prompt and completion, or messages: completion (an assistant's
+    turns), or all."""
     tokenizer: str = option("auto", min_length=1)
     """Split text into bytes, chars, or the tokens of a Hugging Face tokenizer.json at PATH; auto takes that of
     --init-from, else bytes, and bare numbers for token files."""
@@ -88,7 +95,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Carry collectives by mpi, tcp, nccl, peer or mock (one process); auto takes the fastest that works."""
 
     steps: int = option(ge=1, lt=2**63)
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run, on sequences drawn at random."""
+    epochs: int | None = option(None, "none", ge=1)
+    """Instead of --steps: train N times on each sequence of the data, every time in another random order."""
     out: Path | None = option(
         None, "the first free of runs/PRESET, runs/PRESET-2, …; with --resume auto the last one used", strict=False
     )
@@ -108,8 +117,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     """Learning rate at the end."""
     schedule: Literal["cosine", "wsd", "constant"] = option("cosine")
     """Learning rate after the warm-up: cosine, wsd (stable, then a decay) or constant."""
-    warmup_steps: int = option(0, ge=0, lt=2**63)
-    """Steps of linear warm-up; 3% of --steps with --init-from."""
+    warmup_steps: int | None = option(0, "3% of the steps", ge=0, lt=2**63)
+    """Steps of linear warm-up; 3% of the steps with --init-from."""
     decay_fraction: float = option(0.2, ge=0, le=1)
     """Part of --steps over which wsd decays."""
     weight_decay: float = option(0.1, ge=0)
@@ -259,7 +268,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         """The schedule that gives the learning rate of each step."""
         decay = round(self.decay_fraction * self.steps)
         last = self.lr / 10 if self.min_lr is None else self.min_lr
-        return LearningRate(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
+        warmup = math.ceil(FINE_TUNING_WARMUP * self.steps) if self.warmup_steps is None else self.warmup_steps
+        return LearningRate(self.schedule, self.lr, last, self.steps, warmup, decay)
 
     def update_rule(self) -> AdamW:
         """What the optimizer does with a weight that no group has a rule for."""
@@ -314,12 +324,17 @@ def flag_of(key: str) -> str:
 def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
 
-    ConfigError: an unknown key or a refused value; names the layer that set it.
+    ConfigError: an unknown key or a refused value, steps and epochs in one layer; names the layer that set it.
     """
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for source, values in layers:
         flat = flatten(source, values)
+        if flat.get("steps") is not None:
+            if flat.get("epochs") is not None:
+                where = "--epochs" if source == "flags" else f"{source}: epochs"
+                raise ConfigError(f"{where}: expected either epochs or steps, got {flat['epochs']} and {flat['steps']}")
+            flat["epochs"] = None
         merged |= flat
         sources |= dict.fromkeys(flat, source)
 

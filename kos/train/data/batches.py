@@ -1,19 +1,19 @@
-"""Batches: which tokens each step sees.
+"""Batches: which tokens each step sees, and which of them the loss counts.
 
-The batch of a step is a pure function of (seed, step): windows of ``seq_len + 1`` tokens at random places,
-as nanoGPT draws them, from a Philox generator keyed by both (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", SC11).
+The batch of a step is a pure function of (seed, step). With ``--steps`` it is windows of ``seq_len + 1`` tokens at
+random places, as nanoGPT draws them, from a Philox generator keyed by both (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC11). With ``--epochs`` windows lie side by side, and each epoch has them in an order of its own.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,12 @@ from numpy.typing import NDArray
 from kos.errors import ConfigError, DataError
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
+from kos.train.data.chat import read_chat_template
 from kos.train.data.corpus import Corpus, Show, read_corpus
+from kos.train.data.documents import Document, Lines
+from kos.train.data.permutation import permuted
 from kos.train.data.prepared import prepared
-from kos.train.data.token_files import BEGINS
+from kos.train.data.token_files import BEGINS, MaskedTokens
 from kos.train.data.tokenizers import (
     NumberTokenizer,
     Tokenizer,
@@ -31,6 +34,7 @@ from kos.train.data.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
+from kos.train.parallel.mesh import Axis
 
 EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
@@ -58,7 +62,8 @@ class Separator(NamedTuple):
 class Tokens:
     """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory.
 
-    ``documents`` are the places where documents begin, from 0 on and increasing, or the token between them.
+    Where a shard has signed numbers, a token t that the loss does not count is ~t.  ``documents`` are the places where
+    documents begin, from 0 on and increasing, or the token between them.
     """
 
     def __init__(self, shards: Shards, documents: NDArray[np.int64] | Separator | None = None) -> None:
@@ -68,8 +73,13 @@ class Tokens:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
+    @property
+    def masked(self) -> bool:
+        """Whether there may be tokens that the loss does not count."""
+        return any(shard.dtype.kind == "i" for shard in self.shards)
+
     def window(self, start: int, length: int) -> NDArray[Any]:
-        """The tokens ``start`` to ``start + length``."""
+        """The tokens ``start`` to ``start + length``, as they are in the shards."""
         parts = []
         shard = int(np.searchsorted(self._ends, start, side="right"))
         start -= int(self._ends[shard - 1]) if shard else 0
@@ -77,7 +87,7 @@ class Tokens:
             parts.append(self.shards[shard][start : start + length])
             length -= len(parts[-1])
             shard, start = shard + 1, 0
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
 
     def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
         """Where the document of each token of ``window``, from ``start`` on, begins in it: 0 if it began before."""
@@ -115,11 +125,11 @@ class Dataset:
     sources: tuple[str, str] = ("--data", "--data")
     """The flags and paths, as typed, of ``train`` and ``val``, for errors."""
 
+    epochs: int | None = None
+    """How often each window is seen; None: windows are drawn at random."""
+
     packs: bool = False
     """Whether batches say where documents begin, so that attention stays within them."""
-
-    masks_targets: ClassVar[bool] = False
-    """Whether ``rows`` masks targets with -1. If so, each rank reads the whole batch to count the other targets."""
 
     def __post_init__(self) -> None:
         least = self.seq_len + 1
@@ -134,25 +144,51 @@ class Dataset:
         """Those of ``Batch`` that all batches have."""
         return ("tokens", "targets", *["document_starts"] * self.packs)
 
+    @property
+    def masks_targets(self) -> bool:
+        """Whether targets may be masked with -1: then ranks exchange the counts of the others before each step."""
+        return self.train.masked or self.val.masked
+
     def batch(self, step: int) -> Batch:
         """The whole batch of ``step`` (counted from 0)."""
         return self.rows(step, range(self.batch_size))
 
     def rows(self, step: int, indices: Iterable[int]) -> Batch:
         """Some rows of ``batch(step)``.  Raises DataError for a token beyond the tokenizer's vocabulary."""
-        draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
-        starts = draws % np.uint64(len(self.train) - self.seq_len)
-        return self.windows(self.train, starts[list(indices)])
+        rows = np.array([*indices], np.int64)
+        if self.epochs is None:
+            draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
+            return self.windows(self.train, (draws % np.uint64(len(self.train) - self.seq_len))[rows])
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        places, last = batch * self.batch_size + rows, self._windows(self.train) - 1
+        got = self.windows(self.train, permuted(places.clip(max=last), last + 1, self.seed, epoch) * self.seq_len)
+        return got._replace(targets=np.where(places[:, None] > last, np.int32(LEFT_OUT), got.targets))
 
-    def targets_per_micro_batch(self, step: int, micro_batch_size: int) -> float:
+    @property
+    def steps_per_epoch(self) -> int:
+        """The batches with all windows of the training tokens.  The last has those that are left, and else no targets.
+
+        Tokens at the end that fill no window are left out.
+        """
+        return -(-self._windows(self.train) // self.batch_size)
+
+    def _windows(self, tokens: Tokens) -> int:
+        """How many sequences with their targets lie side by side in ``tokens``."""
+        return (len(tokens) - 1) // self.seq_len
+
+    def targets_per_micro_batch(self, step: int, micro_batches: Sequence[range], dp: Axis) -> float:
         """What the sums of a micro-batch's losses and gradients are divided by, so that their mean is the step's.
 
-        It is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks.
+        It is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks;
+        ``micro_batches`` are the rows of this one.  Collective over ``dp`` if targets are masked.
         """
-        if not self.masks_targets:
-            return micro_batch_size * self.seq_len
-        counted = int(np.count_nonzero(self.batch(step).targets != LEFT_OUT))
-        return max(1, counted) * micro_batch_size / self.batch_size
+        rows = self.batch_size
+        if self.epochs is not None:
+            rows = min(rows, self._windows(self.train) - step % self.steps_per_epoch * rows)
+        count = rows * self.seq_len
+        if self.masks_targets:
+            count = max(1, sum_over(dp, sum(counted(self.rows(step, each)) for each in micro_batches)))
+        return count / (len(micro_batches) * dp.size)
 
     def val_starts(self) -> NDArray[np.int64]:
         """The starts of the windows of each validation batch in ``val``, (batches, sequences); the same on all ranks.
@@ -160,7 +196,7 @@ class Dataset:
         The windows are evenly spread over the validation tokens and do not overlap.  Every batch has ``eval_shape``, or
         as many sequences as there are windows.
         """
-        windows = (len(self.val) - 1) // self.seq_len
+        windows = self._windows(self.val)
         rows = min(eval_shape(self)[0], windows)
         batches = min(self.eval_batches, windows // rows)
         count = rows * batches
@@ -177,6 +213,8 @@ class Dataset:
         """The sequences that start at ``starts``."""
         starts = [*map(int, starts)]
         windows = np.stack([tokens.window(start, self.seq_len + 1) for start in starts])
+        targets = np.maximum(windows[:, 1:], LEFT_OUT) if tokens.masked else windows[:, 1:]
+        windows = unmasked(windows)
         if (largest := int(windows.max())) >= self.tokenizer.vocab_size:
             expected = f"tokens below the vocabulary's {self.tokenizer.vocab_size}"
             raise DataError(f"{self._source(tokens)}: expected {expected}, got {largest}")
@@ -184,8 +222,23 @@ class Dataset:
         if self.packs:
             each = zip(starts, windows[:, :-1], strict=True)
             documents = np.stack([tokens.document_starts(start, window) for start, window in each])
-        windows = windows.astype(np.int32)
-        return Batch(windows[:, :-1], windows[:, 1:], document_starts=documents).map(np.ascontiguousarray)
+        batch = Batch(windows[:, :-1], targets, document_starts=documents)
+        return batch.map(lambda field: np.ascontiguousarray(field, np.int32))
+
+
+def unmasked(tokens: NDArray[Any]) -> NDArray[Any]:
+    """``tokens``, of which those may be ~t that the loss does not count."""
+    return np.where(tokens < 0, ~tokens, tokens) if tokens.dtype.kind == "i" else tokens
+
+
+def counted(batch: Batch) -> int:
+    """How many targets the loss counts."""
+    return int(np.count_nonzero(batch.targets != LEFT_OUT))
+
+
+def sum_over(axis: Axis, count: int) -> int:
+    """The sum of a number of the host over the ranks of an axis. Collective."""
+    return count if axis.size == 1 else sum(map(int, axis.comm.all_gather_bytes(b"%d" % count)))
 
 
 def check_fields(data: Dataset) -> Dataset:
@@ -209,42 +262,54 @@ def load_data(config: TrainConfig, show: Show = lambda what, share: None, weight
     DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a prompt that the
     tokenizer cannot encode.  ConfigError: a tokenizer that does not fit the data.
     """
-    corpus = read_corpus(config.data, show, val_data=config.val_data, text_field=config.text_field)
-    if corpus.vocab_size is None:
-        spec = _tokenizer_of_text(config, weights or config.init_from)
-        train, val, tokenizer, about = _load_text(corpus, spec, config, show)
-        between = f"; {tokenizer.separators()}"
-        several = about["documents"] > 1
-    else:
-        tokenizer = _tokenizer_of_tokens(config, corpus)
-        separator = _separator_of_tokens(tokenizer, corpus)
-        shards, val_shards, held_out, trained_on = corpus.splits
-
-        def make(folder: Path) -> dict[str, Any]:
-            every = [*shards, *val_shards]
-            found = separator is not None and any(_has(shard, separator.token) for shard in every)
-            about = {"held_out": held_out, "trained_on": trained_on, "separated": found}
-            return {"sha256": _fingerprint(every, show), **about}
-
-        with prepared(corpus.files, ["tokens", separator], make, corpus.val_files) as (_, about):
-            several = about["separated"]
-        train, val = (Tokens(each, separator) for each in (shards, val_shards))
-        between = "; no documents are marked"
-        if separator is not None and several:
-            between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
+    weights = weights or config.init_from
+    lines = Lines(config.text_field, lambda: read_chat_template(_tokenizer_of_text(config, weights)))
+    corpus = read_corpus(config.data, show, val_data=config.val_data, lines=lines)
+    load = _load_text if corpus.vocab_size is None else _load_tokens
+    train, val, tokenizer, about = load(corpus, config, weights, show)
+    between, several = about["between"], about["several"]
     if several:
         stays = config.documents == "pack"
         between += f"; attention {'stays within a document' if stays else 'crosses documents'} (--documents)"
+    if about["masked"]:
+        if not about["counted"]:
+            raise DataError(f"--data {config.data}: expected completions or answers to train on, got none")
+        between += f"; the loss counts {about['counted']:,} of {len(train):,} tokens (--loss-on {config.loss_on})"
     tokenizer.encode(config.prompt)
     source = f"--data {config.data}"
     return Dataset(
         name=corpus.name, train=train, val=val, tokenizer=tokenizer, seed=config.seed,
-        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches,
+        batch_size=config.batch_size, seq_len=config.seq_len, eval_batches=config.eval_batches, epochs=config.epochs,
         fingerprint=about["sha256"], held_out=f"held out for validation: {about['held_out']}{between}",
         trained_on=f"trained on: {about['trained_on']}", note=_note(about.get("spelled_out", {})),
         sources=(source, f"--val-data {config.val_data}" if config.val_data else source),
         packs=several and config.documents == "pack",
     )  # fmt: skip
+
+
+def _load_tokens(
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
+) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
+    """As ``_load_text``, of token files."""
+    tokenizer = _tokenizer_of_tokens(config, corpus)
+    separator = _separator_of_tokens(tokenizer, corpus)
+    shards, val_shards, held_out, trained_on = corpus.splits
+    masked = any(isinstance(shard, MaskedTokens) for shard in (*shards, *val_shards))
+    if config.loss_on == "all":
+        shards, val_shards = ([getattr(shard, "tokens", shard) for shard in each] for each in (shards, val_shards))
+
+    def make(folder: Path) -> dict[str, Any]:
+        every = [*shards, *val_shards]
+        found = separator and any(bool((unmasked(piece) == separator.token).any()) for piece in _pieces(every))
+        between = "; no documents are marked"
+        if separator is not None and found:
+            between = f"; documents {'end' if separator.ends else 'begin'} with token {separator.token}"
+        about = {"held_out": held_out, "trained_on": trained_on, "several": bool(found), "between": between}
+        about["counted"] = sum(int(np.count_nonzero(piece >= 0)) for piece in _pieces(shards)) if masked else 0
+        return {"sha256": _fingerprint(every, show), "masked": masked, **about}
+
+    with prepared(corpus.files, ["tokens", separator, config.loss_on], make, corpus.val_files) as (_, about):
+        return Tokens(shards, separator), Tokens(val_shards, separator), tokenizer, about
 
 
 def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
@@ -266,8 +331,10 @@ def _separator_of_tokens(tokenizer: Tokenizer, corpus: Corpus) -> Separator | No
     return Separator(BEGINS[size], False) if tokenizer.vocab_size in padded else None
 
 
-def _has(shard: NDArray[Any], token: int) -> bool:
-    return any(bool((shard[at : at + SCANNED] == token).any()) for at in range(0, len(shard), SCANNED))
+def _pieces(shards: Shards) -> Iterator[NDArray[Any]]:
+    """The tokens of ``shards``, as many at once as fit in memory."""
+    for shard in shards:
+        yield from (np.asarray(shard[at : at + SCANNED]) for at in range(0, len(shard), SCANNED))
 
 
 def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
@@ -280,38 +347,48 @@ def _tokenizer_of_text(config: TrainConfig, folder: str | None) -> str:
 
 
 def _load_text(
-    corpus: Corpus, spec: str, config: TrainConfig, show: Show
+    corpus: Corpus, config: TrainConfig, weights: str | None, show: Show
 ) -> tuple[Tokens, Tokens, Tokenizer, dict[str, Any]]:
     """Training and validation tokens, mapped from files, their tokenizer, and the JSON that ``prepared`` keeps."""
+    spec = _tokenizer_of_text(config, weights)
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
-    how += [config.split_special_tokens, config.text_field]
+    template = read_chat_template(spec)
+    how += [config.split_special_tokens, config.text_field, config.loss_on]
+    how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files
 
     def make(folder: Path) -> dict[str, Any]:
-        encoder = tokenizer or make_tokenizer(spec, text=[*corpus.train, *corpus.val])
-        total, done = sum(map(len, (*corpus.train, *corpus.val))), 0
-        files: dict[str, Any] = {"documents": max(len(corpus.train), len(corpus.val))}
+        every = [*corpus.train, *corpus.val]
+        encoder = tokenizer or make_tokenizer(spec, text=every)
+        total, done = sum(map(len, every)), 0
+        in_parts = any(isinstance(document, Document) for document in every)
+        masked = in_parts and config.loss_on == "completion"
+        files: dict[str, Any] = {"several": max(len(corpus.train), len(corpus.val)) > 1, "masked": in_parts}
+        rendered = all(isinstance(document, Document) and document.rendered for document in every)
+        files["between"] = "; chats as their template writes them" if rendered else f"; {encoder.separators()}"
+        files |= {"dtype": encoder.dtype_of(masked).str, "counted": 0}
         for name, texts in (("train", corpus.train), ("val", corpus.val)):
             show("tokenizing the data", done / total)
             size = 0
             with (folder / name).open("wb") as file, (folder / f"{name}_documents").open("wb") as documents:
-                for length, tokens, begins in encoder.encode_documents(texts, config.split_special_tokens):
+                for length, tokens, begins in encoder.encode_documents(texts, config.split_special_tokens, masked):
                     file.write(tokens.data)
+                    files["counted"] += int(np.count_nonzero(tokens >= 0)) if name == "train" else 0
                     documents.write((size + begins).data)
                     size, done = size + len(tokens), done + length
                     show("tokenizing the data", done / total)
-        shards = [_map(folder / name, encoder.dtype) for name in ("train", "val")]
+        shards = [_map(folder / name, np.dtype(files["dtype"])) for name in ("train", "val")]
         files |= {"held_out": corpus.splits.held_out, "trained_on": corpus.splits.trained_on}
         texts = chain(corpus.train, corpus.val) if config.split_special_tokens else ()
         files["spelled_out"] = encoder.spelled_out(texts)
         return {"tokenizer": encoder.to_json(), "sha256": _fingerprint(shards), **files}
 
     with prepared(corpus.files, how, make, corpus.val_files) as (folder, about):
-        tokenizer = tokenizer or tokenizer_from_json(about["tokenizer"])
+        tokenizer, dtype = tokenizer or tokenizer_from_json(about["tokenizer"]), np.dtype(about["dtype"])
         train, val = (
-            Tokens([_map(folder / name, tokenizer.dtype)], _map(folder / f"{name}_documents", np.dtype(np.int64)))
+            Tokens([_map(folder / name, dtype)], _map(folder / f"{name}_documents", np.dtype(np.int64)))
             for name in ("train", "val")
         )
     return train, val, tokenizer, about

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from kos.errors import DataError, plural
 from kos.train.data import download
-from kos.train.data.documents import check_kind, is_converted, is_jsonl, read_documents
+from kos.train.data.documents import TEXT, Document, Lines, check_kind, is_converted, is_jsonl, read_documents
 from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
-from kos.train.data.token_files import VOCAB_SIZES, is_token_file, map_tokens
+from kos.train.data.token_files import VOCAB_SIZES, is_token_file, map_tokens, mask_of
 from kos.train.data.tokenizers import SAVED
 
 _log = logging.getLogger(__name__)
@@ -94,23 +94,22 @@ class Corpus:
 
 
 def read_corpus(
-    data: str, show: Show = lambda what, share: None, *, val_data: str | None = None, text_field: str = "text"
+    data: str, show: Show = lambda what, share: None, *, val_data: str | None = None, lines: Lines = TEXT
 ) -> Corpus:
     """The corpus that ``--data`` names.  Its validation data is what ``--val-data`` names, or a part that is held out.
 
     Both are ``stdlib``, ``tinyshakespeare``, or a path: a file of text, JSON Lines or tokens, or a folder or glob
-    pattern of such files.  ``split`` has the rules of what is held out.  ``text_field`` is the field of JSON Lines that
-    holds the text.
+    pattern of such files.  ``split`` has the rules of what is held out.
 
     DataError: missing, unreadable, empty or binary; JSON Lines without texts; text validated on tokens.
     """
     with _errors_with("--data", data):
-        source = _find(data, show, text_field)
+        source = _find(data, show, lines)
     if val_data is None:
         other = None
     else:
         with _errors_with("--val-data", val_data):
-            other = _find(val_data, show, text_field)
+            other = _find(val_data, show, lines)
         if other.vocab_size != source.vocab_size:
             kinds = [
                 "text" if each.vocab_size is None else f"tokens below {each.vocab_size}" for each in (source, other)
@@ -141,29 +140,29 @@ def _errors_with(flag: str, data: str) -> Iterator[None]:
         raise DataError(re.sub(r"^--data\b", flag, str(error))) from None
 
 
-def _find(data: str, show: Show, text_field: str) -> _Source:
+def _find(data: str, show: Show, lines: Lines) -> _Source:
     if data == "stdlib":
         return _Source(data, [], _stdlib)
     if data == download.NAME:
         return _Source(data, [], lambda: [File(data, "", None, read_documents(download.tinyshakespeare()))])
     path = Path(data)
     if path.is_dir():
-        return _of_files(path.name or data, _visible_files(path), path, show, text_field)
+        return _of_files(path.name or data, _visible_files(path), path, show, lines)
     if path.is_file():
         if is_token_file(path):
-            return _of_files(path.name, [path], None, show, text_field)
+            return _of_files(path.name, [path], None, show, lines)
         check_kind(path)
-        return _Source(path.name, [path], lambda: [File(path.name, "", path, read_documents(path, text_field))])
+        return _Source(path.name, [path], lambda: [File(path.name, "", path, read_documents(path, lines))])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     if matches := [Path(match) for match in sorted(glob.glob(data, recursive=True))] if glob.has_magic(data) else []:
         home = Path(os.path.commonpath([match.parent for match in matches]))
-        return _of_files(data, [match for match in matches if match.is_file()], home, show, text_field)
+        return _of_files(data, [match for match in matches if match.is_file()], home, show, lines)
     names = f"stdlib, {download.NAME}, or the path of a file or folder"
     raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
 
 
-def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, text_field: str) -> _Source:
+def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, lines: Lines) -> _Source:
     """The source of several files, or of one token file.  The path of a file below ``home`` tells its split."""
 
     def file(path: Path, content: Sequence[Any]) -> File:
@@ -175,7 +174,7 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, t
         for number, path in enumerate(texts):
             show("reading the data", number / len(texts))
             try:
-                files.append(file(path, read_documents(path, text_field)))
+                files.append(file(path, read_documents(path, lines)))
             except DataError as error:
                 if is_jsonl(path):
                     raise
@@ -187,7 +186,8 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, t
         return files
 
     tokens = [path for path in paths if path.suffix in (".bin", "") and is_token_file(path)] if home else paths
-    texts = sorted({*paths} - {*tokens})
+    masks = [mask for path in tokens if (mask := mask_of(path)).is_file()]
+    texts = sorted({*paths} - {*tokens, *masks})
     if tokens:
         if texts:
             _log.warning("skipped, since there are token files: %s", _names([str(path) for path in texts]))
@@ -195,7 +195,7 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, t
         sizes = [each.content[0].itemsize for each in files]
         if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
             raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")
-        return _Source(name, tokens, lambda: files, VOCAB_SIZES[sizes[0]])
+        return _Source(name, [*tokens, *masks], lambda: files, VOCAB_SIZES[sizes[0]])
     if converted := [path for path in texts if is_converted(path)]:
         _log.warning("skipped, since their converted files are there: %s", _names([str(path) for path in converted]))
         texts = sorted({*texts} - {*converted})
@@ -235,7 +235,7 @@ def split(data: str, files: Sequence[File], val_files: Sequence[File] | None = N
         parts = [each.content for each in train], [each.content for each in held]
         text = text if val_files is not None else _names([each.name for each in held]) + text
     else:
-        cuts = [_cut(each.content) for each in train]
+        cuts = [_cut(each) for each in train]
         parts = [before for before, _ in cuts], [after for _, after in cuts]
         text = f"the last tenth of {_names([each.name for each in train])}"
     text += f"; left out: {_names(left)}" * bool(left)
@@ -254,11 +254,13 @@ def _validation_files(files: Sequence[File]) -> list[File]:
     return val or test
 
 
-def _cut(content: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _cut(file: File) -> tuple[Sequence[Any], Sequence[Any]]:
     """The first nine tenths and the rest, as in nanoGPT's prepare.py: of documents, of a single one, or of tokens."""
-    whole = content if len(content) > 1 else content[0]
+    whole = file.content if len(file.content) > 1 else file.content[0]
+    if isinstance(whole, Document):
+        raise DataError(f"--data {file.path}: expected two lines or more, to hold one out, got one")
     at = int(len(whole) * (1 - 1 / HELD_OUT))
-    return (whole[:at], whole[at:]) if whole is content else ([whole[:at]], [whole[at:]])
+    return (whole[:at], whole[at:]) if whole is file.content else ([whole[:at]], [whole[at:]])
 
 
 def _names(names: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """Reads the documents in a file: a text file is one document, a JSON Lines file has one document per line.
 
-JSON Lines (https://jsonlines.org) are files named ``.jsonl`` or ``.jsonl.gz``.
+JSON Lines (https://jsonlines.org) are files named ``.jsonl`` or ``.jsonl.gz``.  A line has text, a prompt and its
+completion, or the messages of a chat.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import json
 import reprlib
 import shlex
 import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kos.errors import DataError
+from kos.train.data.chat import ChatTemplate
 from kos.train.data.token_files import header_missing
 
 _PYTHON = 'python -c "{}"'
@@ -32,8 +36,32 @@ _CONVERTED_BY = {
 """Data files that kos does not read, by suffix, each with the command that converts it."""
 
 _JSON_LIST = _PYTHON.format("import json; [print(json.dumps(each)) for each in json.load(open({path!r}))]")
-_CHAT = ("messages", "conversations")
 _HEAD_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document in parts, and whether the loss counts each.  A plain ``str`` is one that it counts as a whole."""
+
+    parts: tuple[tuple[str, bool], ...]
+    rendered: bool = False
+    """Whether a chat template has written it: with all special tokens, which are then not read as text."""
+
+    def __len__(self) -> int:
+        return sum(len(text) for text, _ in self.parts)
+
+    def __str__(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+class Lines(NamedTuple):
+    """How lines of JSON become documents: the field of plain text, and what gives the template of chats."""
+
+    text_field: str = "text"
+    chat_template: Callable[[], ChatTemplate | None] = lambda: None
+
+
+TEXT = Lines()
 
 
 def is_jsonl(path: Path) -> bool:
@@ -72,12 +100,12 @@ def _kind_of_json(path: Path) -> tuple[str, str | None]:
     return "", None
 
 
-def read_documents(path: Path, field: str = "text") -> list[str]:
-    """The documents in a file of text or of JSON Lines with the text in ``field``; at least one.
+def read_documents(path: Path, lines: Lines = TEXT) -> list[str | Document]:
+    """The documents in a file of text or of JSON Lines; at least one.
 
-    DataError: empty, not text, or a line without text in that field, with the number of the line.
+    DataError: empty, not text, or a line without the fields of a document, with the number of the line.
     """
-    return _read_jsonl(path, field) if is_jsonl(path) else [_read_text(path)]
+    return _read_jsonl(path, lines) if is_jsonl(path) else [_read_text(path)]
 
 
 def _read_text(path: Path) -> str:
@@ -96,40 +124,59 @@ def _read_text(path: Path) -> str:
         raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got {got}") from None
 
 
-def _read_jsonl(path: Path, field: str) -> list[str]:
-    """The texts of a JSON Lines file, without blank lines and empty texts."""
-    texts = []
+def _read_jsonl(path: Path, lines: Lines) -> list[str | Document]:
+    """The documents of a JSON Lines file, without blank lines and empty ones."""
+    texts: list[str | Document] = []
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    texts.append(_text_of(line, field, f"--data {path}, line {number}"))
+                    texts.append(_document_of(line, lines, f"--data {path}, line {number}"))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"--data {path}: expected a whole gzip file, got {error}") from None
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
     if not any(texts):
         raise DataError(f"--data {path}: expected lines with text, got none")
-    return [*filter(None, texts)]
+    return [text for text in texts if text]
 
 
-def _text_of(line: bytes, field: str, where: str) -> str:
+def _document_of(line: bytes, lines: Lines, where: str) -> str | Document:
     try:
         value: Any = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         at = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
         raise DataError(f"{where}: expected JSON, got {reprlib.repr(line)} ({at})") from None
-    text = value.get(field) if isinstance(value, dict) else None
+    fields: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    if lines.text_field in fields:
+        return _text_of(fields, lines.text_field, where)
+    if "prompt" in fields or "completion" in fields:
+        prompt, completion = (_text_of(fields, name, where) for name in ("prompt", "completion"))
+        return Document(((prompt, False), (completion, True)))
+    if "messages" in fields:
+        if (template := lines.chat_template()) is None:
+            expected = "a tokenizer with a chat template for messages (--tokenizer, --init-from)"
+            how = "add chat_template to its tokenizer_config.json, or put each chat into one field, as text"
+            raise DataError(f"{where}: expected {expected}, got none; {how}")
+        parts = template.parts(fields["messages"], where)
+        return Document(tuple((_encodable(text, "messages", where), counted) for text, counted in parts), rendered=True)
+    got = f"the fields {', '.join(fields) or 'none'}" if isinstance(value, dict) else reprlib.repr(value)
+    kinds = f"the field {lines.text_field!r} (--text-field), prompt and completion, or messages"
+    raise DataError(f"{where}: expected {kinds}, got {got}")
+
+
+def _text_of(fields: Mapping[str, Any], name: str, where: str) -> str:
+    text = fields.get(name)
     if not isinstance(text, str):
-        got = reprlib.repr(value)
-        if isinstance(value, dict):
-            got = f"{field}: {reprlib.repr(text)}" if field in value else f"the fields {', '.join(value) or 'none'}"
-            if field not in value and (chat := next((name for name in _CHAT if name in value), None)):
-                got = f"chat data ({chat}), which is not supported: put each chat into one field, as text"
-        raise DataError(f"{where}: expected text in the field {field!r} (--text-field), got {got}")
+        got = f"{name}: {reprlib.repr(text)}" if name in fields else f"the fields {', '.join(fields)}"
+        raise DataError(f"{where}: expected text in the field {name!r}, got {got}")
+    return _encodable(text, name, where)
+
+
+def _encodable(text: str, name: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         got = f"{text[error.start]!r} at character {error.start}"
-        raise DataError(f"{where}: expected text in the field {field!r}, got {got}") from None
+        raise DataError(f"{where}: expected text in the field {name!r}, got {got}") from None
     return text

@@ -2,6 +2,8 @@
 
 A header of 256 little-endian int32 (magic, version, count of tokens, zeros) and the tokens, uint16 for GPT-2's
 vocabulary, uint32 for LLaMA-3's.  Source: karpathy/llm.c, dev/data/data_common.py.
+
+A file ``X.mask`` beside ``X.bin`` has a byte for each of its tokens: 1 if the loss counts it, else 0.
 """
 
 from __future__ import annotations
@@ -28,8 +30,35 @@ def is_token_file(path: Path) -> bool:
         return int.from_bytes(file.read(4), "little") in FORMATS
 
 
-def map_tokens(path: Path) -> NDArray[Any]:
-    """The tokens of a file, memory-mapped.  DataError: another version, empty, not as long as its header says."""
+class MaskedTokens:
+    """Mapped tokens and their mask as an array that is made where it is read: a token t not counted is ~t, in int64."""
+
+    dtype = np.dtype(np.int64)
+
+    def __init__(self, tokens: NDArray[Any], mask: NDArray[np.uint8]) -> None:
+        self.tokens, self.mask, self.itemsize = tokens, mask, tokens.itemsize
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, at: slice) -> MaskedTokens:
+        return MaskedTokens(self.tokens[at], self.mask[at])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        tokens = self.tokens.astype(dtype or self.dtype)
+        return np.where(self.mask, tokens, ~tokens)
+
+
+def mask_of(path: Path) -> Path:
+    """Where the mask of a token file is, if it has one."""
+    return path.with_suffix(".mask")
+
+
+def map_tokens(path: Path) -> NDArray[Any] | MaskedTokens:
+    """The tokens of a file, memory-mapped, with its mask if there is one.
+
+    DataError: another version, empty, not as long as its header says; a mask of another length.
+    """
     with path.open("rb") as file:
         magic, version, count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
     known, dtype = FORMATS[magic]
@@ -40,7 +69,12 @@ def map_tokens(path: Path) -> NDArray[Any]:
     expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
     if (size := path.stat().st_size) != expected:
         raise DataError(f"--data {path}: expected {expected} bytes ({count} tokens after the header), got {size}")
-    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset=HEADER_BYTES, shape=(count,))
+    tokens = np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset=HEADER_BYTES, shape=(count,))
+    if not (beside := mask_of(path)).is_file():
+        return tokens
+    if (size := beside.stat().st_size) != count:
+        raise DataError(f"--data {beside}: expected {count} bytes, one for each token of {path.name}, got {size}")
+    return MaskedTokens(tokens, np.memmap(beside, np.uint8, "r"))
 
 
 def header_missing(path: Path) -> DataError:

@@ -11,13 +11,15 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import CheckpointError, ConfigError, DataError, install
+from kos.train.data.documents import Document
 
 SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 
@@ -44,7 +46,11 @@ class Tokenizer(ABC):
     @property
     def dtype(self) -> np.dtype[Any]:
         """The smallest unsigned dtype that holds every token."""
-        return np.min_scalar_type(self.vocab_size - 1)
+        return self.dtype_of(masked=False)
+
+    def dtype_of(self, masked: bool) -> np.dtype[Any]:
+        """The smallest dtype that holds every token t; with ``masked`` ~t as well."""
+        return np.min_scalar_type(-self.vocab_size if masked else self.vocab_size - 1)
 
     @abstractmethod
     def encode(self, text: str) -> NDArray[Any]:
@@ -66,31 +72,36 @@ class Tokenizer(ABC):
         return [*self.prefix], [*self.suffix, *ends]
 
     def encode_documents(
-        self, documents: Iterable[str], split_special_tokens: bool
+        self, documents: Iterable[str | Document], split_special_tokens: bool, masked: bool = False
     ) -> Iterator[tuple[int, NDArray[Any], NDArray[np.int64]]]:
         """The tokens of documents, with ``document_affixes``, in parts.
 
         Of each part the number of characters, the tokens, and where documents begin among these.
         With ``split_special_tokens``, special tokens that are spelled out in a document are encoded as text.
+        With ``masked`` a token t that the loss does not count is ~t, which is negative.
         """
-        before, after = (np.array(ids, self.dtype) for ids in self.document_affixes)
-        for portion in _portions(documents):
-            texts = [piece for piece, _, _ in portion]
-            encoded = self._encode_pieces(texts, split_special_tokens)
-            parts = [
-                np.concatenate([*[before] * first, ids, *[after] * last])
-                for ids, (_, first, last) in zip(encoded, portion, strict=True)
-            ]
-            places = np.cumsum([0, *map(len, parts)])
-            begins = [at for at, (_, first, _) in zip(places, portion, strict=False) if first]
-            yield sum(map(len, texts)), np.concatenate(parts), np.array(begins, np.int64)
+        dtype = self.dtype_of(masked)
+        for rendered, group in groupby(documents, lambda each: isinstance(each, Document) and each.rendered):
+            affixes = ([], []) if rendered else self.document_affixes
+            before, after = (np.array(ids, dtype) for ids in affixes)
+            for portion in _portions(group):
+                encoded = self._encode_pieces([each.text for each in portion], split_special_tokens and not rendered)
+                parts = [
+                    np.concatenate([*[before] * piece.first, ids.astype(dtype, copy=False), *[after] * piece.last])
+                    for ids, piece in zip(encoded, portion, strict=True)
+                ]
+                places = np.cumsum([0, *map(len, parts)])
+                begins = [at for at, piece in zip(places, portion, strict=False) if piece.first]
+                if masked:
+                    parts = [ids if piece.counted else ~ids for ids, piece in zip(parts, portion, strict=True)]
+                yield sum(len(each.text) for each in portion), np.concatenate(parts), np.array(begins, np.int64)
 
     def _encode_pieces(self, pieces: Sequence[str], split_special_tokens: bool) -> list[NDArray[Any]]:
         """The tokens of each piece of a text, without those that ``encode`` adds."""
         return [self.encode(piece) for piece in pieces]
 
-    def spelled_out(self, documents: Iterable[str]) -> Counter[str]:
-        """How often each special token is spelled out in documents."""
+    def spelled_out(self, documents: Iterable[str | Document]) -> Counter[str]:
+        """How often each special token is spelled out in documents that no chat template has written."""
         return Counter()
 
     def separators(self) -> str:
@@ -262,11 +273,12 @@ class HuggingFaceTokenizer(Tokenizer):
     def huggingface(self) -> dict[str, Any]:
         return dict(self.arguments["tokenizer"])
 
-    def spelled_out(self, documents: Iterable[str]) -> Counter[str]:
+    def spelled_out(self, documents: Iterable[str | Document]) -> Counter[str]:
         added = self.arguments["tokenizer"].get("added_tokens", ())
         special = sorted((token["content"] for token in added if token["special"]), key=len, reverse=True)
         found = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-        return Counter(match[0] for document in documents for match in found.finditer(document))
+        texts = (str(each) for each in documents if not (isinstance(each, Document) and each.rendered))
+        return Counter(match[0] for text in texts for match in found.finditer(text))
 
     def encode(self, text: str) -> NDArray[Any]:
         pieces = self._encode_pieces([*_pieces(text)], split_special_tokens=False)
@@ -295,13 +307,23 @@ def _pieces(text: str) -> Iterator[str]:
     return (match[0] for match in re.finditer(rf"(?s){up_to}(?:(?<=\S)\n(?=\S)|\Z)|{up_to}\n|.{{{PIECE}}}", text))
 
 
-def _portions(documents: Iterable[str]) -> Iterator[list[tuple[str, bool, bool]]]:
-    """The pieces of documents in portions, each piece with whether it is the first and the last of its document."""
+class _Piece(NamedTuple):
+    """A piece of a document: whether it is its first, whether its last, and whether the loss counts it."""
+
+    text: str
+    first: bool
+    last: bool
+    counted: bool
+
+
+def _portions(documents: Iterable[str | Document]) -> Iterator[list[_Piece]]:
+    """The pieces of documents in portions."""
     portion, size = [], 0
     for document in documents:
-        pieces = [piece for piece in _pieces(document) if piece] or [""]
-        for number, piece in enumerate(pieces):
-            portion.append((piece, number == 0, number == len(pieces) - 1))
+        parts = document.parts if isinstance(document, Document) else [(document, True)]
+        pieces = [(piece, counted) for text, counted in parts for piece in [*filter(None, _pieces(text))] or [""]]
+        for number, (piece, counted) in enumerate(pieces):
+            portion.append(_Piece(piece, number == 0, number == len(pieces) - 1, counted))
             size += len(piece)
             if size >= PORTION:
                 yield portion
@@ -325,7 +347,7 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
         raise DataError(f"tokenizer {values['kind']}: expected its saved values, got {error}") from None
 
 
-def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
+def make_tokenizer(spec: str, *, text: Iterable[str | Document] = ()) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
 
     In a checkpoint of kos that is the run's, of any kind.  DataError: PATH is missing or not a tokenizer.json.
@@ -334,7 +356,7 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "chars":
-        return CharTokenizer("".join(set().union(*text)))
+        return CharTokenizer("".join(set().union(*map(str, text))))
     path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
     if path.name == "tokenizer.json" and path.with_name(SAVED).exists():
         return read_tokenizer(path.parent)

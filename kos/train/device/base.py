@@ -13,7 +13,7 @@ import numpy as np
 from kos.train.checkpoint.state import ShardedState, Tensors
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
-from kos.train.data.batches import LEFT_OUT, Dataset
+from kos.train.data.batches import Dataset, counted, sum_over
 from kos.train.data.corpus import Show
 from kos.train.layers.context import Weights
 from kos.train.model.initial import InitialWeights
@@ -111,10 +111,13 @@ class Device(Runner):
     # --- validation --------------------------------------------------------------------------------------
 
     def evaluate(self) -> float:
-        """The mean loss over the validation windows."""
+        """The mean loss over all targets of the validation windows that are not left out."""
         weights, starts, dp, first = self.whole_weights(), self.data.val_starts(), self.mesh.dp, self.step.models[0]
-        most = len(self.micro_batches[0])
-        sums, counts = np.zeros(-(-len(starts) // dp.size)), dict[int, int]()
+        most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
+        count = float(starts.shape[1] * self.data.seq_len)
+        if self.data.masks_targets:
+            own = sum(counted(self.data.windows(self.data.val, batch)) for batch in starts[dp.rank :: dp.size])
+            count = max(1, sum_over(dp, own)) / len(starts)
         pieces = [
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
@@ -127,11 +130,8 @@ class Device(Runner):
             for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
                 index, windows = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
-                if index not in counts:
-                    of_batch = self.data.windows(self.data.val, starts[index])
-                    counts = {index: max(1, int(np.count_nonzero(of_batch.targets != LEFT_OUT)))}
                 batch = first.context.take(self.data.windows(self.data.val, windows))
-                sums[index // dp.size] += self._evaluate(action, weights, received, batch, counts[index])
+                sums[index // dp.size] += self._evaluate(action, weights, received, batch, count)
             self.pipeline.free_buffers()
         self.synchronize()
         gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
@@ -142,7 +142,7 @@ class Device(Runner):
         (batches, rows), most = self.data.val_starts().shape, len(self.micro_batches[0])
         return {min(most, rows), rows % most} - {0} if batches else set()
 
-    def _evaluate(self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, count: int) -> float:
+    def _evaluate(self, action: Action, weights: Weights, received: Buffer | None, batch: Batch, count: float) -> float:
         """A stage of a piece; on the last stage the sum of this rank's losses over ``count``."""
         step, model = self.step, self.step.models[action.chunk]
         ops, rows = model.ops, model.tensor.rows(batch.tokens.size)

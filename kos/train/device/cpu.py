@@ -143,7 +143,7 @@ class CpuDevice(Device):
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
         program.report[0] = stop
-        program.count[0] = self.data.targets_per_micro_batch(step, len(self.micro_batches[0]))
+        program.count[0] = self.data.targets_per_micro_batch(step, self.micro_batches, self.mesh.dp)
         program.run()
         norm, lr = program.optimizer.last_norm, program.optimizer.last_lr
         self._result = self.result(program.reports, norm, lr, time.perf_counter() - began)

@@ -110,7 +110,7 @@ class CudaDevice(Device):
             places=dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False)),
             exact=sum(sizes.values()) if config.deterministic else 0,
         )  # fmt: skip
-        self.feed = Feed(data, self.micro_batches, step.models[0].context, ops)
+        self.feed = Feed(data, self.micro_batches, mesh.dp, step.models[0].context, ops)
         step.count, step.micro_batch = self.feed.count, self.feed.micro_batch
         # What a rank knows after a step: whether it was asked to stop, and its losses.
         step.report = ops.zeros(1 + accumulation_steps, np.float64)

@@ -14,6 +14,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset
 from kos.train.ops.cuda.dialect import CudaOps
 from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.mesh import Axis
 
 
 class _Staging(NamedTuple):
@@ -34,8 +35,10 @@ class Feed:
     ``count`` (1,) is the divisor of a micro-batch's sums (``Dataset.targets_per_micro_batch``).
     """
 
-    def __init__(self, data: Dataset, micro_batches: Sequence[range], context: ContextParallel, ops: CudaOps) -> None:
-        self._data, self._micro_batches, self._context, self._ops = data, micro_batches, context, ops
+    def __init__(
+        self, data: Dataset, micro_batches: Sequence[range], dp: Axis, context: ContextParallel, ops: CudaOps
+    ) -> None:
+        self._data, self._micro_batches, self._dp, self._context, self._ops = data, micro_batches, dp, context, ops
         pieces = context.pieces  # as samples of their own
         rows, columns = len(micro_batches[0]) * pieces, data.seq_len // (context.size * pieces)
         shape = len(data.fields), len(micro_batches), rows, columns  # in one piece, for one copy
@@ -62,7 +65,7 @@ class Feed:
             for field, out in zip(read, staging.batch, strict=True):
                 if out is not field:  # both absent
                     out[index] = field
-        staging.host_count[0] = self._data.targets_per_micro_batch(step, len(self._micro_batches[0]))
+        staging.host_count[0] = self._data.targets_per_micro_batch(step, self._micro_batches, self._dp)
         staging.taken.hold(self._stream)
         staging.device.copy_from(staging.host, self._stream)
         staging.device_count.copy_from(staging.host_count, self._stream)

@@ -29,8 +29,10 @@ def resume(out: Path, ranks: int, *flags: str) -> str:
 
 def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
     """The command for as many steps again. A learning rate that has decayed stays where it is. A warm-up continues."""
-    last, flags = config.learning_rate()(config.steps), ["--steps", str(2 * config.steps)]
-    if 0 < last < config.lr and config.steps >= config.warmup_steps:
+    rate, flags = config.learning_rate(), ["--steps", str(2 * config.steps)]
+    if config.epochs is not None:
+        flags = ["--epochs", str(2 * config.epochs)]
+    if 0 < (last := rate(config.steps)) < config.lr and config.steps >= rate.warmup_steps:
         flags += ["--schedule", "constant", "--lr", f"{last:g}", "--warmup-steps", "0"]
     return resume(out, ranks, *flags)
 

@@ -35,7 +35,7 @@ class Console:
 
     def __init__(self, rank: int, steps: int) -> None:
         self._silent = rank != 0 or sys.stdout is None
-        self._steps = steps
+        self.steps = steps
         self._spoke = time.monotonic()  # when a line was last printed, or a step shown
         self._values: list[str] = []  # of the step that was logged last
         self._first: tuple[int, float] | None = None  # the first step and when it was over
@@ -69,18 +69,18 @@ class Console:
         step, evaluated, now = row["step"], "val_loss" in row, time.perf_counter()
         self._task = ""
         first, began = self._first = self._first or (step, now)
-        seconds = (self._steps - step) * (now - began) / max(1, step - first)
+        seconds = (self.steps - step) * (now - began) / max(1, step - first)
         left = [f"{duration(seconds)} left"] * (seconds > SILENCE)
         if self._bar is None:
             if log or evaluated:
-                self.say("  ".join([f"step {step:>{len(str(self._steps))}}/{self._steps}", *describe(row), *left]))
+                self.say("  ".join([f"step {step:>{len(str(self.steps))}}/{self.steps}", *describe(row), *left]))
             return
         if evaluated:
             self.say("\n".join(wrapped([f"step {step}:", *describe(row)], self._bar.console.width)))
         if log:
             self._values = [*describe({key: value for key, value in row.items() if key != "val_loss"}), *left]
         self._spoke = time.monotonic()
-        self._bar.update(f"training {step}/{self._steps}", step / self._steps, self._values)
+        self._bar.update(f"training {step}/{self.steps}", step / self.steps, self._values)
 
     def progress(self, what: str, share: float) -> None:
         """The progress of a long task: a second bar, or an occasional line. Within a task it never decreases."""
@@ -95,7 +95,7 @@ class Console:
                 self._bar.update(fields=[*self._values, text])
         elif time.monotonic() - self._spoke > SILENCE:
             is_step = re.fullmatch(r"step \d+", what)
-            self.say(f"{what}/{self._steps}: {share:.0%} of this step" if is_step else text)
+            self.say(f"{what}/{self.steps}: {share:.0%} of this step" if is_step else text)
 
     def close(self) -> None:
         """End a task: the bar of the steps stays, another bar is removed."""

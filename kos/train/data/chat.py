@@ -1,0 +1,137 @@
+"""Chats as text: their messages, rendered by the chat template in the folder of a tokenizer.
+
+Templates are Jinja, in the dialect of transformers (src/transformers/utils/chat_template_utils.py), but without
+``strftime_now``: data must not depend on the day.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from os.path import commonprefix
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kos.errors import ConfigError, DataError, install
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+MARK = "\ue000"
+"""A private character, which no text has: a text and the same with this at its end have the text in common."""
+
+
+class ChatTemplate:
+    """The Jinja ``source`` of a template, from the file ``path``, and the special tokens by which it calls them."""
+
+    def __init__(self, source: str, special: Mapping[str, str], path: Path) -> None:
+        self.source, self.special, self.path = source, special, path
+
+    def parts(self, messages: Any, where: str) -> list[tuple[str, bool]]:
+        """The text of a chat, in parts, and whether each is an assistant's.
+
+        An assistant's part begins after what the template adds to ask for it, and ends with the turn.
+        DataError, which begins with ``where``: no list of messages with a role and text, or none that the template
+        renders; a template that changes what comes before an answer.
+        """
+        for message in _checked(messages, where):
+            if message["role"] not in ROLES:
+                raise DataError(f"{where}: expected a role of {', '.join(ROLES)}, got {message['role']!r}")
+        whole, parts, done = self._render(messages, where), [], 0
+        for number, message in enumerate(messages, 1):
+            if message["role"] != "assistant":
+                continue
+            before = asked = ending = ""
+            stop = len(whole)
+            if number > 1:
+                before = self._render(messages[: number - 1], where)
+                asked = self._render(messages[: number - 1], where, add_generation_prompt=True)
+            if number < len(messages):
+                ending = self._render(messages[:number], where)[self._end(messages[:number], number, where) :]
+                stop = self._end(messages, number, where) + len(ending)
+            start = _common(whole, asked)
+            if not (max(done, len(before)) <= start <= stop and whole[:stop].endswith(ending)):
+                expected = "a chat template that does not change a turn for those after it"
+                raise DataError(f"{where}: expected {expected} ({self.path}), got another text up to message {number}")
+            parts += [(whole[done:start], False), (whole[start:stop], True)]
+            done = stop
+        return [*parts, (whole[done:], False)]
+
+    def _end(self, messages: Sequence[Any], number: int, where: str) -> int:
+        """Where the content of a message, counted from 1, ends in the text of ``messages``."""
+        message = messages[number - 1]
+        marked = [*messages[: number - 1], {**message, "content": message["content"] + MARK}, *messages[number:]]
+        return _common(self._render(messages, where), self._render(marked, where))
+
+    def _render(self, messages: Sequence[Any], where: str, add_generation_prompt: bool = False) -> str:
+        try:
+            values = {**self.special, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return str(self._template.render(values))
+        except (ConfigError, DataError):
+            raise
+        except Exception as error:  # a template is a program
+            raise DataError(f"{where}: expected a chat that {self.path} renders, got {error}") from None
+
+    @cached_property
+    def _template(self) -> Any:
+        try:
+            from jinja2 import TemplateError, ext, sandbox
+        except ImportError:
+            how = install("chat")
+            raise ConfigError(f"chat data: expected the package jinja2 for {self.path}, got none ({how})") from None
+
+        class Generation(ext.Extension):
+            """``{% generation %}``: marks what an assistant says, where a template has it."""
+
+            tags = {"generation"}  # noqa: RUF012
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def fail(message: str) -> NoReturn:
+            raise TemplateError(message)
+
+        extensions = [Generation, ext.loopcontrols]
+        made = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        made.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False, **options})
+        made.globals["raise_exception"] = fail
+        try:
+            return made.from_string(self.source)
+        except TemplateError as error:
+            raise DataError(f"{self.path}: expected a chat template, got {error}") from None
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters two texts have in common, from their start on."""
+    return len(commonprefix([a, b]))  # noqa: RUF071
+
+
+def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
+    """``messages``, if it is a list of messages of one role and text each."""
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: expected a list of messages, got {reprlib.repr(messages)}")
+    for message in messages:
+        text = message.get("content") if isinstance(message, dict) and "role" in message else None
+        if not isinstance(text, str):
+            raise DataError(f"{where}: expected messages with role and content, got {reprlib.repr(message)}")
+    return messages
+
+
+def read_chat_template(tokenizer: str) -> ChatTemplate | None:
+    """The template in the folder of ``tokenizer``, as ``--tokenizer`` names it; None if there is none."""
+    folder = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    path, alone = folder / "tokenizer_config.json", folder / "chat_template.jinja"  # transformers writes the latter
+    if tokenizer in ("bytes", "chars"):
+        return None
+    try:
+        settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+        source = alone.read_text("utf-8") if alone.is_file() else settings.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {each["name"]: each["template"] for each in source}.get("default")
+        named = {key: token for key, token in settings.items() if key.endswith("_token") and token}
+        special = {key: token["content"] if isinstance(token, dict) else token for key, token in named.items()}
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: expected JSON with a chat_template, got {error!r}") from None
+    return ChatTemplate(source, special, alone if alone.is_file() else path) if isinstance(source, str) else None

@@ -1,0 +1,195 @@
+"""``--epochs``: every sequence once an epoch, in an order that neither ranks nor resuming change."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError
+from kos.testing import spawn
+from kos.train import run
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.data.permutation import permuted
+from kos.train.parallel.data import shard_batch
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.train import emulated_runs
+from tests.train.emulated_runs import emulated
+from tests.train.refusal import refused
+from tests.train.sharded import tensors_of_run
+from tests.train.test_data import make
+from tests.train.test_loop import SMALL, _losses
+from tests.train.test_loss_masks import _mean_loss, pairs
+
+__all__ = ["emulated", "pairs"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """42 sequences of 32 bytes to train on: five batches of 8, and one of 2."""
+    path = tmp_path_factory.mktemp("data") / "words.txt"
+    path.write_bytes(np.random.default_rng(0).integers(97, 105, 1509, np.uint8).tobytes())
+    return path
+
+
+def _config(data: Path, out: Path | None, **changes: Any) -> TrainConfig:
+    values = {**SMALL, "epochs": 1, "schedule": "constant", "sample_tokens": 0, **changes}
+    del values["steps"]
+    return TrainConfig.from_preset("tiny", data=str(data), out=out, **values)
+
+
+def _train(data: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
+    config = _config(data, out, **changes)
+    spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+    return read_metrics(out / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 255, 1000, 4097])
+def test_a_permutation_has_every_index_once(size: int) -> None:
+    orders = [permuted(np.arange(size), size, seed, epoch) for seed, epoch in ((1, 0), (1, 1), (2, 0), (2**63 - 1, 9))]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    each = [permuted(np.array([index]), size, 1, 0)[0] for index in range(0, size, 1 + size // 9)]
+    assert each == orders[0][:: 1 + size // 9].tolist()
+    if size > 16:
+        assert len({order.tobytes() for order in orders}) == 4
+        assert all(abs(np.corrcoef(order, np.arange(size))[0, 1]) < 5 / size**0.5 for order in orders)
+
+
+def test_all_orders_are_as_likely() -> None:
+    counts = np.unique([permuted(np.arange(4), 4, seed, 3) for seed in range(4800)], axis=0, return_counts=True)[1]
+    assert len(counts) == 24 and ((counts - 200) ** 2 / 200).sum() < 50  # chi squared: 0.1% of 23 degrees are above
+
+
+def test_a_permutation_needs_no_table() -> None:
+    assert len({*permuted(np.arange(10**15, 10**15 + 999), 2 * 10**15, 1, 2).tolist()}) == 999
+
+
+@pytest.mark.parametrize("windows", [1, 2, 5, 6, 7, 12, 13, 100])
+@pytest.mark.parametrize("rest", [0, 3])
+def test_every_sequence_is_seen_once_an_epoch(windows: int, rest: int) -> None:
+    """The last batch of an epoch has those that are left, in its first rows; what fills no sequence is left out."""
+    data, orders = make(np.arange(4 * windows + 1 + rest), epochs=2), []
+    assert data.steps_per_epoch == -(-windows // 6)
+    for epoch in range(2):
+        batches = [data.batch(epoch * data.steps_per_epoch + step) for step in range(data.steps_per_epoch)]
+        seen = [batch.targets[(batch.targets >= 0).all(1)] for batch in batches]
+        assert [len(rows) for rows in seen] == [min(6, windows - 6 * step) for step in range(len(batches))]
+        for batch, rows in zip(batches, seen, strict=True):
+            assert (batch.targets[len(rows) :] == -1).all() and (batch.tokens[: len(rows)] + 1 == rows).all()
+        orders.append(np.concatenate(seen))
+        assert sorted(orders[-1].ravel().tolist()) == list(range(1, 4 * windows + 1))
+        assert (orders[-1] == orders[-1][:, :1] + np.arange(4)).all()
+    assert windows < 12 or (orders[0] != orders[1]).any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_any_number_of_ranks_sees_the_same_order(size: int) -> None:
+    data = make(np.arange(4 * 29 + 1), epochs=3, batch_size=8)
+    for step in range(3 * data.steps_per_epoch):
+        rows = [rows for rank in range(size) for rows in shard_batch(8, 2, rank, size)]
+        parts = [data.rows(step, each) for each in rows]
+        whole = data.batch(step)
+        for name in ("tokens", "targets"):
+            assert (np.concatenate([getattr(part, name) for part in parts]) == getattr(whole, name)).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_batch_is_a_mean_over_what_it_has(text: Path, tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "short.txt"
+    path.write_bytes(np.random.default_rng(1).integers(97, 123, 3 * 32 + 1 + 20, np.uint8).tobytes())
+    data = run.load_data(config := _config(path, None, val_data=str(text)))
+    assert data.steps_per_epoch == 1 and int((data.batch(0).targets >= 0).all(1).sum()) == 3
+    rows = _train(path, tmp_path / "out", ranks, val_data=str(text), eval_batches=0, micro_batch_size=2)
+    assert len(rows) == 1
+    assert rows[0]["loss"] == pytest.approx(_mean_loss(config, data.batch(0).tokens, data.batch(0).targets), rel=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_ranks_and_layouts_have_the_bits_of_one_rank(
+    text: Path, pairs: Path, tmp_path: Path, masked: bool
+) -> None:
+    how: dict[str, Any] = {"deterministic": True, "micro_batch_size": 1, "eval_batches": 0}
+    how |= {"seq_len": 400} if masked else {"epochs": 2}
+    data = run.load_data(_config(pairs if masked else text, None, **how))
+    assert data.masks_targets == masked and len(data.train) // data.seq_len % 8 > 0
+    one, *others = [
+        _train(pairs if masked else text, tmp_path / str(number), ranks, **layout, **how)
+        for number, (ranks, layout) in enumerate([(1, {}), (2, {}), (4, {"zero": 1}), (4, {"tp": 2}), (2, {"pp": 2})])
+    ]
+    assert len(one) == (7 if masked else 12)
+    for number, other in enumerate(others, 1):
+        for key in ("loss", "grad_norm"):
+            assert _losses(one, key).tobytes() == _losses(other, key).tobytes()
+        assert tensors_of_run(tmp_path / "0") == tensors_of_run(tmp_path / str(number))
+
+
+def test_resuming_gives_the_bits_of_an_uninterrupted_run(text: Path, tmp_path: Path) -> None:
+    """In the middle of an epoch, in a later one, and with more epochs than were asked for at first."""
+    how: dict[str, Any] = {"save_every": 4, "keep": 9, "eval_batches": 0}
+    whole = _train(text, tmp_path / "whole", epochs=3, **how)
+    short = _train(text, tmp_path / "short", epochs=1, **how)
+    assert len(whole) == 18 and len(short) == 6 and _losses(short).tobytes() == _losses(whole)[:6].tobytes()
+    for name, start in (("whole", 4), ("whole", 8), ("short", 6)):
+        out = tmp_path / f"{name}-{start}"
+        rows = _train(text, out, epochs=3, resume=str(tmp_path / name / "checkpoints" / f"step-{start}"), **how)
+        assert _losses(rows).tobytes() == _losses(whole)[start:].tobytes()
+        assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
+
+
+def test_gpus_see_what_cpus_see(emulated: None, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(emulated_runs.SMALL, "steps")
+    cpu, one, two = (
+        emulated_runs.train(text, tmp_path / f"{device}-{ranks}", device, ranks, seq_len=32, epochs=1)
+        for device, ranks in (("cpu", 1), ("cuda", 1), ("cuda", 2))
+    )
+    assert len(cpu) == 6
+    for other in (one, two):
+        np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
+
+
+def test_the_first_lines_say_how_many_steps_an_epoch_has(text: Path, tmp_path: Path, capfd: Any) -> None:
+    _train(text, tmp_path / "run", epochs=2, min_lr=1e-3)
+    out = capfd.readouterr().out
+    assert "8 x 32 tokens a step, 2 epochs of 6 steps\n" in out and "step 12/12" in out
+    assert "--resume auto --epochs 4\n" in out
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert (config["epochs"], config["steps"]) == (2, 12)
+    again = parse(["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto"])
+    assert again.epochs == 2
+    spawn(lambda comm: Trainer(again, comm).run(), 1, timeout=100)
+    assert "(nothing to do: --epochs is 2; for more steps, set it higher)" in capfd.readouterr().out
+
+
+def test_another_order_is_warned_of(text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _train(text, tmp_path / "run", epochs=1, eval_batches=0)
+    with caplog.at_level(logging.WARNING):
+        _train(text, tmp_path / "run", epochs=2, resume="auto", eval_batches=0)
+        assert "resuming with another" not in caplog.text
+        flags = ["--config", str(tmp_path / "run" / "config.json"), "--resume", "auto", "--steps", "14"]
+        spawn(lambda comm: Trainer(parse(flags), comm).run(), 1, timeout=100)
+    assert "resuming with another order of sequences (--epochs): its results will differ" in caplog.text
+
+
+def test_epochs_or_steps(tmp_path: Path) -> None:
+    with refused(ConfigError, "--epochs: expected either epochs or steps, got 2 and 9"):
+        parse(["--epochs", "2", "--steps", "9"])
+    file = tmp_path / "mine.toml"
+    file.write_text("epochs = 3\nsteps = 4\n")
+    with refused(ConfigError, f"{file}: epochs: expected either epochs or steps, got 3 and 4"):
+        parse(["--config", str(file)])
+    file.write_text("epochs = 3\n")
+    assert parse(["--config", str(file)]).epochs == 3
+    assert parse(["--config", str(file), "--epochs", "4"]).epochs == 4
+    later = parse(["--config", str(file), "--steps", "9"])
+    assert (later.epochs, later.steps) == (None, 9)
+    file.write_text("steps = 3\n")
+    assert parse(["--config", str(file), "--epochs", "4"]).epochs == 4
+    assert TrainConfig.from_preset("tiny", steps=101, warmup_steps=None).learning_rate().warmup_steps == 4
+    with refused(ConfigError, "--epochs: expected a number greater than or equal to 1, got 0"):
+        parse(["--epochs", "0"])

@@ -1,0 +1,386 @@
+"""Data of which the loss counts some tokens: prompts and completions, chats, token files with a mask."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError, DataError
+from kos.testing import spawn
+from kos.train import run
+from kos.train.config.flags import parse
+from kos.train.data import prepared
+from kos.train.data.batch import Batch
+from kos.train.data.batches import Dataset, load_data
+from kos.train.device.cpu import CpuDevice
+from kos.train.model.initial import init_weights
+from kos.train.model.model import Model
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+from kos.train.run import Trainer
+from tests.train.emulated_runs import SMALL as ON_HOST
+from tests.train.emulated_runs import emulated
+from tests.train.emulated_runs import train as train_on_host
+from tests.train.refusal import refused
+from tests.train.sharded import tensors_of_run
+from tests.train.test_corpus import token_bytes
+from tests.train.test_loop import _config, _losses, _train
+from tests.train.test_tokenizers import byte_level_bpe
+
+__all__ = ["emulated"]
+
+CHATML = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "<|begin|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}{% endgeneration %}"
+    "{% else %}{{ m.content | trim }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+)
+THINKING = CHATML.replace("{% generation %}", "{% generation %}{% if loop.last %}<think>\n\n</think>\n\n{% endif %}")
+"""As Qwen3's: another text of a turn if it is the last one."""
+
+CHAT = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "two + two?"},
+    {"role": "assistant", "content": " four "}, {"role": "user", "content": "four?"},
+    {"role": "assistant", "content": "yes"},
+]  # fmt: skip
+
+
+def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts and completions of many lengths, and some lines of text."""
+    rng, words = np.random.default_rng(0), ["ring ", "tree ", "barrier ", "rank\n"]
+
+    def some(most: int) -> str:
+        return "".join(rng.choice(words, rng.integers(1, most)))
+
+    lines = [{"prompt": some(20), "completion": some([2, 30][n % 2])} for n in range(250)]
+    lines[::7] = [{"text": some(9)} for _ in lines[::7]]
+    return write_lines(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", lines)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with a chat template."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    byte_level_bpe([json.dumps(CHAT) * 9], 330, ["<|begin|>"]).save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": CHATML}
+    (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings}))
+    return path
+
+
+def read(path: Path, *flags: str) -> tuple[list[int], list[bool], Dataset]:
+    """The training tokens, and whether the loss counts each."""
+    data = load_data(parse(["--data", str(path), "--seq-len", "1", *flags]))
+    batch = data.windows(data.train, range(len(data.train) - 1))
+    stored = data.train.window(0, len(data.train)).astype(np.int64)
+    tokens, counted = np.where(stored < 0, -1 - stored, stored), stored >= 0
+    assert (batch.tokens[:, 0] == tokens[:-1]).all()
+    assert (batch.targets[:, 0] == np.where(counted, tokens, -1)[1:]).all()
+    return tokens.tolist(), counted.tolist(), data
+
+
+def test_only_completions_count(tmp_path: Path, folder: Path) -> None:
+    lines = [{"prompt": "ab", "completion": "c", "id": 5}, {"text": "de"}, {"prompt": "", "completion": "f"}]
+    path = write_lines(tmp_path / "a.jsonl", [*lines, {"prompt": "g", "completion": ""}, {"text": "val"}])
+    tokens, counted, data = read(path)
+    assert bytes(tokens) == b"abcdefg" and counted == [False, False, True, True, True, True, False]
+    assert data.held_out.endswith("(--documents); the loss counts 4 of 7 tokens (--loss-on completion)")
+    tokens, counted, _ = read(path, "--tokenizer", str(folder))
+    text = data_text(folder, tokens)
+    assert text == "<|begin|>ab c<|end|> <|begin|>de<|end|> <|begin|> f<|end|> <|begin|>g <|end|>".replace(" ", "")
+    ones = [n for n, count in zip(tokens, counted, strict=True) if count]
+    assert data_text(folder, ones) == "c<|end|><|begin|>de<|end|>f<|end|><|end|>"
+
+
+def data_text(folder: Path, tokens: list[int]) -> str:
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    return str(library.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(tokens, skip_special_tokens=False))
+
+
+def test_all_tokens_count_if_asked(tmp_path: Path, pairs: Path) -> None:
+    """Then the data are those of the same text, bit by bit."""
+    lines = [json.loads(line) for line in pairs.read_text().splitlines()]
+    plain = write_lines(
+        tmp_path / "pairs.jsonl", [{"text": x.get("text") or x["prompt"] + x["completion"]} for x in lines]
+    )
+    _, counted, data = read(pairs, "--loss-on", "all")
+    tokens, *_, expected = read(plain)
+    assert all(counted) and data.fingerprint == expected.fingerprint and not data.masks_targets
+    assert data.held_out.endswith(f"the loss counts {len(tokens):,} of {len(tokens):,} tokens (--loss-on all)")
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING], ids=["chatml", "thinking"])
+def test_chats_are_those_of_transformers(tmp_path: Path, folder: Path, template: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    beside = tmp_path / "tokenizer"
+    beside.mkdir()
+    (beside / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (beside / "tokenizer_config.json").write_text('{"bos_token": {"content": "<|begin|>"}, "chat_template": "-"}')
+    (beside / "chat_template.jinja").write_text(template)
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT[1:3]}, {"text": "val"}])
+    tokens, counted, data = read(path, "--tokenizer", str(beside))
+    got = [
+        theirs.apply_chat_template(
+            chat, chat_template=template, return_dict=True, return_assistant_tokens_mask=True, tokenize=True
+        )
+        for chat in (CHAT, CHAT[1:3])
+    ]
+    assert tokens == [token for each in got for token in each["input_ids"]]
+    ends = [token == 1 for token in tokens]  # which the template's marks leave out, and the line's end
+    expected = np.array([bool(mark) for each in got for mark in each["assistant_masks"]])
+    expected[1:] |= expected[:-1] & np.array(ends[1:])
+    expected[1:] |= expected[:-1] & np.array(ends[:-1])
+    assert counted == expected.tolist() and 0 < sum(counted) < len(counted)
+    ones = [n for n, count in zip(tokens, counted, strict=True) if count]
+    thought = "<think>\n\n</think>\n\n" * (template == THINKING)
+    assert data_text(folder, ones) == f"four<|end|>\n{thought}yes<|end|>\n{thought}four<|end|>\n"
+    assert np.asarray(data.train.documents).tolist() == [0, len(got[0]["input_ids"])]
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "x"}, "expected text in the field 'completion', got the fields prompt"),
+    ({"other": "x"}, "expected the field 'text' (--text-field), prompt and completion, or messages, got the fields"),
+    ({"messages": "x"}, "expected a list of messages, got 'x'"),
+    ({"messages": []}, "expected a list of messages, got []"),
+    ({"messages": [{"role": "user"}]}, "expected messages with role and content, got {'role': 'user'}"),
+    ({"messages": [{"role": "user", "content": None}]}, "expected messages with role and content, got {'"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "expected a role of system, developer, user, assistant, tool"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "tokenizer_config.json renders, got no tools"),
+    ({"messages": [{"role": "user", "content": "a\ud800"}]}, "expected text in the field 'messages', got '\\ud800' at"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), WRONG, ids=[str(number) for number in range(len(WRONG))])
+def test_a_wrong_line_is_named(tmp_path: Path, folder: Path, line: dict[str, Any], message: str) -> None:
+    """On one rank and on four, which share a machine."""
+    path = write_lines(tmp_path / "chats.jsonl", [{"text": "x"}, {"messages": CHAT}, line, {"text": "x"}])
+    config = _config(path, tmp_path / "out", tokenizer=str(folder), steps=1)
+    for ranks in (1, 4):
+        with refused(DataError, f"--data {path}, line 3: expected", message):
+            spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+
+
+def test_a_chat_needs_a_template(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 9)
+    with refused(DataError, f"--data {path}, line 1: expected a tokenizer with a chat template", "got none; add "):
+        read(path)
+    wrong = tmp_path / "tokenizer"
+    wrong.mkdir()
+    (wrong / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for template, message in (
+        ("{% for %}", "expected a chat template, got "),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "got another text up to mess"),
+        ("{% for m in messages %}{{ m.content }}{{ loop.last }}{% endfor %}", "got another text up to message 3"),
+    ):
+        (wrong / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        with refused(DataError, str(wrong / "tokenizer_config.json"), message):
+            read(path, "--tokenizer", str(wrong))
+    (wrong / "tokenizer_config.json").write_text('["chat_template"]')
+    with refused(DataError, f"{wrong / 'tokenizer_config.json'}: expected JSON with"):
+        read(path, "--tokenizer", str(wrong))
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with refused(ConfigError, "chat data: expected the package jinja2", "got none", "[chat]'"):
+        read(path, "--tokenizer", str(folder))
+
+
+def test_lines_without_anything_to_train_on_or_to_hold_out(tmp_path: Path, folder: Path) -> None:
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT[:2]}] * 9)
+    with refused(DataError, f"--data {path}: expected completions or answers to train on, got none"):
+        read(path, "--tokenizer", str(folder))
+    write_lines(path, [{"messages": CHAT}])
+    with refused(DataError, f"--data {path}: expected two lines or more, to hold one out, got one"):
+        read(path, "--tokenizer", str(folder))
+
+
+def test_token_files_with_masks(tmp_path: Path) -> None:
+    """The mask is cut, fingerprinted and read with its tokens; a file without a mask counts."""
+    tokens, rng = [*range(200)], np.random.default_rng(3)
+    marks = rng.integers(0, 2, 200).astype(np.uint8)
+    (tmp_path / "a.bin").write_bytes(token_bytes(tokens))
+    (tmp_path / "a.mask").write_bytes(marks.tobytes())
+    got, counted, data = read(tmp_path / "a.bin")
+    assert got == tokens[:180] and counted == marks[:180].astype(bool).tolist()
+    assert f"the loss counts {marks[:180].sum()} of 180 tokens (--loss-on completion)" in data.held_out
+    got, counted, whole = read(tmp_path / "a.bin", "--loss-on", "all")
+    assert got == tokens[:180] and all(counted) and not whole.masks_targets
+    (tmp_path / "a.mask").write_bytes((1 - marks).tobytes())
+    assert len({data.fingerprint, whole.fingerprint, read(tmp_path / "a.bin")[2].fingerprint}) == 3
+    (tmp_path / "val.bin").write_bytes(token_bytes([*range(50)]))
+    got, counted, data = read(tmp_path)
+    assert got == tokens and counted == (1 - marks).astype(bool).tolist()
+    assert (data.windows(data.val, [0, 5]).targets == [[1], [6]]).all()
+
+
+def test_a_separator_that_does_not_count_still_separates(tmp_path: Path) -> None:
+    tokens = ([50256, 1, 2, 3] * 50)[2:]
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin").write_bytes(token_bytes(tokens))
+        (tmp_path / f"{name}.mask").write_bytes(bytes(token == 3 for token in tokens))
+    _, counted, data = read(tmp_path)
+    assert sum(counted) == 50 and "documents begin with token 50256; attention stays within" in data.held_out
+    batch = Dataset(**{**vars(data), "seq_len": 6}).windows(data.train, [0])
+    assert batch.tokens.tolist() == [[2, 3, 50256, 1, 2, 3]] and batch.targets.tolist() == [[3, -1, -1, -1, 3, -1]]
+    assert batch.document_starts.tolist() == [[0, 0, 2, 2, 2, 2]]
+
+
+@pytest.mark.parametrize("size", [199, 201])
+def test_a_mask_of_another_length_is_refused(tmp_path: Path, size: int) -> None:
+    (tmp_path / "a.bin").write_bytes(token_bytes([*range(200)]))
+    (tmp_path / "a.mask").write_bytes(bytes(size))
+    config = _config(tmp_path / "a.bin", tmp_path / "out", steps=1)
+    for ranks in (1, 4):
+        expected = f"--data {tmp_path / 'a.mask'}: expected 200 bytes, one for each token of a.bin, got {size}"
+        with refused(DataError, expected):
+            spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
+
+
+def _mean_loss(config: Any, tokens: np.ndarray, targets: np.ndarray) -> float:
+    """Of the initial weights, over the targets that count, in float64."""
+    shape = config.model_config_for(256)
+    model, weights = Model(shape, numpy_ops), Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
+    init_weights(shape, weights, config.seed)
+    logits = model.logits(weights, tokens).astype(np.float64)
+    odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    kept = targets >= 0
+    return float(-np.take_along_axis(odds, np.where(kept, targets, 0)[..., None], -1)[..., 0][kept].mean())
+
+
+def test_training_and_validation_are_means_over_what_counts(pairs: Path, tmp_path: Path) -> None:
+    """Of the whole batch, and of all validation windows, however many count in each."""
+    config = _config(pairs, None, documents="cross")
+    data = run.load_data(config)
+    val = [data.windows(data.val, starts) for starts in data.val_starts()]
+    assert len({int((batch.targets >= 0).sum()) for batch in val}) > 1
+    batches = [data.batch(0), Batch(*(np.concatenate(each) for each in zip(*((x[0], x[1]) for x in val), strict=True)))]
+    expected = [_mean_loss(config, batch.tokens, batch.targets) for batch in batches]
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        rows = _train(pairs, out, ranks, steps=1, micro_batch_size=2, documents="cross")
+        assert [rows[0]["loss"], rows[0]["val_loss_before"]] == pytest.approx(expected, rel=1e-5)
+
+
+LAYOUTS = [(2, {}), (2, {"zero": 1}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2}), (4, {"tp": 2, "zero": 1})]
+
+
+@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=str)
+def test_layouts_have_the_bits_of_one_rank(pairs: Path, tmp_path: Path, ranks: int, layout: dict[str, int]) -> None:
+    how: dict[str, Any] = {"steps": 3, "eval_every": 2, "micro_batch_size": 1, "sample_tokens": 0}
+    how["seq_len"] = 256 if "cp" in layout else 64
+    one = _train(pairs, tmp_path / "one", deterministic=True, **how)
+    some = _train(pairs, tmp_path / "some", ranks, deterministic=True, **layout, **how)
+    for key in ("loss", "grad_norm"):
+        assert _losses(one, key).tobytes() == _losses(some, key).tobytes()
+    for row in (0, 1, 2):
+        assert one[row].get("val_loss") == some[row].get("val_loss")
+    assert tensors_of_run(tmp_path / "one") == tensors_of_run(tmp_path / "some")
+    fast = _train(pairs, tmp_path / "fast", ranks, **layout, **{**how, "micro_batch_size": 2})
+    np.testing.assert_allclose(_losses(fast), _losses(one), rtol=1e-5)
+
+
+ON_GPUS: list[tuple[str, int, dict[str, Any]]] = [
+    ("cuda", 2, {}), ("cuda", 2, {"zero": 1}), *(("cuda", 2, {axis: 2}) for axis in ("tp", "pp", "cp")),
+]  # fmt: skip
+
+
+def test_gpus_have_the_losses_of_cpus(emulated: None, pairs: Path, tmp_path: Path) -> None:
+    how: dict[str, Any] = {"documents": "cross", "model": {**ON_HOST["model"], "intermediate_size": 30}}
+    cpu, *others = (
+        train_on_host(pairs, tmp_path / str(number), device, ranks, **layout, **how)
+        for number, (device, ranks, layout) in enumerate([("cpu", 1, {}), ("cuda", 1, {}), *ON_GPUS])
+    )
+    for other in others:
+        np.testing.assert_allclose(_losses(other), _losses(cpu), rtol=1e-5)
+        assert [row.get("val_loss", 0) for row in other] == pytest.approx([x.get("val_loss", 0) for x in cpu], rel=1e-5)
+
+
+def test_a_rank_reads_only_its_own_rows(pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, rows = set(), Dataset.rows
+
+    def watched(self: Dataset, step: int, indices: Iterable[int]) -> Batch:
+        indices = list(indices)
+        read.add(tuple(indices))
+        return rows(self, step, indices)
+
+    monkeypatch.setattr(Dataset, "rows", watched)
+    _train(pairs, tmp_path, 2, steps=2, micro_batch_size=4, eval_batches=0)
+    assert read == {(0,), (0, 1, 2, 3), (4, 5, 6, 7)}  # the first row shows which fields there are
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_batch_in_which_nothing_counts(tmp_path: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss and gradients are 0, and the weights stay as they are."""
+    lines = [{"prompt": "x" * 4000, "completion": "yes"}] * 2
+    path = write_lines(tmp_path / "long.jsonl", lines)
+    seen: list[np.ndarray] = []
+    finish = CpuDevice.finish_step
+
+    def look(self: CpuDevice, step: int) -> Any:
+        seen.append(self.step.gradients.flat.copy())
+        return finish(self, step)
+
+    monkeypatch.setattr(CpuDevice, "finish_step", look)
+    settings: dict[str, Any] = {"weight_decay": 0.0, "batch_size": 2, "seq_len": 16, "save_every": 1, "keep": 9}
+    rows = _train(path, tmp_path / "out", ranks, steps=2, **settings)
+    assert [row["loss"] for row in rows] == [0, 0] == [row["grad_norm"] for row in rows]
+    assert rows[0]["val_loss_before"] == 0 and all((each == 0).all() for each in seen) and len(seen) == 2 * ranks
+    weights = [tensors_of_run(tmp_path / "out" / "checkpoints" / f"step-{step}") for step in (1, 2)]
+    assert weights[0] == weights[1]
+
+
+def test_what_is_kept_is_made_again_when_it_is_another(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For another --loss-on, another template or another mask."""
+    monkeypatch.setattr(prepared, "LEAST", 0)
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"messages": CHAT}, {"text": "val"}])
+    beside, flags = tmp_path / "tokenizer", ["--tokenizer", str(tmp_path / "tokenizer")]
+    shutil.copytree(folder, beside)
+    counts = [sum(read(path, *flags, *more)[1]) for more in ([], [], ["--loss-on", "all"])]
+    (beside / "chat_template.jinja").write_text(THINKING)
+    counts.append(sum(read(path, *flags)[1]))
+    assert counts[0] == counts[1] and len({*counts}) == 3
+    (tmp_path / "a.bin").write_bytes(token_bytes([*range(200)]))
+    prints = []
+    for number, mark in enumerate((0, 1)):
+        (tmp_path / "a.mask").write_bytes(bytes([mark]) * 199 + b"\1")
+        os.utime(tmp_path / "a.mask", (number, number))
+        shutil.copy(tmp_path / "a.bin", tmp_path / "val.bin")
+        os.utime(tmp_path / "val.bin", (1, 1))
+        prints.append(read(tmp_path)[2].fingerprint)
+    assert prints[0] != prints[1]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_checkpoint_has_the_template_for_the_next_run(tmp_path: Path, folder: Path, alone: bool) -> None:
+    """Which begins from its weights, or resumes where the folder of these is gone."""
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}] * 30)
+    beside = tmp_path / "tokenizer"
+    shutil.copytree(folder, beside)
+    if alone:
+        (beside / "chat_template.jinja").write_text(CHATML)
+        (beside / "tokenizer_config.json").write_text('{"bos_token": "<|begin|>", "eos_token": "<|end|>"}')
+    _train(path, tmp_path / "a", steps=1, tokenizer=str(beside))
+    shutil.rmtree(beside)
+    start = tmp_path / "a" / "checkpoints" / "step-1"
+    _train(path, tmp_path / "b", steps=1, init_from=str(start))
+    shutil.rmtree(tmp_path / "a")
+    _train(path, tmp_path / "b", steps=2, init_from=str(start), resume="auto")
+    prints = [
+        json.loads((tmp_path / "b" / "checkpoints" / f"step-{step}" / "manifest.json").read_text())["config"]
+        for step in (1, 2)
+    ]
+    assert prints[0]["data_fingerprint"] == prints[1]["data_fingerprint"]
