@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -46,6 +48,7 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 64,
 }  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -370,3 +373,13 @@ def test_settings_of_another_family_are_refused() -> None:
         of(LlamaConfig, sliding_window=8)
     with refused(ConfigError, "--tp 8: expected num_key_value_heads to be a multiple of 8, got 4"):
         of(Qwen3Config).local(0, 8)
+
+
+def test_the_guide_shows_the_code_of_a_family() -> None:
+    """Every line that docs/guides/models.md has as added is in the file that it names."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "docs/guides/models.md").read_text(), re.M | re.S)
+    lines: list[str] = []
+    for line in diff.splitlines():
+        if named := re.match(r" # ([\w/]+\.py)", line):
+            lines = (ROOT / named[1]).read_text().splitlines()
+        assert named or not line or line[1:] in lines, line

@@ -245,6 +245,13 @@ class TensorFiles:
         if shape != tuple(shapes[name]):
             raise CheckpointError(f"{self.folder}: {name}: expected shape {tuple(shapes[name])}, got {shape}")
 
+    def by_file(self) -> dict[str, list[str]]:
+        """Our names of the tensors in each file."""
+        found: dict[str, list[str]] = {}
+        for name, (path, _, _) in self._where.items():
+            found.setdefault(path.name, []).append(name)
+        return found
+
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """A tensor, or a slice of it, in the dtype of the file."""
         path, file, theirs = self._where[name]

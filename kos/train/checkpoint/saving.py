@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kos.comm.communicator import Communicator
@@ -30,6 +31,8 @@ from kos.train.checkpoint.huggingface import as_saved, shape_as_saved
 from kos.train.model.parameters import Shape
 from kos.train.parallel.failures import together
 
+SAVED_DTYPES = {"float32": ("F32", np.dtype("<f4")), "bfloat16": ("BF16", np.dtype(ml_dtypes.bfloat16))}
+"""Dtypes of weights in files: safetensors' name and NumPy's."""
 WRITTEN = 4 << 20  # bytes of a tensor that are written and hashed at once
 _LOOK_EVERY = 0.005  # seconds between two looks for what other ranks have written
 
@@ -137,22 +140,25 @@ class Saving:
         return tensor
 
 
-def write_tensors(path: Path, shapes: Mapping[str, Shape], tensors: Iterable[np.ndarray]) -> dict[str, Any]:
-    """Write fp32 tensors, one at a time, as safetensors (https://github.com/huggingface/safetensors).
+def write_tensors(
+    path: Path, shapes: Mapping[str, Shape], tensors: Iterable[np.ndarray], dtype: str = "float32"
+) -> dict[str, Any]:
+    """Write tensors, one at a time, as safetensors (https://github.com/huggingface/safetensors).
 
-    Returns the file's size in bytes and its SHA-256.
+    ``dtype`` is one of ``SAVED_DTYPES``. Returns the file's size in bytes and its SHA-256.
     """
+    code, kind = SAVED_DTYPES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+        start, end = end, end + kind.itemsize * math.prod(shape)
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
         first = memoryview(len(text).to_bytes(8, "little") + text)
-        for content in itertools.chain([first], _contents(tensors)):
+        for content in itertools.chain([first], _contents(tensors, kind)):
             file.write(content)
             digest.update(content)
             size += len(content)
@@ -160,12 +166,12 @@ def write_tensors(path: Path, shapes: Mapping[str, Shape], tensors: Iterable[np.
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _contents(tensors: Iterable[np.ndarray]) -> Iterator[memoryview]:
-    """Their bytes, some rows at a time: a tensor may lie in another order in memory."""
+def _contents(tensors: Iterable[np.ndarray], dtype: np.dtype) -> Iterator[memoryview]:
+    """Their bytes in ``dtype``, some rows at a time: a tensor may lie in another order in memory."""
     for tensor in tensors:
         rows = max(1, WRITTEN * len(tensor) // max(tensor.nbytes, 1))
         for at in range(0, len(tensor), rows):
-            yield np.ascontiguousarray(tensor[at : at + rows], "<f4").data.cast("B")
+            yield np.ascontiguousarray(tensor[at : at + rows], dtype).reshape(-1).view(np.uint8).data
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -1,0 +1,97 @@
+"""A folder for Hugging Face from a checkpoint, in bfloat16 or float32: ``python -m kos.train.export RUN OUT``.
+
+RUN is a run's folder (its newest complete checkpoint is taken) or a checkpoint's. One process, no MPI. OUT gets the
+weights, config.json, the tokenizer, and the files that the run has kept of the folder of --init-from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kos.commands import program
+from kos.errors import CheckpointError, ConfigError, KosError
+from kos.files import printing, sync
+from kos.train import missing
+
+
+def export(source: Path, out: Path, dtype: str) -> int:
+    """Write ``out``, a new or empty folder, from the run or checkpoint ``source``; the number of its parameters.
+
+    ``out`` appears whole or not at all. A weight is rounded to the nearest number of ``dtype``, to even ones if two are
+    as near, as torch does. Takes the memory of one tensor.
+    """
+    from kos.train.checkpoint import checkpoint
+
+    found, out = checkpoint.find(source, weights_only=True).path, out.resolve()
+    temporary = out.with_name(f"{checkpoint.TEMPORARY}{out.name}")
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            got = f"one with {min(out.iterdir()).name}" if out.is_dir() else "a file"
+            raise CheckpointError(f"{out}: expected a new or an empty folder, got {got}")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        parameters = _write(found, temporary, dtype)
+        sync(temporary)
+        temporary.replace(out)
+        sync(out.parent)
+    except OSError as error:
+        raise CheckpointError(f"{out}: expected to write a folder, got {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return parameters
+
+
+def _write(found: Path, folder: Path, dtype: str) -> int:
+    """Write the weights of the checkpoint ``found`` to the same names, and all other files but the optimizer's."""
+    from kos.train.checkpoint import huggingface, saving
+    from kos.train.checkpoint.extra_files import CONFIG, MANIFEST
+
+    settings = json.loads((found / CONFIG).read_text(encoding="utf-8"))
+    saving.write_json(folder / CONFIG, settings | dict.fromkeys(("dtype", "torch_dtype"), dtype))
+    shapes = huggingface.read_config(found).parameter_shapes()
+    weights = huggingface.weight_files(found, shapes)
+    for name, held in weights.by_file().items():
+        saved = {each: huggingface.shape_as_saved(each, shapes[each]) for each in held}
+        tensors = (huggingface.as_saved(each, weights.read(each)) for each in held)
+        saving.write_tensors(folder / name, saved, tensors, dtype)
+    parameters = sum(map(math.prod, shapes.values()))
+    for name in json.loads((found / MANIFEST).read_text(encoding="utf-8"))["files"]:
+        if name == huggingface.INDEX:
+            index, size = json.loads((found / name).read_text()), saving.SAVED_DTYPES[dtype][1].itemsize
+            saving.write_json(folder / name, index | {"metadata": {"total_size": size * parameters}})
+        elif name != CONFIG and not name.endswith(".safetensors"):
+            shutil.copyfile(found / name, folder / name)
+            sync(folder / name)
+    return parameters
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog=program("kos.train.export"),
+        description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write: a new or an empty one")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    arguments = parser.parse_args(argv)
+    try:
+        parameters = export(arguments.run, arguments.out, arguments.dtype)
+    except (KosError, ImportError) as error:
+        reported = missing(error) if isinstance(error, ImportError) else error
+        print(f"kos: error: {reported}", file=sys.stderr)
+        return 2 if isinstance(reported, ConfigError) else 1
+    with printing():
+        print(f"{arguments.out}: {parameters:,} parameters in {arguments.dtype}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
