@@ -79,7 +79,7 @@ MUTATIONS = [
     Mutation(PEER_KERNELS + "exchange.cu", "|| has_room(q, room);", "|| true;", PEER + " -k back_to_back"),
     Mutation(PEER_KERNELS + "pieces.cuh", "return known != comes &&", "return false &&",
              "tests/comm/test_peer_failures.py -k belong"),
-    Mutation("kos/comm/gpu/peer/engine.py", "several = packets > most and", "several = False and",
+    Mutation("kos/comm/gpu/peer/exchange.py", "several = packets > most and", "several = False and",
              PEER + " -k one_after_the_other"),
     Mutation(PEER_KERNELS + "pieces.cuh", "if (!t && takes &&", "if (false &&", PEER + " -k message_behind"),
     Mutation(PEER_KERNELS + "packets.cuh", "store_relaxed(mine + at, 0);", ";", PEER + " -k epochs"),

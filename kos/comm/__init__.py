@@ -17,7 +17,8 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.bootstrap import default_rendezvous, rendezvous_of
 from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import DeviceBackend, device_of
+from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import dump_on_env_signal

@@ -18,9 +18,9 @@ from kos.comm.backend import Backend, Probe
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.gpu import auto
 from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import Route
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.gpu.routes import Route
 from kos.comm.host.mock import MockBackend
 from kos.comm.operation import Operation, Options
 from kos.comm.tuning import parse, read

@@ -15,7 +15,7 @@ import pytest
 import kos
 from kos.comm.control.env import EnvRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu import backend as gpu_backend
+from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.schedules import algorithms
@@ -301,12 +301,12 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], gpus: int
     """Hosts share those of the machine, NCCL takes them for several machines, and peer refuses."""
     on_hosts(monkeypatch, hosts)
     with no_gpu(monkeypatch):
-        monkeypatch.setattr(gpu_backend.driver, "require", lambda: None)
+        monkeypatch.setattr(gpu_devices.driver, "require", lambda: None)
         devices = [kos.cuda.devices.DeviceInfo(i, "", f"{i}", (9, 0), 1, 1, "", None, False) for i in range(gpus)]
-        monkeypatch.setattr(gpu_backend, "visible_devices", lambda: devices)
+        monkeypatch.setattr(gpu_devices, "visible_devices", lambda: devices)
 
         def body(rendezvous: EnvRendezvous) -> tuple[int, str, str]:
-            device = gpu_backend.device_of(rendezvous).index
+            device = gpu_devices.device_of(rendezvous).index
             return device, NCCLBackend.probe(rendezvous).claim, PeerBackend.probe(rendezvous).reason
 
         found = run_ranks(4, body)
