@@ -167,7 +167,7 @@ MUTATIONS = [
     Mutation(HOST + "shared/calls.py", "self.raise_mismatch(o.group, sequence, local)", "pass",
              "tests/comm/test_shared_failures.py -k mismatch_is_the_same"),
     Mutation(HOST + "shared/calls.py", "self.mark_closed(CLOSED_ORDERLY)", "pass", "tests/comm/test_calls.py -k gone"),
-    Mutation(HOST + "tcp.py", "super().find_failure() or self._mesh.find_failure()", "super().find_failure()",
+    Mutation(HOST + "backend.py", "known or self.transport.find_failure()", "known",
              "tests/comm/test_on_failure.py -k is_reported"),
     Mutation("kos/comm/watchdog.py", "failure is not None and backend.broken is None", "False",
              "tests/comm/test_on_failure.py -k cause"),

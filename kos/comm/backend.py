@@ -1,6 +1,6 @@
 """Backend: the interface behind a Communicator.
 
-``ScheduledBackend`` (scheduled.py) runs every operation over messages, ``DeviceBackend`` (gpu/) in kernels.
+``HostBackend`` (host/backend.py) runs every operation over a transport, ``DeviceBackend`` (gpu/) in kernels.
 """
 
 from __future__ import annotations

@@ -1,96 +1,44 @@
-"""ScheduledBackend: runs every operation over a transport, which moves messages between two ranks.
+"""ScheduledCalls: runs every operation over messages between two ranks.
 
-A subclass provides a ``Transport`` (``schedules/execute.py``) and, optionally, native calls: ``mock`` does, and
-``HostBackend`` (``host/backend.py``) for ranks that are processes.  This class stages the reduction (16-bit floats
-accumulate in fp32), tries ``native``, and otherwise runs a schedule over the transport.  So every such backend has
-every operation, with the same semantics.
+It stages the reduction (16-bit floats accumulate in fp32), tries a native call of the transport, and otherwise runs a
+schedule over its messages.  So every transport has every operation, with the same semantics.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
 
-from kos.comm.backend import Backend
 from kos.comm.failures import Ledger, blaming
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
-from kos.comm.prepared import Prepared
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
-from kos.comm.schedules.execute import Request, Transport, execute
+from kos.comm.schedules.execute import execute
+from kos.comm.transport import Request, Transport
 from kos.comm.work import Steps, Work
-from kos.errors import CollectiveMismatch, InvalidArgument
+from kos.errors import CollectiveMismatch
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
 
-# The schedule of each collective. Those of ``_ORDERED`` add in rank order.
-_DEFAULTS = {
-    "all_reduce": "ring", "reduce": "tree", "reduce_scatter": "ring", "scan": "chain", "exscan": "chain",
-    "broadcast": "tree", "all_gather": "ring", "all_to_all": "pairwise", "gather": "direct", "scatter": "direct",
-}  # fmt: skip
-_ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce_scatter": "one_shot"}
-_SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
+class ScheduledCalls:
+    """The operations of one rank over ``transport``, whose messages go through ``messages``.
 
+    ``messages`` is the transport itself, or the shared memory of the group's host, which has the same methods.
+    """
 
-class ScheduledBackend(Backend):
-    """Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
-
-    transport: Transport
-
-    def prepare(self, o: Operation) -> Prepared:
-        options, buffer = o.options, o.send or o.recv
-        if buffer is not None and buffer.device is not None:
-            raise InvalidArgument(
-                f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
-                f"{buffer.place}; {self.gpu_array_hint}"
-            )
-        if options.algorithm != AUTO and self.size > 1:
-            runnable(o.name, options.algorithm, self.size, root=o.root or 0)
-        return Prepared(o.without_memory(), self, self.launch)
-
-    def launch(self, work: Work[Any]) -> Steps | None:
-        """Begin ``work``; returns the steps that are left, None if it is complete."""
-        if self.ledger.board.last is not None:
-            self.ledger.board.clear_failure()
-        return self._run_over_transport(work)
-
-    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
-
-    # Optional methods of a subclass.
-
-    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
-        """Compare this call with the other ranks' calls of the same sequence number.
-
-        Returns a function that polls whether every rank has arrived, and raises CollectiveMismatch if their calls
-        differ.  Returns None if this backend cannot compare calls.
-        """
-        return None
-
-    def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
-        """The backend's own call for one staged collective, or None to run a schedule."""
-        return None
-
-    def choose(self, o: Operation, collective: str, nbytes: int) -> str:
-        """The schedule of a call."""
-        if o.options.algorithm != AUTO:
-            return o.options.algorithm
-        if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
-            return "halving_doubling"
-        return (_ORDERED if o.options.deterministic else _DEFAULTS)[collective]
+    def __init__(self, transport: Transport, messages: Any) -> None:
+        self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
 
     # The operations.
 
-    def _run_over_transport(self, work: Work[Any], all_arrived: Callable[[], bool] | None = None) -> Steps:
-        """``all_arrived``: the poll of ``agree``, if the ranks already compare this call."""
+    def run(self, work: Work[Any], all_arrived: Callable[[], bool] | None) -> Steps:
+        """The steps of ``work``; ``all_arrived`` is the poll of ``Transport.agree``."""
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{work.name}" if work.collective else "_message")
-        all_arrived = all_arrived or (self.agree(work) if work.collective else None)
         if all_arrived is None:
             yield from carry(work)
             return
@@ -101,31 +49,32 @@ class ScheduledBackend(Backend):
                 all_arrived()  # raises if the wait would never end
                 yield
         except BaseException:
-            tag = self._tag(work)
-            self.transport.cancel(lambda message: message.tag == tag)
+            tag = self.tag(work)
+            self.messages.cancel(lambda message: message.tag == tag)
             raise
+
+    def tag(self, work: Work[Any]) -> int:
+        """The tag of the messages of a collective."""
+        return self.transport.tag(work.sequence)
 
     def _carry(self, work: Work[Any], collective: str, **spaces: Array) -> Steps:
         """Run one staged collective, by a native call or a schedule."""
-        o = work.operation
         if self.size == 1:
             if "input" in spaces:
                 np.copyto(spaces["output"], spaces["input"])
             return
-        native = self.native(work, spaces, collective)
+        native = self.transport.native(work, spaces, collective)
         if native is not None:
             yield from native
             return
         nbytes = max(space.nbytes for space in spaces.values())
         if nbytes == 0:
             return
-        algorithm = self.choose(o, collective, nbytes)
+        o = work.operation
+        algorithm = self.transport.choose(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
-        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(work))
-
-    def _tag(self, work: Work[Any]) -> int:
-        return COLLECTIVE_TAGS + work.sequence % COLLECTIVE_TAGS
+        yield from execute(schedule, self.rank, self.messages, spaces, combine, self.tag(work))
 
     def _all_reduce(self, work: Work[Any]) -> Steps:
         """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""
@@ -166,7 +115,7 @@ class ScheduledBackend(Backend):
         o = work.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
-        yield from self._exchange(work, send, recv)
+        yield from self._send_pieces(work, send, recv)
 
     _all_gather_v = _gather_v = _scatter_v = _all_to_all_v
 
@@ -182,14 +131,14 @@ class ScheduledBackend(Backend):
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._exchange(work, _split(staged, work.operation.send_counts or ()), list(parts))
+        yield from self._send_pieces(work, _split(staged, work.operation.send_counts or ()), list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
 
     def _barrier(self, work: Work[Any]) -> Steps:
-        native = self.native(work, {}, "barrier") if self.size > 1 else None
-        yield from self._disseminate(self._tag(work)) if native is None else native
+        native = self.transport.native(work, {}, "barrier") if self.size > 1 else None
+        yield from self._disseminate(self.tag(work)) if native is None else native
 
     _split = _duplicate = _barrier  # the rendezvous makes the groups, but does not compare these calls
 
@@ -197,8 +146,8 @@ class ScheduledBackend(Backend):
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
         empty, distance = np.empty(0, np.uint8), 1
         while distance < self.size:
-            send = self.transport.isend(empty, (self.rank + distance) % self.size, tag)
-            recv = self.transport.irecv(empty, (self.rank - distance) % self.size, tag)
+            send = self.messages.isend(empty, (self.rank + distance) % self.size, tag)
+            recv = self.messages.irecv(empty, (self.rank - distance) % self.size, tag)
             yield from _wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
@@ -208,9 +157,9 @@ class ScheduledBackend(Backend):
 
         def post() -> Iterator[Request]:
             if message.src is not None:
-                yield self.transport.irecv(work.recv, message.src, message.recv_tag)
+                yield self.messages.irecv(work.recv, message.src, message.recv_tag)
             if message.dst is not None:
-                yield self.transport.isend(work.send, message.dst, message.tag)
+                yield self.messages.isend(work.send, message.dst, message.tag)
 
         return self._finish(post())
 
@@ -229,18 +178,18 @@ class ScheduledBackend(Backend):
             if wrong is not None:
                 raise wrong
         except BaseException:  # such as a timeout: cancel only these requests, not others with their tag
-            self.transport.cancel(lambda each: each in requests)
+            self.messages.cancel(lambda each: each in requests)
             raise
 
-    def _exchange(self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
+    def _send_pieces(self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
         """Send piece j to rank j and receive piece j from rank j, all at once; None: no message.
 
         Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
         """
-        tag, transport = self._tag(work), self.transport
+        tag, messages = self.tag(work), self.messages
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
-        requests = [transport.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
-        requests += [transport.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
+        requests = [messages.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
+        requests += [messages.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
         mine, own = send[self.rank], recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())

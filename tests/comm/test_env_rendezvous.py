@@ -16,7 +16,7 @@ import kos
 from kos.comm.control.bootstrap import default_rendezvous, launched_rank
 from kos.comm.control.env import EnvRendezvous, Place
 from kos.comm.control.hub import Hub
-from kos.comm.control.threads import SingleRendezvous
+from kos.comm.control.threads import ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import (
     ROOT,
@@ -53,7 +53,7 @@ def test_variables_of_launchers() -> None:
 
 
 def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
-    assert isinstance(default_rendezvous(5), SingleRendezvous)
+    assert isinstance(default_rendezvous(5), ThreadRendezvous)
     no_launcher.setenv("RANK", "0")
     no_launcher.setenv("WORLD_SIZE", "1")
     rendezvous = default_rendezvous(5)

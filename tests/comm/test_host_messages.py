@@ -38,8 +38,8 @@ def run(kind: str) -> Callable[..., Any]:
 def assert_nothing_is_left(comm: kos.Communicator) -> None:
     comm.barrier()
     backend: Any = comm.backend
-    if backend._node is not None:
-        assert backend._calls.core.held() == (0, 0, 0)
+    if backend.node is not None:
+        assert backend.calls.core.held() == (0, 0, 0)
         return
     for end in backend.transport.peers.values():
         assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)

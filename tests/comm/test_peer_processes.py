@@ -16,7 +16,7 @@ import pytest
 import kos
 from kos import cuda
 from kos.comm.control.env import EnvRendezvous
-from kos.comm.control.threads import SingleRendezvous
+from kos.comm.control.threads import single_rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch
 from kos.comm.reduction import ReduceOp
@@ -76,7 +76,7 @@ def child(role: str, algorithm: str) -> None:
     with pytest.raises((CollectiveTimeout, RankLost), match=f"all_reduce #5: rank {size - 1} "):
         engine.record.check("all_reduce #5")
     engine.close()
-    alone = PeerEngine(SingleRendezvous(), device, staging=1 << 20)  # the GPU works on
+    alone = PeerEngine(single_rendezvous(), device, staging=1 << 20)  # the GPU works on
     alone.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM)(stream)
     np.testing.assert_array_equal(y.numpy(stream), x.numpy(stream))
     alone.close()

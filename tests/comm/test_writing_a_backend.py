@@ -81,45 +81,42 @@ def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatc
 
 
 def without_agree(backend: Any) -> None:
-    backend.agree = lambda backend, call: None
+    backend.agree = lambda backend, call, local: None
 
 
 def without_failed(backend: Any) -> None:
-    del backend.failed
+    del backend.report_failure
 
 
 def without_cancel(backend: Any) -> None:
-    backend.__init__.__globals__["Mail"].cancel = lambda mail, cancelled: None
+    backend.cancel = lambda backend, cancelled: None
 
 
 def without_last(backend: Any) -> None:
     """A defect: the last element of a message is not written."""
-    mail = backend.__init__.__globals__["Mail"]
 
-    def take(self: Any, receive: Any, take: Any = mail.take) -> None:
+    def take(self: Any, receive: Any, take: Any = backend.take) -> None:
         last = receive.array[-1:].copy()
         take(self, receive)
         receive.array[-1:] = last
 
-    mail.take = take
+    backend.take = take
 
 
 def without_root(backend: Any) -> None:
     """A defect: rank 0 is the root of every broadcast."""
 
-    def carry(self: Any, call: Any, collective: str, carry: Any = backend._carry, **spaces: Any) -> Any:
+    def native(self: Any, call: Any, spaces: Any, collective: str) -> None:
         if collective == "broadcast":
             call.prepared.operation = replace(call.operation, root=0)
-        return carry(self, call, collective, **spaces)
 
-    backend._carry = carry
+    backend.native = native
 
 
 def without_order(backend: Any) -> None:
     """A defect: of two messages with the same tag and length, the second is received first."""
-    mail = backend.__init__.__globals__["Mail"]
 
-    def take(self: Any, receive: Any, take: Any = mail.take) -> None:
+    def take(self: Any, receive: Any, take: Any = backend.take) -> None:
         stem, number = f"{receive.peer}-{self.rank}-{receive.tag}-", self.taken[receive.peer, receive.tag]
         first, second = (Path(self.folder.path, f"{stem}{number + n}") for n in (0, 1))
         mine = self.posted[receive.peer, receive.tag][0] is receive
@@ -130,7 +127,7 @@ def without_order(backend: Any) -> None:
                 second.write_bytes(contents[0])
         take(self, receive)
 
-    mail.take = take
+    backend.take = take
 
 
 @pytest.mark.parametrize(("change", "check", "cause"), [
@@ -164,8 +161,8 @@ from kos.testing.conformance.__main__ import main
 
 agree, conformance.CHECK_SECONDS = Files.agree, 2.0
 
-def without_timeout(backend, call):
-    poll = agree(backend, call)
+def without_timeout(backend, call, local):
+    poll = agree(backend, call, local)
     def wait():
         while not poll():
             time.sleep(0.001)

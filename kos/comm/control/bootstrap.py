@@ -19,7 +19,7 @@ from kos.comm.control.function import rendezvous_by_function
 from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
 from kos.comm.control.store import Store, StoreRendezvous, of_process_group
-from kos.comm.control.threads import RankThread, SingleRendezvous
+from kos.comm.control.threads import RANK_THREAD, single_rendezvous
 from kos.errors import InvalidArgument
 
 _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
@@ -30,7 +30,7 @@ def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: b
 
     Raises InvalidArgument in a thread of ``kos.testing.spawn``, where each rank would become a group of one.
     """
-    if isinstance(threading.current_thread(), RankThread):
+    if threading.current_thread().name.startswith(RANK_THREAD):
         raise InvalidArgument(
             "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
         )
@@ -38,7 +38,7 @@ def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: b
         if Place.is_given():
             return EnvRendezvous(timeout)
         if not by_mpi:
-            return SingleRendezvous(timeout)
+            return single_rendezvous(timeout)
     return rendezvous_of_mpi(timeout=timeout, process_hooks=process_hooks)
 
 
