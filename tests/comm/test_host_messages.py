@@ -106,7 +106,7 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
             comm.recv(np.ones(1), 0, 3)  # all messages that can arrive have arrived
             transport: Any = comm.backend.transport
             [end] = transport.peers.values()
-            lengths = [len(each.data) for queue in end._arrived.values() for each in queue if each.data is not None]
+            lengths = [len(data) for queue in end._arrived.values() for _, _, data, _ in queue if data is not None]
             assert number > len(lengths) > number // 8
             assert sum(lengths) + len(lengths) * tcp_messages.OVERHEAD_BYTES <= credit
             for i in range(number):

@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos.comm.backend import Probe
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import JobRendezvous
 from kos.comm.control.mpi_job import Backoff
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
@@ -144,7 +144,7 @@ def sockets() -> Iterator[None]:
 
 
 def on_sockets(size: int, body: Any, timeout: float = TIMEOUT) -> list[Any]:
-    def rank(rendezvous: EnvRendezvous) -> Any:
+    def rank(rendezvous: JobRendezvous) -> Any:
         with kos.init("sockets", rendezvous=rendezvous, timeout=timeout) as world:
             return body(world)
 

@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos import cuda
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import env_rendezvous
 from kos.comm.control.threads import single_rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch
@@ -39,7 +39,7 @@ pytestmark = [
 
 def child(role: str, algorithm: str) -> None:
     """One rank, told who it is by its environment."""
-    rendezvous = EnvRendezvous(30.0)
+    rendezvous = env_rendezvous(30.0)
     rank, size = rendezvous.rank, rendezvous.size
     device = rank % len(cuda.visible_devices())
     cuda.set_device(device)

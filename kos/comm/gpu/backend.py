@@ -35,7 +35,7 @@ from kos.comm.prepared import Prepared
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
 from kos.comm.tuning import Table
-from kos.comm.work import Idle, Work
+from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
@@ -115,7 +115,7 @@ class DeviceBackend(Backend):
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
     ) -> DeviceBackend | None: ...
 
-    def idle(self) -> Idle:
+    def idle(self) -> Any:
         return mpi_job.Backoff()
 
     # Launching.

@@ -22,10 +22,9 @@ from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.shared import ABORTED, CallRing, Node, Segment, SharedArrays, open_segment
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
-from kos.comm.scheduled import ScheduledCalls
 from kos.comm.schedules import runnable
-from kos.comm.transport import Transport
-from kos.comm.work import Engine, Idle, Steps, Work
+from kos.comm.transport import ScheduledCalls, Transport
+from kos.comm.work import Engine, Steps, Work
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.memory import Buffer
 
@@ -123,7 +122,7 @@ class HostBackend(Backend):
 
     # How operations run.
 
-    def idle(self) -> Idle:
+    def idle(self) -> Any:
         """Shared memory has no events: a wait polls."""
         return Backoff(self.crowded) if self.shares_memory else self.transport.idle()
 

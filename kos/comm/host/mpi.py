@@ -30,8 +30,7 @@ from kos.comm.host.shared.calls import CHECK_SECONDS, CallRing
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
-from kos.comm.scheduled import remove, take, wrong_message
-from kos.comm.transport import Request, Transport
+from kos.comm.transport import Request, Transport, remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost

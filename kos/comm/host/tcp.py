@@ -22,7 +22,7 @@ from kos.comm.host.fingerprints import described
 from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.transport import Request, Transport
-from kos.comm.work import Engine, Idle, Work
+from kos.comm.work import Engine, Work
 from kos.errors import KosError
 
 Array = np.ndarray[Any, Any]
@@ -63,7 +63,7 @@ class TCPTransport(Transport):
             return Probe(False, f"the ranks did not connect over TCP ({how})")
         return Probe(True, "sockets between the ranks")
 
-    def idle(self) -> Idle:
+    def idle(self) -> Any:
         return self.poller
 
     def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:

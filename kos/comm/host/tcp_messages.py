@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from kos.comm.control.wire import Waiting, fill
 from kos.comm.failures import RECENT_SECONDS, from_record
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.scheduled import remove, take, wrong_message
+from kos.comm.transport import remove, take, wrong_message
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
@@ -100,13 +100,8 @@ class TCPMessage:
         return self.complete
 
 
-class _Arrival(NamedTuple):
-    """A message that arrived: its bytes, or its number if it waits for a CTS."""
-
-    nbytes: int
-    call: int
-    data: memoryview | None
-    number: int = 0
+Arrival = tuple[int, int, memoryview | None, int]
+"""A message that arrived: bytes, dtype or fingerprint, the data, and its number if it waits for a CTS instead."""
 
 
 class _Outgoing:
@@ -141,7 +136,7 @@ class Peer:
         self._cause: KosError | None = None  # the failure that made it abort
         self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
         self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
-        self._arrived: dict[int, deque[_Arrival]] = {}  # messages without a receive, by tag
+        self._arrived: dict[int, deque[Arrival]] = {}  # messages without a receive, by tag
         self._outgoing: deque[_Outgoing] = deque()
         self._announced: dict[int, TCPMessage] = {}  # sends that wait for a CTS, by number
         self._incoming: dict[int, TCPMessage] = {}  # receives whose data is in flight, by number; 0: of a short message
@@ -299,9 +294,9 @@ class Peer:
                     self._freed += nbytes + OVERHEAD_BYTES
                 else:
                     buffered = yield from self._bytes(nbytes)  # held until the next: freed pages return to the system
-                    self._arrive(tag, _Arrival(nbytes, call, buffered))
+                    self._arrive(tag, (nbytes, call, buffered, 0))
             elif kind == RTS:
-                self._arrive(tag, _Arrival(nbytes, call, None, number))
+                self._arrive(tag, (nbytes, call, None, number))
             elif kind == CTS:
                 self._credits += nbytes
                 if (message := self._announced.pop(number, None)) is not None:  # else it was cancelled
@@ -342,33 +337,34 @@ class Peer:
         yield from fill(self.sock, lambda: data)
         return data
 
-    def _arrive(self, tag: int, arrival: _Arrival) -> None:
-        if tag >= COLLECTIVE_TAGS and arrival.call:
-            self.transport.compare(tag, self.rank, arrival.call)
+    def _arrive(self, tag: int, arrival: Arrival) -> None:
+        if tag >= COLLECTIVE_TAGS and arrival[1]:
+            self.transport.compare(tag, self.rank, arrival[1])
         message = take(self._posted, tag)
         if message is None:
             self._arrived.setdefault(tag, deque()).append(arrival)
         else:
             self._match(message, arrival)
 
-    def _match(self, message: TCPMessage, arrival: _Arrival) -> None:
+    def _match(self, message: TCPMessage, arrival: Arrival) -> None:
         """Match a receive with its message."""
-        collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
-        fits = expected == got and message.call == arrival.call
-        if not fits and not (collective and message.call != arrival.call):  # all ranks raise that mismatch
-            dtype = message.dtype if collective else dtype_of_code(arrival.call)
+        got, call, data, number = arrival
+        collective, expected = message.tag >= COLLECTIVE_TAGS, len(message.view)
+        fits = expected == got and message.call == call
+        if not fits and not (collective and message.call != call):  # all ranks raise that mismatch
+            dtype = message.dtype if collective else dtype_of_code(call)
             transport, wanted = self.transport, (expected, message.dtype)
             message.error = wrong_message(transport.ledger, transport.rank, wanted, self.rank, (got, dtype))
-        if arrival.data is not None:
+        if data is not None:
             if fits:
-                message.view[:] = arrival.data
+                message.view[:] = data
                 message.complete = True
             self._freed += got + OVERHEAD_BYTES
         elif fits:
-            self._incoming[arrival.number] = message
+            self._incoming[number] = message
             # Credits return only with a CTS: a sender that waits for none may have closed, and writing to it would make
             # TCP discard its last messages.
-            self._queue(CTS, message.tag, arrival.number, self._freed, message.call)
+            self._queue(CTS, message.tag, number, self._freed, message.call)
             self._freed = 0
         elif message.error is not None:
-            self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
+            self._queue(REFUSE, message.tag, number, expected, message.call)

@@ -18,9 +18,8 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.scheduled import remove, take, wrong_message
-from kos.comm.transport import Request, Transport
-from kos.comm.work import Engine, Idle, Steps, Work
+from kos.comm.transport import Request, Transport, remove, take, wrong_message
+from kos.comm.work import Engine, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, plural
 
 Array = np.ndarray[Any, Any]
@@ -107,15 +106,15 @@ class ThreadTransport(Transport):
 
     # How a wait sleeps: on this rank's condition, which every message and every change of the group notifies.
 
-    def idle(self) -> Idle:
+    def idle(self) -> Any:
         return self
 
     def mark(self) -> int:
-        """As in ``Idle``."""
+        """As in ``Backend.idle``."""
         return self.group.world.events[self._me]
 
     def pause(self, mark: int, seconds: float | None) -> None:
-        """As in ``Idle``."""
+        """As in ``Backend.idle``."""
         world = self.group.world
         active = self.engine.outstanding() if world.watch is not None else []
         with world.lock:
@@ -129,7 +128,7 @@ class ThreadTransport(Transport):
         if watch is None:
             return run(work)
         if work.name not in ("split", "duplicate"):
-            on_discard = watch.plan.inject(self.group.world, self._me, work)
+            on_discard = watch.plan.inject(self.group.world, self._me, work) if watch.plan.faults else None
             self._discard(self.tag(work.sequence) if work.collective else work.operation.message.tag, on_discard)
             if work.collective:
                 watch.delay_collective()

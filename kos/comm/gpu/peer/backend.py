@@ -34,10 +34,10 @@ from kos.comm.gpu.memory import Piece, Windows
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies, is_beside
-from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
+from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine, Run
 from kos.comm.gpu.peer.exchange import MAX_RANKS
-from kos.comm.gpu.peer.launches import PACKETS, Launches
+from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
 from kos.comm.gpu.routes import Route
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp

@@ -24,10 +24,9 @@ import numpy as np
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.memory import Piece
-from kos.comm.gpu.peer.concurrent import Occupancy
 from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
-from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
+from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches, Occupancy
 from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
 from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
