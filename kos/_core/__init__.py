@@ -1,4 +1,4 @@
-"""The compiled core: runs calls in the shared memory of a host, and launches kernels, without executing Python code.
+"""The compiled core: runs calls in the shared memory of a host without executing Python code.
 
 It is optional: without it, or with KOS_CORE=0, the ranks of one host work as those of several hosts do.  ``core.h`` has
 its interface in C, ``native.pyi`` that in Python.

@@ -31,9 +31,8 @@ static inline int step(kos_group *g, kos_work *w) { return is_message(w) ? kos_m
 
 kos_watch kos_watch_of(const kos_group *g, const kos_work *w) {
     kos_watch watch = {.progress = kos_progress_of(w), .unreadable = is_message(w) ? 0 : w->unreadable};
-    const int begun = kos_stage_of(w) || kos_phase_of(w) != KOS_NOT_PUT;
     if (!is_message(w)) {
-        watch.stage = begun ? w->first + kos_stage_of(w) : g->stage;
+        watch.stage = kos_stage_in_group(g, w);
         return watch;
     }
     const kos_message *s = &w->send_end;
@@ -152,13 +151,18 @@ void kos_enqueue(kos_group *g, kos_work *w) {
     g->tail = w;
 }
 
-static void pop(kos_group *g) {
-    kos_work *w = g->head;
-    g->head = w->next;
-    if (!g->head)
-        g->tail = NULL;
+// Moves a Work from its queue to those that are over.
+static void end(kos_group *g, kos_work **at) {
+    kos_work *w = *at;
+    *at = w->next;
     w->next = g->over;
     g->over = w;
+}
+
+static void end_first(kos_group *g) {
+    end(g, &g->head);
+    if (!g->head)
+        g->tail = NULL;
 }
 
 // Calls `ended` of the Works that are over: last, because it may free arrays, whose destructors may call the core.
@@ -178,22 +182,14 @@ static void break_work(kos_work *w, kos_result result) {
 static void fail_collectives(kos_group *g, kos_result result) {
     while (g->head) {
         break_work(g->head, result);
-        pop(g);
+        end_first(g);
     }
 }
 
-static void end_message(kos_group *g, kos_work **at) {
-    kos_work *w = *at;
-    *at = w->next;
-    w->next = g->over;
-    g->over = w;
-}
-
 static void fail_message(kos_group *g, kos_work **at, kos_result result) {
-    kos_work *w = *at;
-    kos_mail_cancel(g, w);
-    break_work(w, result);
-    end_message(g, at);
+    kos_mail_cancel(g, *at);
+    break_work(*at, result);
+    end(g, at);
 }
 
 static void fail_all(kos_group *g, kos_result result) {
@@ -228,7 +224,7 @@ static void advance_messages(kos_group *g) {
         if (result.status == KOS_FAILED)
             fail_message(g, at, result);
         else if (result.status == KOS_DONE)
-            end_message(g, at);
+            end(g, at);
         else
             at = &w->next;
     }
@@ -247,7 +243,7 @@ static void advance_collectives(kos_group *g) {
             fail_collectives(g, g->head->result);
         if (status != KOS_DONE)
             break;
-        pop(g);
+        end_first(g);
     }
     if (!g->head)
         return;

@@ -29,14 +29,13 @@ enum kos_code {
     KOS_REPORTED,     // Python has reported a failure, whose text is in its part of the segment
     KOS_FORKED,       // this process was forked from the one that made the group
     KOS_CLOSED,       // this rank has closed the group
-    KOS_DRIVER,       // the CUDA driver refused a launch
     KOS_COUNTS,       // `rank` sends another number of bytes than its receiver expects: kos_group.counts
     KOS_MESSAGE,      // the message of `rank` and its receive differ in bytes or dtype; only these two ends fail
     KOS_REFUSED_MESSAGE,  // the same, for the sender: `rank` expects other bytes or another dtype
 };
 
 // `word` is the failure word for KOS_REPORTED, which is the same on all ranks; for KOS_MISMATCH the number of the call,
-// for KOS_DRIVER the status of the driver, for the two of messages what the other end has: its bytes << 8 | its dtype.
+// for the two of messages what the other end has: its bytes << 8 | its dtype.
 typedef struct {
     uint8_t status, code;
     uint16_t rank;
@@ -203,10 +202,10 @@ typedef struct {
     uint64_t send_bytes, recv_bytes;  // of the arrays
     uint64_t per_stage, stages;      // bytes of a part in one stage; stages, 0: known after the first one
     unsigned alignment;
-    uint8_t operation, algorithm, dtype;
+    uint8_t operation, algorithm;
     uint8_t small;                   // the payload shares the cache line of the stamp
     uint8_t varies;
-    int root, size, dst, src;
+    int root, dst, src;
     uint64_t tag, recv_tag;          // of messages, with the dtype
     kos_part parts[];                // send parts by rank, then those received
 } kos_prepared;
@@ -332,6 +331,10 @@ static inline uint64_t kos_progress_of(const kos_work *w) {
 }
 static inline int kos_phase_of(const kos_work *w) { return kos_progress_of(w) & 7; }
 static inline uint64_t kos_stage_of(const kos_work *w) { return kos_progress_of(w) >> 3; }
+static inline uint64_t kos_stage_in_group(const kos_group *g, const kos_work *w) {
+    const uint64_t stage = kos_stage_of(w);
+    return stage || kos_phase_of(w) != KOS_NOT_PUT ? w->first + stage : g->stage;
+}
 
 // Relaxed: `progress` orders no data.  Threads of one rank order it by the GIL.
 static inline void kos_set(kos_work *w, uint64_t stage, int phase) {
@@ -357,7 +360,7 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size);  
 void kos_free(kos_group *g);  // what kos_open has allocated
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint);  // that this rank begins that call
 int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint);  // a rank whose call differs, or -1
-uint64_t kos_fail(const kos_group *g, uint64_t sequence);  // the failure word: this, or an earlier failure
+void kos_fail(const kos_group *g, uint64_t sequence);  // sets the failure word, unless an earlier failure has
 kos_result kos_failure(const kos_group *g, uint64_t sequence);  // FAILED if that call cannot go on, or PENDING
 int64_t kos_clock(void);
 
@@ -405,28 +408,5 @@ int kos_missing(const kos_group *g, const kos_work *w, int rank);  // whether it
 kos_watch kos_watch_of(const kos_group *g, const kos_work *w);
 // Waits until the Work may go on: PENDING; or until `until`: CHECK.  Needs no GIL.
 kos_result kos_park(const kos_group *g, const kos_work *w, const kos_watch *watch, int64_t until);
-
-// launch.c: cuLaunchKernelEx.  The driver's headers are not needed: these are its types.
-typedef struct {
-    unsigned grid[3], block[3], shared_bytes;
-    void *stream, *attributes;
-    unsigned attribute_count;
-} kos_launch_config;
-
-typedef int (*kos_launch_function)(const kos_launch_config *, void *kernel, void **parameters, void **extra);
-
-enum { KOS_PARAMETER_BYTES = 4096, KOS_WORDS = 16 };  // the driver's limit for a kernel's parameters; words of a start
-
-// A kernel with its launch and its parameters: immutable.  Python packs it (kos/_core/kernel.py), as bytes.
-typedef struct {
-    kos_launch_function launch;
-    void *kernel;  // CUfunction
-    kos_launch_config config;
-    uint64_t fingerprint;
-    size_t bytes;
-    uint8_t parameters[];  // with the kernel's own offsets; a start replaces the first 8-byte words
-} kos_kernel;
-
-int kos_launch(const kos_kernel *k, void *stream, const uint64_t *words, size_t count);  // needs no GIL; CUresult
 
 #endif

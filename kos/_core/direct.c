@@ -109,7 +109,7 @@ static int take_part(kos_group *g, kos_work *w, int r, const kos_slot *slot) {
 
 // A rank whose bytes to or from the root differ from what the other end expects, or -1.  All ranks find the same one.
 static int differing(kos_group *g, const kos_prepared *p, kos_slot **slots) {
-    for (int r = 0; r < p->size; r++) {
+    for (int r = 0; r < g->size; r++) {
         const int gathers = p->operation == KOS_GATHER, from = gathers ? r : p->root, to = gathers ? p->root : r;
         const kos_offer *sender = offer_of(slots[from]), *receiver = offer_of(slots[to]);
         if (r != p->root && !agree(g, to, receiver->parts[from].expects, sender->parts[to].bytes))
@@ -142,8 +142,6 @@ static int reduce_parts(kos_group *g, kos_work *w, kos_slot **slots) {
 
 int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots) {
     const kos_prepared *p = w->prepared;
-    const int first = p->patterns[0]->sources == KOS_ROOT ? p->root : 0;
-    const int last = p->patterns[0]->sources == KOS_ROOT ? p->root + 1 : g->size;
     uint64_t later = 0;
     int error = 0, r;
     w->unreadable = 0;
@@ -158,8 +156,8 @@ int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots) {
     } else if (p->patterns[0]->reduces)
         error = reduce_parts(g, w, slots);
     else if (takes(p, g->rank))
-        for (int r = first; r < last && !error; r++)
-            if ((error = take_part(g, w, r, slots[r])))
+        for (int r = 0; r < g->size && !error; r++)
+            if (kos_is_in(p->patterns[0]->sources, r, p->root) && (error = take_part(g, w, r, slots[r])))
                 w->unreadable = r + 1;
     if (p->varies && is_rooted(p) && error <= 0 && (r = differing(g, p, slots)) >= 0) {
         w->unreadable = r + 1;

@@ -117,7 +117,9 @@ static int send(kos_group *g, kos_box *box, kos_message *m) {
         memcpy(mail->small, m->data, m->bytes);
         box->eager = credit;
         publish(box, mail, m->what | (uint64_t)INLINE << KOS_KIND_AT, m->bytes);
-    } else if (eager && m->bytes <= g->layout.room / 4 && (at = reserve(g, box, m->bytes, taken)) != UINT64_MAX) {
+    } else if (eager && m->bytes <= g->layout.room / 4) {
+        if ((at = reserve(g, box, m->bytes, taken)) == UINT64_MAX)
+            return 0;  // the receiver makes room, whatever it waits for
         memcpy(box->out_room + at, m->data, m->bytes);
         mail->where = at;
         box->eager = credit;

@@ -7,40 +7,6 @@
 #include <sched.h>
 #include <string.h>
 
-static PyObject *group_launch(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    Group *g = (Group *)self;
-    uint64_t words[KOS_WORDS];
-    char *packed;
-    Py_ssize_t bytes, given = count - 3;
-    if (given < 0 || given > KOS_WORDS)
-        return PyErr_Format(PyExc_TypeError, "launch: expected kernel, number, stream and up to %d words", KOS_WORDS);
-    if (PyBytes_AsStringAndSize(args[0], &packed, &bytes))
-        return NULL;
-    const kos_kernel *k = (const kos_kernel *)packed;
-    if ((size_t)bytes < sizeof *k || k->bytes != bytes - sizeof *k || k->bytes > KOS_PARAMETER_BYTES
-        || given * sizeof *words > k->bytes)
-        return PyErr_Format(PyExc_ValueError, "launch: expected a packed kernel with at least %zd words", given);
-    const uint64_t sequence = PyLong_AsUnsignedLongLong(args[1]);
-    void *stream = PyLong_AsVoidPtr(args[2]);
-    for (Py_ssize_t i = 0; i < given; i++)
-        words[i] = PyLong_AsUnsignedLongLong(args[3 + i]);
-    if (PyErr_Occurred())
-        return NULL;
-    kos_result r = kos_failure(&g->core, sequence);
-    if (r.status == KOS_FAILED)
-        return raise_failure(g, r);
-    kos_publish(&g->core, sequence, k->fingerprint);
-    int status;
-    Py_BEGIN_ALLOW_THREADS  // a full launch queue blocks, and the watchdog must run to end it
-    status = kos_launch(k, stream, words, given);
-    Py_END_ALLOW_THREADS
-    if (status)
-        return raise_failure(g, (kos_result){KOS_FAILED, KOS_DRIVER, g->core.rank, status});
-    Py_RETURN_NONE;
-}
-
-// --- The rest of a group ---------------------------------------------------------------------------------------------
-
 // Whether this process may not use the memory: the group is closed, or another process made it.
 static int is_over(const kos_group *g) {
     const int code = kos_failure(g, 0).code;
@@ -141,7 +107,7 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     g->core.ended = work_ended;
     g->core.spin_ns = spin * 1e9;
-    g->owner = Py_NewRef(owner);
+    g->objects[OWNER] = Py_NewRef(owner);
     if (!PyObject_GetBuffer(memory, &g->memory, PyBUF_WRITABLE)) {
         int error = kos_open(&g->core, g->memory.buf, g->memory.len, rank, size);
         const char *text = "expected the memory of layout(%d) and a rank of it, got %zd bytes and rank %d";
@@ -155,14 +121,22 @@ static PyObject *group_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     return (PyObject *)g;
 }
 
+// forget(): all calls; each operation does so when it is called next.
+static PyObject *group_forget(PyObject *self, PyObject *unused) {
+    ((Group *)self)->generation++;
+    Py_RETURN_NONE;
+}
+
 static int group_traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT((PyObject *)Py_TYPE(self));
-    Py_VISIT(((Group *)self)->owner);
+    for (int i = 0; i < OBJECTS; i++)
+        Py_VISIT(((Group *)self)->objects[i]);
     return 0;
 }
 
 static int group_clear(PyObject *self) {
-    Py_CLEAR(((Group *)self)->owner);
+    for (int i = 0; i < OBJECTS; i++)
+        Py_CLEAR(((Group *)self)->objects[i]);
     return 0;
 }
 
@@ -188,7 +162,6 @@ static PyObject *layout(PyObject *self, PyObject *argument) {
 }
 
 static PyMethodDef group_methods[] = {
-    {"launch", (PyCFunction)(void *)group_launch, METH_FASTCALL, NULL},
     {"prepare", group_prepare, METH_VARARGS, NULL},
     {"publish", (PyCFunction)(void *)group_publish, METH_FASTCALL, NULL},
     {"read", group_read, METH_VARARGS, NULL},
@@ -197,6 +170,9 @@ static PyMethodDef group_methods[] = {
     {"counts", group_counts, METH_NOARGS, NULL},
     {"held", group_held, METH_NOARGS, NULL},
     {"close", group_close, METH_NOARGS, NULL},
+    {"bind", (PyCFunction)(void *)group_bind, METH_FASTCALL, NULL},
+    {"method", group_method, METH_VARARGS, NULL},
+    {"forget", group_forget, METH_NOARGS, NULL},
     {0},
 };
 static PyMemberDef group_members[] = {
@@ -205,6 +181,8 @@ static PyMemberDef group_members[] = {
     {"yields", T_INT, offsetof(Group, core.yields), 0, NULL},
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
     {"parked", T_INT, offsetof(Group, parked), READONLY, NULL},
+    {"off", T_BOOL, offsetof(Group, off), 0, NULL},
+    {"hits", T_ULONGLONG, offsetof(Group, hits), READONLY, NULL},
     {0},
 };
 static PyType_Slot group_slots[] = {
@@ -217,7 +195,7 @@ static PyType_Spec group_spec = {"kos._core.native.Group", sizeof(Group), 0, Py_
 #define CONSTANT(name) {#name, KOS_##name}
 static const struct { const char *name; long value; } constants[] = {
     CONSTANT(LINE), CONSTANT(RING), CONSTANT(TEXTS), CONSTANT(TEXT_BYTES), CONSTANT(SLOT_BYTES), CONSTANT(MAX_RANKS),
-    CONSTANT(MISMATCH), CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(DRIVER), CONSTANT(COUNTS),
+    CONSTANT(MISMATCH), CONSTANT(REPORTED), CONSTANT(FORKED), CONSTANT(CLOSED), CONSTANT(COUNTS),
     CONSTANT(MESSAGE), CONSTANT(REFUSED_MESSAGE), CONSTANT(WORD_SEQUENCE), CONSTANT(AWAITS_READ),
     CONSTANT(AWAITS_MESSAGE), CONSTANT(HEADERS),
 };
@@ -230,16 +208,8 @@ static PyObject *stop_at(PyObject *self, PyObject *args) {
 }
 #endif
 
-// fence(): what this thread has written before is visible to whoever sees what it writes after; the same for reads.
-static PyObject *fence(PyObject *self, PyObject *unused) {
-    atomic_thread_fence(memory_order_seq_cst);
-    Py_RETURN_NONE;
-}
-
 static PyMethodDef functions[] = {
     {"layout", layout, METH_O, NULL},
-    {"fence", fence, METH_NOARGS, NULL},
-    {"arrays", eager_arrays, METH_VARARGS, NULL},
 #ifdef KOS_POINTS
     {"stop_at", stop_at, METH_VARARGS, NULL},
 #endif
@@ -251,8 +221,7 @@ PyMODINIT_FUNC PyInit_native(void) {
     PyObject *m = PyModule_Create(&module), *group = PyType_FromSpec(&group_spec);
     work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
     prepared_type = (PyTypeObject *)PyType_FromSpec(&prepared_spec);
-    int error = !m || !group || !work_type || !prepared_type || PyModule_AddObjectRef(m, "Group", group)
-        || eager_init(m);
+    int error = !m || !group || !work_type || !prepared_type || PyModule_AddObjectRef(m, "Group", group) || eager_init();
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);
     Py_XDECREF(group);

@@ -15,13 +15,21 @@ typedef struct {
     kos_prepared *core;
 } Prepared;
 
+// What a Group refers to.  All but its owner are those of the communicator that it is bound to; ACTIVE: the Works of
+// the engine, SLOTS: of the recorder.
+enum { OWNER, COMM, BACKEND, NODE, BOARD, ACTIVE, RECORDER, SLOTS, COLLECTIVES, MESSAGES, OBJECTS };
+
 typedef struct {
     PyObject_HEAD
     kos_group core;
-    PyObject *owner;
+    PyObject *objects[OBJECTS];
     Py_buffer memory;
     int parked;                // threads that wait without the GIL
     unsigned long long parks;  // how many such waits began
+    // Of module_eager.c.
+    char off;                 // in a batch
+    unsigned generation;      // how often all calls were forgotten
+    unsigned long long hits;  // calls that were started there
 } Group;
 
 // The arrays of a call; `obj` NULL: none.
@@ -45,7 +53,8 @@ PyObject *group_prepare(PyObject *g, PyObject *args);
 // Starts a call on these arrays, or None, whose memory is `from` and `to`.  Returns None if it is complete while this
 // thread holds the GIL, or a Work, perhaps of a call that has failed.
 PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to);
-PyObject *eager_arrays(PyObject *self, PyObject *args);
-int eager_init(PyObject *m);
+PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
+PyObject *group_method(PyObject *g, PyObject *args);
+int eager_init(void);
 
 #endif

@@ -1,9 +1,6 @@
 // The path of a call from Python: its arrays, a start, the wait, and the Work if it does not complete at once.
 #include "module.h"
 
-#include <stdio.h>
-#include <string.h>
-
 PyTypeObject *work_type, *prepared_type;
 
 static uint8_t nothing[64];  // the memory of no array: C forbids copies of no bytes to NULL
@@ -23,8 +20,8 @@ void work_ended(kos_work *w) {
     Py_DECREF((PyObject *)work);  // the reference of the queue
 }
 
-// A new Work in the queue, which takes over the started call and the arrays.
-static PyObject *enqueue(Group *g, Prepared *p, kos_work *w, arrays *a) {
+// The Work of a call that has begun, with this result; takes over the arrays.  One that is pending joins the queue.
+static PyObject *work_of(Group *g, Prepared *p, const kos_work *w, kos_result r, arrays *a) {
     Work *work = PyObject_New(Work, work_type);
     if (!work) {
         release(a);
@@ -34,13 +31,19 @@ static PyObject *enqueue(Group *g, Prepared *p, kos_work *w, arrays *a) {
     work->held = *a;
     work->group = Py_NewRef((PyObject *)g);
     work->prepared = Py_NewRef((PyObject *)p);
-    kos_enqueue(&g->core, &work->core);
-    return Py_NewRef((PyObject *)work);
+    if (r.status == KOS_PENDING) {
+        Py_INCREF((PyObject *)work);
+        kos_enqueue(&g->core, &work->core);
+    } else {
+        work->core.result = r;
+        kos_set(&work->core, 0, KOS_BROKEN);
+    }
+    return (PyObject *)work;
 }
 
 PyObject *raise_failure(Group *g, kos_result r) {
     unsigned long long word = r.word;
-    PyObject *raised = PyObject_CallMethod(g->owner, "failed", "iiK", r.code, r.rank, word);
+    PyObject *raised = PyObject_CallMethod(g->objects[OWNER], "failed", "iiK", r.code, r.rank, word);
     if (raised)
         PyErr_SetString(PyExc_RuntimeError, "expected the owner's failed() to raise");
     Py_XDECREF(raised);
@@ -123,19 +126,21 @@ static void work_dealloc(PyObject *self) {
 
 // --- Calls -----------------------------------------------------------------------------------------------------------
 
+// Begins a call whose memory is `from` and `to`, NULL for none; spins if it `waits` and is the only one.
+static kos_result begin(Group *g, Prepared *p, uint64_t sequence, const void *from, void *to, int waits, kos_work *w) {
+    kos_result r = kos_start(&g->core, p->core, sequence, from ? from : to ? to : nothing, to, w);
+    return r.status == KOS_PENDING && waits && kos_alone(&g->core) ? kos_spin(&g->core, w) : r;
+}
+
 // Starts a call whose arrays are held; waits briefly if it `waits`.  Returns None if it is complete, or a Work.
 static PyObject *start(Group *g, Prepared *p, uint64_t sequence, arrays *a, int waits) {
     kos_work w;
-    const void *send = a->send.obj ? a->send.buf : a->recv.obj ? a->recv.buf : nothing;
-    void *recv = a->recv.obj ? a->recv.buf : NULL;
-    kos_result r = kos_start(&g->core, p->core, sequence, send, recv, &w);
-    if (r.status == KOS_PENDING && waits && kos_alone(&g->core))
-        r = kos_spin(&g->core, &w);
+    kos_result r = begin(g, p, sequence, a->send.obj ? a->send.buf : NULL, a->recv.obj ? a->recv.buf : NULL, waits, &w);
     if (r.status != KOS_PENDING) {
         release(a);
         return r.status == KOS_FAILED ? raise_failure(g, r) : Py_NewRef(Py_None);
     }
-    PyObject *work = enqueue(g, p, &w, a);
+    PyObject *work = work_of(g, p, &w, r, a);
     if (!work)
         return NULL;
     if (!waits) {
@@ -149,43 +154,26 @@ static PyObject *start(Group *g, Prepared *p, uint64_t sequence, arrays *a, int 
 
 PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to) {
     kos_work w;
-    kos_result r = kos_start(&g->core, p->core, sequence, from ? from : to ? to : nothing, to, &w);
-    if (r.status == KOS_PENDING && kos_alone(&g->core))
-        r = kos_spin(&g->core, &w);
+    kos_result r = begin(g, p, sequence, from, to, 1, &w);
     if (r.status == KOS_DONE)
         return Py_NewRef(Py_None);
     arrays a;
     a.send.obj = a.recv.obj = NULL;
-    if ((from && from != to && PyObject_GetBuffer(send, &a.send, PyBUF_SIMPLE))
-        || (to && PyObject_GetBuffer(recv, &a.recv, PyBUF_SIMPLE))) {
+    if (r.status == KOS_PENDING && ((from && from != to && PyObject_GetBuffer(send, &a.send, PyBUF_SIMPLE))
+                                    || (to && PyObject_GetBuffer(recv, &a.recv, PyBUF_SIMPLE)))) {
         release(&a);
         return NULL;
     }
-    if (r.status == KOS_PENDING)
-        return enqueue(g, p, &w, &a);
-    release(&a);
-    Work *work = PyObject_New(Work, work_type);
-    if (!work)
-        return NULL;
-    work->core = w;
-    work->core.result = r;
-    kos_set(&work->core, 0, KOS_BROKEN);
-    work->held = a;
-    work->group = Py_NewRef((PyObject *)g);
-    work->prepared = Py_NewRef((PyObject *)p);
-    return (PyObject *)work;
+    return work_of(g, p, &w, r, &a);
 }
 
-static PyObject *refuse(const Prepared *p, const char *which, uint64_t bytes, const Py_buffer *got) {
-    char text[160];
-    snprintf(text, sizeof text, "%s: expected %llu contiguous bytes aligned to %u, got ", which,
-             (unsigned long long)bytes, p->core->alignment);
-    const size_t end = strlen(text);
-    if (!got)
-        snprintf(text + end, sizeof text - end, "no such memory");
-    else
-        snprintf(text + end, sizeof text - end, "%lld at %p", (long long)got->len, got->buf);
-    return PyErr_Format(PyExc_ValueError, "%s", text);
+// Raises, for an array of a call; returns -1.  `got` NULL: it has no memory.
+static int refuse(const Prepared *p, const char *which, uint64_t bytes, const Py_buffer *got) {
+    const char *text = got ? "%s: expected %llu contiguous bytes aligned to %u, got %zd at %p"
+                           : "%s: expected %llu contiguous bytes aligned to %u, got no such memory";
+    PyErr_Format(PyExc_ValueError, text, which, (unsigned long long)bytes, p->core->alignment, got ? got->len : 0,
+                 got ? got->buf : NULL);
+    return -1;
 }
 
 // Holds one array of a call; returns 0, or -1 with an exception.
@@ -193,14 +181,12 @@ static int hold(const Prepared *p, const char *which, PyObject *x, uint64_t byte
     if (PyObject_GetBuffer(x, array, flags)) {
         PyErr_Clear();
         array->obj = NULL;
-        refuse(p, which, bytes, NULL);
-        return -1;
+        return refuse(p, which, bytes, NULL);
     }
     if ((uint64_t)array->len == bytes && !((uintptr_t)array->buf & (p->core->alignment - 1)))
         return 0;
     refuse(p, which, bytes, array);
     PyBuffer_Release(array);
-    array->obj = NULL;
     return -1;
 }
 
@@ -256,34 +242,20 @@ static void prepared_dealloc(PyObject *self) {
     Py_DECREF((PyObject *)type);
 }
 
-// Reads a sequence of as many numbers as there are ranks; 1 if there are some, 0 for None, -1 with an exception.
-static int counts_of(PyObject *x, int size, uint64_t *counts) {
-    if (x == Py_None)
-        return 0;
-    if (!PyTuple_Check(x) || PyTuple_Size(x) != size) {
-        PyErr_Format(PyExc_ValueError, "expected a tuple of %d counts or None", size);
-        return -1;
-    }
-    for (int r = 0; r < size; r++)
-        counts[r] = PyLong_AsUnsignedLongLong(PyTuple_GetItem(x, r));
-    return PyErr_Occurred() ? -1 : 1;
-}
-
+// The counts are bytes: a uint64_t for each rank.
 PyObject *group_prepare(PyObject *self, PyObject *args) {
     Group *g = (Group *)self;
     kos_request q = {0};
-    PyObject *send_counts, *recv_counts;
-    uint64_t sent[KOS_MAX_RANKS], received[KOS_MAX_RANKS];
+    const Py_ssize_t bytes = g->core.size * (Py_ssize_t)sizeof(uint64_t);
+    Py_ssize_t sent = bytes, received = bytes;
     unsigned long long count, fingerprint, tag, recv_tag;
-    if (!PyArg_ParseTuple(args, "iiiiKpOOiiKKK:prepare", &q.operation, &q.dtype, &q.op, &q.root, &count, &q.varies,
-                          &send_counts, &recv_counts, &q.dst, &q.src, &tag, &recv_tag, &fingerprint))
+    if (!PyArg_ParseTuple(args, "iiiiKpz#z#iiKKK:prepare", &q.operation, &q.dtype, &q.op, &q.root, &count, &q.varies,
+                          &q.send_counts, &sent, &q.recv_counts, &received, &q.dst, &q.src, &tag, &recv_tag,
+                          &fingerprint))
         return NULL;
-    int has_sent = counts_of(send_counts, g->core.size, sent);
-    int has_received = counts_of(recv_counts, g->core.size, received);
-    if (has_sent < 0 || has_received < 0)
-        return NULL;
-    q.send_counts = has_sent ? sent : NULL;
-    q.recv_counts = has_received ? received : NULL;
+    if ((q.send_counts && sent != bytes) || (q.recv_counts && received != bytes))
+        return PyErr_Format(PyExc_ValueError, "expected counts of %zd bytes or None, got %zd and %zd", bytes, sent,
+                            received);
     q.count = count;
     q.fingerprint = fingerprint;
     q.tag = tag;

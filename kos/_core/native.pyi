@@ -14,7 +14,6 @@ MISMATCH: int
 REPORTED: int
 FORKED: int
 CLOSED: int
-DRIVER: int
 COUNTS: int
 MESSAGE: int
 REFUSED_MESSAGE: int
@@ -24,12 +23,6 @@ AWAITS_MESSAGE: int
 
 def layout(size: int, /) -> tuple[int, int, int, int, int]:
     """Bytes from the start of a segment to its lines, rings, texts and mailboxes, and of the whole."""
-
-def fence() -> None:
-    """What this thread wrote before is visible to whoever sees what it writes after; the same for reads."""
-
-def arrays(example: Any, address: int, /) -> bool:
-    """Use the type of this array, 2 x 3 of float64 at ``address``; False if NumPy's layout is another one."""
 
 class Owner(Protocol):
     def failed(self, code: int, rank: int, word: int, /) -> NoReturn: ...
@@ -50,20 +43,6 @@ class Prepared:
     def start(self, sequence: int, waits: bool, send: Any, recv: Any, /) -> Work | None:
         """Begin the call, and wait for up to 10 ms if it ``waits``; None if it is complete."""
 
-class Eager:
-    """Makes operations of a communicator that need no Python; see module_eager.c."""
-
-    off: bool
-    hits: int
-    def __init__(
-        self, group: Group, comm: Any, backend: Any, node: Any, board: Any, active: list[Any], recorder: Any,
-        slots: list[list[Any]], collectives: Iterator[int], messages: Iterator[int], /,
-    ) -> None: ...  # fmt: skip
-    def method(self, name: str, method: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
-        """What stands in for that method of the communicator."""
-    def forget(self) -> None:
-        """Forget all calls."""
-
 class Group:
     direct: int
     spin_ns: int
@@ -72,13 +51,17 @@ class Group:
     """Waits without the GIL so far."""
     parked: int
     """Threads in such a wait."""
+    off: bool
+    """Whether operations go to the methods of the communicator."""
+    hits: int
+    """Calls that needed no method so far."""
     def __init__(self, memory: Any, rank: int, size: int, owner: Owner, spin: float, /) -> None: ...
-    def launch(self, kernel: bytes, sequence: int, stream: int, /, *words: int) -> None: ...
     def prepare(
         self, operation: int, dtype: int, op: int, root: int, count: int, varies: bool,
-        send_counts: tuple[int, ...] | None, recv_counts: tuple[int, ...] | None, dst: int, src: int, tag: int,
-        recv_tag: int, fingerprint: int, /,
-    ) -> Prepared | None: ...  # fmt: skip
+        send_counts: bytes | None, recv_counts: bytes | None, dst: int, src: int, tag: int, recv_tag: int,
+        fingerprint: int, /,
+    ) -> Prepared | None:  # fmt: skip
+        """The counts are of uint64, by rank."""
     def publish(self, sequence: int, fingerprint: int, /) -> None:
         """Publish a call that the core does not run."""
     def read(self, rank: int, address: int, expected: bytes, /) -> bool:
@@ -92,3 +75,15 @@ class Group:
     def held(self) -> tuple[int, int, int]:
         """Messages that have arrived without a receive, answers in use, outstanding Works."""
     def close(self) -> None: ...
+    def bind(
+        self, example: Any, address: int, comm: Any, backend: Any, node: Any, board: Any, active: list[Any],
+        recorder: Any, slots: list[list[Any]], collectives: Iterator[int], messages: Iterator[int], /,
+    ) -> bool:  # fmt: skip
+        """Make the operations of ``comm`` that need no Python (``module_eager.c``); False if the group is bound.
+
+        ``example`` is an array at ``address``, 2 x 3 of float64; False too if NumPy's layout of it is another one.
+        """
+    def method(self, name: str, method: Callable[..., Any], docstring: str, /) -> Callable[..., Any]:
+        """What stands in for that method of the communicator."""
+    def forget(self) -> None:
+        """Forget all calls."""

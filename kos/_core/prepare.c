@@ -41,9 +41,9 @@ static uint64_t fill(kos_part *parts, int size, const uint64_t *counts, unsigned
     return counts || apart ? at : bytes;
 }
 
-static uint64_t largest_of(const kos_part *parts, int size) {
+static uint64_t largest_of(const kos_part *parts, int count) {
     uint64_t most = 0;
-    for (int r = 0; r < size; r++)
+    for (int r = 0; r < count; r++)
         most = parts[r].bytes > most ? parts[r].bytes : most;
     return most;
 }
@@ -72,9 +72,7 @@ static void prepare_collective(const kos_group *g, const kos_request *q, kos_pre
     p->patterns[0] = p->patterns[1] = pattern;
     uint64_t sent = fill(send, size, q->send_counts, item, bytes, pattern->parted);
     uint64_t received = fill(recv, size, q->recv_counts, item, bytes, apart);
-    uint64_t largest = largest_of(send, size);
-    if (largest_of(recv, size) > largest)
-        largest = largest_of(recv, size);
+    const uint64_t largest = largest_of(p->parts, 2 * size);
     p->send_bytes = kos_is_in(pattern->putters, g->rank, q->root) || pattern->reduces
             || (q->operation == KOS_GATHER && g->rank == q->root) ? sent : 0;
     const int takes = kos_is_in(pattern->takers, g->rank, q->root) && (q->operation != KOS_EXSCAN || g->rank);
@@ -115,11 +113,9 @@ int kos_prepare(const kos_group *g, const kos_request *q, kos_prepared *p) {
         return -1;
     p->reduction.bytes = item;
     p->operation = (uint8_t)q->operation;
-    p->dtype = (uint8_t)q->dtype;
     p->fingerprint = q->fingerprint;
     p->root = q->root;
     p->varies = q->varies != 0;
-    p->size = g->size;
     if (!messages) {
         prepare_collective(g, q, p);
         return 0;

@@ -169,19 +169,16 @@ AVERAGE_COMPLEX(64, double)
 // --- The table -----------------------------------------------------------------------------------------------------
 
 #define INTEGER(n, sign) \
-    {n / 8, {sum_##n, prod_##n, min_##sign##n, max_##sign##n, NULL, and_##n, or_##n, xor_##n}, NULL, NULL, NULL}
-#define SHORT_FLOAT(name, bytes) \
-    {bytes, {sum_f32, prod_f32, min_##name, max_##name, sum_f32}, widen_##name, narrow_##name, average_f32}
+    {{sum_##n, prod_##n, min_##sign##n, max_##sign##n, NULL, and_##n, or_##n, xor_##n}, {.bytes = n / 8}}
+#define SHORT_FLOAT(name, size) \
+    {{sum_f32, prod_f32, min_##name, max_##name, sum_f32}, {NULL, widen_##name, narrow_##name, average_f32, size}}
 
 static const struct {
-    uint8_t bytes;
     kos_combine combine[KOS_OPS];  // by operation, NULL: the dtype does not have it
-    void (*widen)(float *out, const void *in, size_t count);  // NULL: combined as it is
-    void (*narrow)(void *out, const float *in, size_t count);
-    void (*average)(void *x, size_t count, int ranks);
+    kos_reduction average;         // but for its `combine`
 } dtypes[KOS_DTYPES] = {
-    [KOS_FLOAT64] = {8, {sum_f64, prod_f64, min_f64, max_f64, sum_f64}, NULL, NULL, average_f64},
-    [KOS_FLOAT32] = {4, {sum_f32, prod_f32, min_f32, max_f32, sum_f32}, NULL, NULL, average_f32},
+    [KOS_FLOAT64] = {{sum_f64, prod_f64, min_f64, max_f64, sum_f64}, {.average = average_f64, .bytes = 8}},
+    [KOS_FLOAT32] = {{sum_f32, prod_f32, min_f32, max_f32, sum_f32}, {.average = average_f32, .bytes = 4}},
     [KOS_FLOAT16] = SHORT_FLOAT(f16, 2),
     [KOS_BFLOAT16] = SHORT_FLOAT(bf16, 2),
     [KOS_FLOAT8_E4M3FN] = SHORT_FLOAT(e4m3, 1),
@@ -194,24 +191,25 @@ static const struct {
     [KOS_UINT16] = INTEGER(16, u),
     [KOS_UINT32] = INTEGER(32, u),
     [KOS_UINT64] = INTEGER(64, u),
-    [KOS_BOOL] = {1, {NULL, NULL, and_8, or_8, NULL, and_8, or_8, xor_8}, NULL, NULL, NULL},
-    [KOS_COMPLEX64] = {8, {sum_c32, prod_c32, NULL, NULL, sum_c32}, NULL, NULL, average_c32},
-    [KOS_COMPLEX128] = {16, {sum_c64, prod_c64, NULL, NULL, sum_c64}, NULL, NULL, average_c64},
+    [KOS_BOOL] = {{NULL, NULL, and_8, or_8, NULL, and_8, or_8, xor_8}, {.bytes = 1}},
+    [KOS_COMPLEX64] = {{sum_c32, prod_c32, NULL, NULL, sum_c32}, {.average = average_c32, .bytes = 8}},
+    [KOS_COMPLEX128] = {{sum_c64, prod_c64, NULL, NULL, sum_c64}, {.average = average_c64, .bytes = 16}},
 };
 
-unsigned kos_bytes_of(int dtype) { return dtype >= 0 && dtype < KOS_DTYPES ? dtypes[dtype].bytes : 0; }
+unsigned kos_bytes_of(int dtype) { return dtype >= 0 && dtype < KOS_DTYPES ? dtypes[dtype].average.bytes : 0; }
 
 int kos_reduction_of(int dtype, int op, kos_reduction *r) {
     if (dtype < 0 || dtype >= KOS_DTYPES || op < 0 || op >= KOS_OPS || !dtypes[dtype].combine[op])
         return -1;
-    int accumulates = op == KOS_SUM || op == KOS_PROD || op == KOS_AVG;
-    *r = (kos_reduction){.combine = dtypes[dtype].combine[op], .bytes = dtypes[dtype].bytes};
-    if (accumulates) {
-        r->widen = dtypes[dtype].widen;
-        r->narrow = dtypes[dtype].narrow;
+    const int accumulates = op == KOS_SUM || op == KOS_PROD || op == KOS_AVG;
+    *r = dtypes[dtype].average;
+    r->combine = dtypes[dtype].combine[op];
+    if (!accumulates) {
+        r->widen = NULL;
+        r->narrow = NULL;
     }
-    if (op == KOS_AVG)
-        r->average = dtypes[dtype].average;
+    if (op != KOS_AVG)
+        r->average = NULL;
     return 0;
 }
 

@@ -120,10 +120,10 @@ int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint) {
     return -1;
 }
 
-uint64_t kos_fail(const kos_group *g, uint64_t sequence) {
-    uint64_t none = 0, word = KOS_WORD(g->rank, sequence);
+void kos_fail(const kos_group *g, uint64_t sequence) {
+    uint64_t none = 0;
     // Release: whoever acquires the word finds its text.
-    return atomic_compare_exchange_strong(&g->header->failure, &none, word) ? word : none;
+    atomic_compare_exchange_strong(&g->header->failure, &none, KOS_WORD(g->rank, sequence));
 }
 
 kos_result kos_failure(const kos_group *g, uint64_t sequence) {

@@ -77,13 +77,8 @@ static inline int needs(const kos_group *g, const kos_work *w, uint64_t stage, i
         && piece_of(p, p->parts[g->size + (pattern->reduces ? g->rank : rank)], stage).bytes > 0;
 }
 
-static inline uint64_t stage_in_group(const kos_group *g, const kos_work *w) {
-    uint64_t stage = kos_stage_of(w);
-    return stage || kos_phase_of(w) != KOS_NOT_PUT ? w->first + stage : g->stage;
-}
-
 int kos_may_put(const kos_group *g, const kos_work *w) {
-    uint64_t stage = stage_in_group(g, w);
+    uint64_t stage = kos_stage_in_group(g, w);
     return stage < g->free || all_have_read(g, stage + 1 - KOS_DEPTH);
 }
 

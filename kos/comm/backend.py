@@ -151,7 +151,7 @@ class Backend(ABC):
         return (self,)
 
     def eager(self, comm: Any) -> Any:
-        """A ``kos._core.native.Eager`` for the calls of ``comm``, or None."""
+        """A ``kos._core.native.Group`` for the calls of ``comm``, or None."""
         return None
 
     def owns(self, work: Work[Any]) -> bool:

@@ -217,7 +217,8 @@ class Operations:
             prepared = self.backend.prepare(o).belongs_to(self._group)
             if prepared.lasting and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
-        work: Work[Any] = prepared.work(prepared, *(end and end.memory for end in (send, recv)))
+        absent = None if first is None or first.device is None else 0
+        work: Work[Any] = prepared.work(prepared, *(absent if end is None else end.memory for end in (send, recv)))
         work.stream, work.queue, work.held = handle, keeper, send and send.array
         if recv is not None:
             work.array, work.convert = recv.array, recv.convert

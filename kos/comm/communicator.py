@@ -116,7 +116,7 @@ class Communicator(Groups):
         """The result of a call that the core has begun, and that is not complete yet."""
         work = prepared.work(prepared, send, recv, result)
         work.sequence, work.record = sequence, record
-        return prepared.finish(self, work, left)
+        return prepared.start(self, work, left=left)
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""

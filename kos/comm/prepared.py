@@ -76,58 +76,41 @@ class Prepared:
         self.description = group.describe(self.operation)
         return self
 
-    def start(self, comm: Any, work: Work[Any], waits: bool = True, depth: int = 2) -> Any:
+    def start(self, comm: Any, work: Work[Any], waits: bool = True, depth: int = 2, left: Any = None) -> Any:
         """Number ``work``, record it for the caller ``depth`` frames up, and launch it.
 
-        Returns its result, or the Work itself with ``async_op`` or without ``waits``.
+        Of a call that the core has begun, which is numbered and recorded, complete what is ``left``.  Returns the
+        result, or the Work itself with ``async_op`` or without ``waits``.
         """
-        if comm._batch is not None:
-            return comm._batch.add(work)
-        if comm._closed:
-            comm._check_open()
         collective, backend = self.collective, self.backend
-        if collective:
-            if comm._active is not None:
+        if left is None:
+            if comm._batch is not None:
+                return comm._batch.add(work)
+            if comm._closed:
+                comm._check_open()
+            if collective and comm._active is not None:
                 check_one_thread(comm, work)
+        if collective:
             comm._active = work
         try:
             try:
-                note(comm, work, depth + 1)
-                if backend.broken is not None:
-                    backend.refuse(work)
-                if comm._tracing is None:
-                    steps = self.launch(work)
+                if left is not None:
+                    steps = backend.resume(work, left)
                 else:
-                    with comm._tracing((work,), False, not self.waits):
+                    note(comm, work, depth + 1)
+                    if backend.broken is not None:
+                        backend.refuse(work)
+                    if comm._tracing is None:
                         steps = self.launch(work)
+                    else:
+                        with comm._tracing((work,), False, not self.waits):
+                            steps = self.launch(work)
                 if steps is not None:
                     backend.engine.begin(work, steps)
             except BaseException as error:
                 comm._fail_if_interrupted(error, work)
                 raise
             return self._result(work) if waits and self.waits else work
-        except CollectiveMismatch:
-            raise_if_two_threads(comm)
-            raise
-        finally:
-            if collective:
-                comm._active = None
-
-
-    def finish(self, comm: Any, work: Work[Any], left: Any) -> Any:
-        """The result of ``work``, which the core has begun: it is numbered and recorded."""
-        collective, backend = self.collective, self.backend
-        if collective:
-            comm._active = work
-        try:
-            try:
-                steps = backend.resume(work, left)
-                if steps is not None:
-                    backend.engine.begin(work, steps)
-            except BaseException as error:
-                comm._fail_if_interrupted(error, work)
-                raise
-            return self._result(work)
         except CollectiveMismatch:
             raise_if_two_threads(comm)
             raise
@@ -168,7 +151,7 @@ class Store(dict[Any, Prepared]):
     generation = 0
     """How often all were dropped because timeouts, windows or tables have changed."""
     eager: Any = None
-    """The ``kos._core.native.Eager`` that knows some of these calls, or None."""
+    """The ``kos._core.native.Group`` that knows some of these calls, or None."""
 
     def find(self, signature: Any, stream: int) -> Prepared | None:
         """That of a call on ``stream``, or None."""

@@ -15,6 +15,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from operator import index
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,6 +215,8 @@ class FakeNCCL:
         got = self._reduced(comm, send, count, code, op)
         if comm.rank == root:
             at(recv, count, DTYPE_OF[code].numpy)[:] = got
+        else:
+            index(recv)  # nccl4py takes an integer
 
     def reduce_scatter(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
         got = self._reduced(comm, send, count * comm.group.size, code, op)
@@ -234,9 +237,12 @@ class FakeNCCL:
         got = np.concatenate(self._gathered(comm, send, count, code))
         if comm.rank == root:
             at(recv, got.size, DTYPE_OF[code].numpy)[:] = got
+        else:
+            index(recv)  # nccl4py takes an integer
 
     def scatter(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
-        whole = self._gathered(comm, send if comm.rank == root else 0, count * comm.group.size, code)[root]
+        source = send if comm.rank == root else 0 * index(send)
+        whole = self._gathered(comm, source, count * comm.group.size, code)[root]
         at(recv, count, DTYPE_OF[code].numpy)[:] = whole[comm.rank * count : (comm.rank + 1) * count]
 
     def red_op_create_pre_mul_sum(self, address: int, code: int, residence: int, comm: Comm) -> int:

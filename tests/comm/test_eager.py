@@ -269,9 +269,43 @@ def test_a_subclass_keeps_its_methods() -> None:
         for _ in range(3):
             other.all_reduce(np.ones(2))
         assert other.calls == 3
-        comm.barrier()
+        for _ in range(3):
+            comm.barrier()
+        assert hits(comm) == 2 and other._eager is None  # the core has those of one communicator
+        assert comm.recorder.last_call() != other.recorder.last_call()
 
     TCPRanks(2).run(body)
+
+
+@on_each_rank("run")
+def test_a_call_beside_others_is_kept_once(comm: kos.Communicator, /) -> None:
+    """It goes through the method each time; other calls stay known."""
+    x, y, peer = np.ones(3), np.ones(2), 1 - comm.rank
+    comm.all_reduce(y)
+    work = comm.recv(np.empty(1), peer, async_op=True)
+    for _ in range(100):
+        comm.all_reduce(x)
+    comm.send(np.ones(1), peer)
+    work.wait()
+    before = hits(comm)
+    comm.all_reduce(y)
+    assert hits(comm) == before + 1
+
+
+@on_each_rank("run")
+def test_keywords_belong_to_a_call(comm: kos.Communicator, /) -> None:
+    """Also in another order, with the same arrays."""
+    for _ in range(3):
+        x, out = np.ones(3), np.zeros(3)
+        comm.all_reduce(x=x, out=out)
+        assert (x == 1).all() and (out == comm.size).all()
+        x, out = np.ones(3), np.zeros(3)
+        comm.all_reduce(out=out, x=x)
+        assert (x == 1).all() and (out == comm.size).all()
+        comm.all_reduce(x, out=out)
+    assert hits(comm) == 6
+    with pytest.raises(TypeError):
+        comm.all_reduce(x, to=out)  # type: ignore[call-overload]
 
 
 @on_each_rank("run")

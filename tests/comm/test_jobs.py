@@ -303,6 +303,28 @@ def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
     assert message in done.stderr
 
 
+@needs_mpirun
+def test_a_rank_that_waits_for_a_stopped_hub_reports_before_the_job_ends(tmp_path: Path) -> None:
+    """Rank 0 waits in a group whose hub is rank 2, and fails some seconds after rank 1, which ends the job."""
+    text = """
+try:
+    with kos.init("mpi", timeout=1.0) as comm:
+        part = comm.split([1, 0, 1][comm.rank], [1, 0, 0][comm.rank])
+        comm.barrier()
+        if comm.rank == 2:  # once the call has been compared
+            part.rendezvous.split = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        if comm.rank == 1:
+            comm.barrier()
+        time.sleep(0.6)
+        part.duplicate()
+except kos.errors.KosError as error:
+    print(f"rank {comm.rank}: {error.ranks}", flush=True)
+    sys.exit(1)
+"""
+    done = mpirun(3, program(tmp_path, "import signal\n" + text))
+    assert "rank 0: (2,)" in done.stdout, done.stderr
+
+
 def test_requests_given_up_are_kept_until_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
     class Request:
         over = False

@@ -25,7 +25,7 @@ OPERATIONS = (
 """In the order of ``core.h``."""
 OPS = ("sum", "prod", "min", "max", "avg", "band", "bor", "bxor")
 """Reduce operations, in the order of ``core.h``."""
-CODES = ("MISMATCH", "REPORTED", "FORKED", "CLOSED", "DRIVER", "COUNTS", "MESSAGE", "REFUSED_MESSAGE")
+CODES = ("MISMATCH", "REPORTED", "FORKED", "CLOSED", "COUNTS", "MESSAGE", "REFUSED_MESSAGE")
 MESSAGES = ("send", "recv", "send_recv")
 CHECK_SECONDS = 0.01
 _TEXT_BYTES = 256  # of a rank's failure, after the memory of the core
@@ -104,7 +104,7 @@ class CoreGroup:
             call["counts"] = list(send_counts or recv_counts or ())
         exact = json.dumps(call, sort_keys=True).encode()
         fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") or 1
-        counts = [None if each is None else tuple(each) for each in (send_counts, recv_counts)]
+        counts = [None if each is None else np.array(each, np.uint64).tobytes() for each in (send_counts, recv_counts)]
         prepared = self.core.prepare(
             OPERATIONS.index(operation), _DTYPES.index(dtype), OPS.index(op), root, count, varies, *counts, dst, src,
             tag, tag if recv_tag is None else recv_tag, fingerprint,

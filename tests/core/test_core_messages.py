@@ -163,10 +163,9 @@ def test_a_message_advances_while_a_barrier_waits(pair: list[CoreGroup]) -> None
     assert (x == y).all()
 
 
-def test_a_barrier_takes_messages_beyond_the_credits(pair: list[CoreGroup]) -> None:
-    """Rank 1 waits in a barrier while rank 0 sends blocking messages that fill its mailbox many times."""
+def test_a_barrier_takes_messages_that_fill_the_mailbox_many_times(pair: list[CoreGroup]) -> None:
+    """Rank 1 waits in a barrier while rank 0 sends blocking messages, within the credits."""
     a, b = pair
-    a.timeout = b.timeout = 120.0
     x = data(1000, 1)
 
     def first() -> None:
@@ -182,6 +181,26 @@ def test_a_barrier_takes_messages_beyond_the_credits(pair: list[CoreGroup]) -> N
             assert (x == y).all()
 
     assert run_threads(first, second) == [None, None]
+
+
+def test_messages_that_find_no_room_wait_for_it_and_not_for_their_receives(pair: list[CoreGroup]) -> None:
+    """The room of a mailbox has fewer places of 60,000 bytes than the mailbox has headers."""
+    a, b = pair
+    sent = [data(60_000, seed) for seed in range(30)]
+    works = [send(a, x, 1) for x in sent]
+    assert not works[-1].done()
+    barrier = b.prepare("barrier").start()
+    for work in works:  # no receive has begun
+        deadline = time.monotonic() + 5
+        while not work.done():
+            assert time.monotonic() < deadline, "it waits for its receive"
+            barrier.done()
+    a.prepare("barrier").run()
+    barrier.wait()
+    for x in sent:
+        y = np.zeros_like(x)
+        recv(b, y, 0).wait()
+        assert (x == y).all()
 
 
 def test_a_timeout_names_the_other_rank_and_later_messages_arrive(pair: list[CoreGroup]) -> None:

@@ -402,7 +402,9 @@ def check_optimizer(
         moved = np.linalg.norm(weights64.flat[span] - start[span].astype(np.float64))
         error = np.linalg.norm(got[span].astype(np.float64) - weights64.flat[span])
         rounding = 2.0**-7 * np.linalg.norm(start[span].astype(np.float64)) if master == "bfloat16" else 0.0
-        of_products = 1e-5 if copy is None and master == "float32" else 0.03 if name in HIDDEN else 1e-5
+        of_products = 1e-5
+        if name in HIDDEN:  # each of the five iterations multiplies an error by up to 3.4445
+            of_products = 3.4445**5 * 2.0**-23 if copy is None and master == "float32" else 0.03
         assert error < of_products * moved + 1e-6 + rounding, name
     gradients.flat.fill_bytes(255, ops.stream)
     queue(ours, gradients)

@@ -24,6 +24,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from kos.comm.control.group import GRACE_SECONDS
 from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,9 @@ RANK_AND_SIZE = (
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _REPORT_STEP_SECONDS = 0.5  # delay per rank before it prints frames: Open MPI 5 ends the ranks 0.25 s after an exit
 _LOOK_SECONDS = 0.1  # between two looks of ``in_thread``
-_EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before a rank aborts the job
+# Seconds in which the other ranks may exit before a rank aborts the job.  One that waits for a stopped hub reports
+# GRACE_SECONDS after the others.
+_EXIT_GRACE = GRACE_SECONDS + 1.0
 
 _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their memory
 _keeping = threading.Lock()

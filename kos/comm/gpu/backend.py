@@ -185,6 +185,7 @@ class DeviceBackend(Backend):
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
         for each in works:
+            self._last = each
             each.prepared.route(each.stream if stream is None else stream, each.send, each.recv)
 
     def _queue(self, works: Sequence[Work[Any]]) -> None:

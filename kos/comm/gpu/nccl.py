@@ -424,7 +424,7 @@ class _FirstCall:
     def __call__(self, stream: int, send: int, recv: int) -> None:
         backend, launch = self._backend, self.launch
         if self.kind not in backend._connected:
-            backend.bounded(lambda: launch(stream, send, recv), self._timeout, "nccl")
+            backend.bounded(lambda: launch(stream, send, recv), self._timeout, str(backend._last))
             backend._connected.add(self.kind)
         else:
             launch(stream, send, recv)

@@ -165,7 +165,7 @@ class HostBackend(Backend):
     def resume(self, work: Work[Any], left: Any) -> Steps | None:
         """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""
         assert self.node is not None
-        return self.node.resume(work, left)
+        return self.node.start(work, left)
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self.node) is None:

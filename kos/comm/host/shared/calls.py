@@ -21,7 +21,7 @@ from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, describe
 from kos.comm.host.shared.board import SharedBoard, fitting
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Processes, Segment, started
 from kos.comm.work import Work, forked_from
-from kos.errors import CollectiveError, CudaError, KosError
+from kos.errors import CollectiveError, KosError
 
 CLOSED_ORDERLY, ABORTED = 1, 2
 SPIN_SECONDS = 20e-6
@@ -216,8 +216,6 @@ class CallRing(Fingerprints):
             raise CollectiveError(forked_from(self.ledger.rank))
         if code in (native.CLOSED, native.REPORTED):  # another thread has closed it
             raise CollectiveError("the communicator is closed")
-        if code == native.DRIVER:
-            raise CudaError(f"cuLaunchKernelEx failed with CUresult {word}")
         raise Difference(code, rank, word)
 
     def raise_everywhere(self, error: KosError, sequence: int) -> NoReturn:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import time_ns
 from typing import Any
 
@@ -50,11 +50,12 @@ class Node:
     """The calls of one rank of a group on one host; also the transport of messages within its schedules."""
 
     def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
-        self.calls, self._core, self._engine = calls, calls.core, engine
+        self.calls, self._core, self._works = calls, calls.core, engine.active
         self.batch = False  # whether other calls begin at once, which this one may need
         self.asked = False  # whether to keep the next call for ``remember``
         self._last: Work[Any] | None = None
         self.ledger, self.size = calls.ledger, calls.segment.size
+        self._board = self.ledger.board
         self.active: set[SegmentMessage] = set()
         self.one_copy = self._core.direct = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
@@ -78,18 +79,18 @@ class Node:
         if o.options.algorithm != AUTO or len(dtypes) > 1:
             return
         dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
-        prepared.launch = self._start
+        prepared.launch = self.start
         if o.reduction is not None:
             op, dtype = _REDUCTIONS[o.reduction.op], o.reduction.dtype.numpy
             if o.reduction.op is ReduceOp.PREMUL_SUM:
                 dtype, prepared.launch = o.reduction.carrier, self._start_scaled
-        message, counts = o.message, [None if each is None else tuple(each) for each in (o.send_counts, o.recv_counts)]
+        message, counts = o.message, [o.send_counts, o.recv_counts]
         if o.name == "send_recv" and recv is not None:
             counts[1] = (recv.count,) * self.size
         call = self._core.prepare(
             _OPERATIONS[o.name.removesuffix("_v")], DTYPE_CODES[dtype], op, o.root or 0, _count(o, self.size),
-            o.name.endswith("_v"), *counts, message.dst or 0, message.src or 0, message.tag, message.recv_tag,
-            prepared.fingerprint,
+            o.name.endswith("_v"), *map(_packed, counts), message.dst or 0, message.src or 0, message.tag,
+            message.recv_tag, prepared.fingerprint,
         )  # fmt: skip
         if call is None:  # more bytes than it counts
             prepared.launch = prepared.backend.launch
@@ -99,18 +100,21 @@ class Node:
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
         prepared.route = call.start, puts, gets or (broadcasts and send is recv)
 
-    def _start(self, work: Work[Any]) -> Steps | None:
-        """Begin a call; returns the steps that are left, None if it is complete."""
-        prepared = work.prepared
-        begin, puts, gets = prepared.route
-        if self.asked:
-            self.asked, self._last = False, work
+    def start(self, work: Work[Any], left: Any = None) -> Steps | None:
+        """Begin a call, or go on with what the core has ``left`` of it; returns its steps, None if it is complete."""
         try:
-            if self.ledger.board.last is not None:
-                self.ledger.board.clear_failure()
-            waits = prepared.waits and not self.batch and not self._engine.active
-            number = work.sequence if prepared.collective else native.WORD_SEQUENCE
-            left = begin(number, waits, work.send if puts else None, work.recv if gets else None)
+            if left is None:
+                prepared = work.prepared
+                begin, puts, gets = prepared.route
+                if self.asked:
+                    self.asked, self._last = False, work
+                if self._board.last is not None:
+                    self._board.clear_failure()
+                waits = prepared.waits and not self.batch and not self._works
+                number = work.sequence if prepared.collective else native.WORD_SEQUENCE
+                left = begin(number, waits, work.send if puts else None, work.recv if gets else None)
+            else:
+                left = left.wait()
         except Difference as found:
             return self._failing(work, found)
         except BaseException as error:
@@ -121,28 +125,33 @@ class Node:
         return None
 
     def eager(self, comm: Any, backend: Any) -> Any:
-        """What makes calls of ``comm`` that are known; None if NumPy's arrays are not as the core expects."""
+        """What makes calls of ``comm`` that are known.
+
+        None if NumPy's arrays are not as the core expects, or if another communicator has the group.
+        """
         example = np.zeros((2, 3))
-        if not native.arrays(example, example.ctypes.data):
-            return None
-        return native.Eager(
-            self._core, comm, backend, self, self.ledger.board, self._engine.active, comm.recorder,
+        bound = self._core.bind(
+            example, example.ctypes.data, comm, backend, self, self._board, self._works, comm.recorder,
             comm.recorder.slots, comm._collectives, comm._messages,
         )  # fmt: skip
+        return self._core if bound else None
 
-    def remember(self, name: str, args: tuple[Any, ...], result: Any) -> tuple[Any, ...] | None:
+    def remember(
+        self, name: str, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
+    ) -> tuple[Any, ...] | None:
         """How the core runs calls like the last one, of these arguments; None if it cannot (``module_eager.c``).
 
         The Prepared of the core and that of kos, what the recorder has of the call, and which arguments are its input,
-        output and result, -1 for none.
+        output and result, -1 for none; then the objects by whose identity it compares calls, which must live on.
         """
         work, self._last = self._last, None
         if work is None or not isinstance(prepared := work.prepared, Prepared) or prepared.name != name:
             return None
         options = prepared.operation.options
-        if not (prepared.lasting and prepared.waits) or prepared.launch != self._start or options.purpose:
+        if not (prepared.lasting and prepared.waits) or prepared.launch != self.start or options.purpose:
             return None
         begin, puts, gets = prepared.route
+        args = (*positional, *keywords.values())
         addresses = [x.ctypes.data if type(x) is np.ndarray else None for x in args]
         if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
             return None
@@ -151,29 +160,17 @@ class Node:
         returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
         if None in places or len(returned) != 1:
             return None
-        return begin.__self__, prepared, prepared.description, *places, *returned
-
-    def resume(self, work: Work[Any], left: Any) -> Steps | None:
-        """The steps of a call that the core has begun, None if it is complete."""
-        try:
-            left = left.wait()
-        except Difference as found:
-            return self._failing(work, found)
-        except BaseException as error:
-            return raising(error)
-        if left is not None:
-            return self._steps(work, left)
-        work.record[COMPLETED] = time_ns()  # type: ignore[index]
-        return None
+        objects = *(x.dtype if type(x) is np.ndarray else x for x in args), *keywords
+        return begin.__self__, prepared, prepared.description, *places, *returned, objects
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
-        """``_start`` of a sum of inputs that are multiplied first."""
+        """``start`` of a sum of inputs that are multiplied first."""
         reduction, out, scaled = work.operation.reduction, work.recv, None
         assert reduction is not None
         if work.operation.recv is not None:
             scaled = np.empty(out.size, reduction.carrier)
         work.send, work.recv = reduction.stage(work.send, None), scaled
-        steps = self._start(work)
+        steps = self.start(work)
 
         def finish() -> Steps:
             yield from steps or ()
@@ -325,6 +322,11 @@ def _count(o: Operation, size: int) -> int:
     end = o.recv if "scatter" in o.name or o.send is None else o.send
     count = 0 if end is None else end.count
     return count // size if o.name == "all_to_all" else count
+
+
+def _packed(counts: Sequence[int] | None) -> bytes | None:
+    """Counts as the core reads them."""
+    return None if counts is None else np.array(counts, np.uint64).tobytes()
 
 
 def _is_fixed(x: Any) -> bool:
