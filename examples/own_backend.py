@@ -9,8 +9,7 @@ import numpy as np
 
 import kos
 from kos.comm.backend import Probe
-from kos.comm.control.mpi_job import Backoff
-from kos.comm.scheduled import ScheduledBackend
+from kos.comm.transport import Transport
 from kos.testing.conformance import run
 
 
@@ -22,9 +21,16 @@ class Message:
         return self.request.Test()
 
 
-class Transport:
-    def __init__(self, comm):
-        self.comm, self.receives = comm, []
+class Plain(Transport):
+    name = "plain"
+
+    @classmethod
+    def probe(cls, rendezvous):
+        return Probe(rendezvous.mpi_comm is not None, "messages of mpi4py need ranks of mpirun")
+
+    def __init__(self, rendezvous, engine):
+        super().__init__(rendezvous, engine)
+        self.comm, self.receives = rendezvous.mpi_comm.Dup(), []
 
     def isend(self, array, peer, tag):
         return Message(self.comm.Isend(array.view(np.uint8), peer, tag), tag)
@@ -37,18 +43,6 @@ class Transport:
     def cancel(self, cancelled):
         for message in filter(cancelled, self.receives):
             message.request.Cancel()
-
-
-class Plain(ScheduledBackend):
-    name, idle = "plain", Backoff
-
-    @classmethod
-    def probe(cls, rendezvous):
-        return Probe(rendezvous.mpi_comm is not None, "messages of mpi4py need ranks of mpirun")
-
-    def __init__(self, rendezvous, engine=None):
-        super().__init__(rendezvous, engine)
-        self.transport = Transport(rendezvous.mpi_comm.Dup())
 
 
 kos.register_backend("plain", Plain)

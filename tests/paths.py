@@ -28,7 +28,8 @@ from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.mock import MockBackend
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.threads import ThreadTransport
 from kos.memory import Array
 from kos.testing import spawn
 from tests.comm.fake_nccl import WAIT, Comm, Group
@@ -152,7 +153,7 @@ def on_gpus(*names: str) -> dict[str, Path_]:
     results, group = [], Group(2)
 
     def rank(rendezvous: ThreadRendezvous) -> None:
-        host = MockBackend(rendezvous)
+        host = HostBackend(rendezvous, ThreadTransport)
         made = {
             "nccl": lambda: NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank), host),
             "peer": lambda: PeerBackend(rendezvous, 0, host),

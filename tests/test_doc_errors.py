@@ -14,7 +14,7 @@ import pytest
 
 import kos
 import kos.errors
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import env_rendezvous
 from kos.errors import KosError
 from kos.testing import Fault, spawn
 from tests.literals import VALUE, literals, texts_of
@@ -95,7 +95,7 @@ def alone(call: str) -> Callable[[], Any]:
 
 
 def by_environment(**environ: str) -> Callable[[], Any]:
-    return lambda: EnvRendezvous(0.2, {"MASTER_ADDR": "127.0.0.1", **environ})
+    return lambda: env_rendezvous(0.2, {"MASTER_ADDR": "127.0.0.1", **environ})
 
 
 def at_a_used_port() -> None:

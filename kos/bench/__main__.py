@@ -58,7 +58,7 @@ class Benchmark:
             raise InvalidArgument(f"nothing to measure on a {options.device}: {reasons}")
 
     def _use_gpu(self, control: Communicator) -> None:
-        from kos.comm.gpu.backend import device_of
+        from kos.comm.gpu.devices import device_of
         from kos.cuda import create_stream, set_device
 
         self.device = device_of(control.rendezvous).index

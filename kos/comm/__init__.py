@@ -17,12 +17,13 @@ from kos.comm.communicator import Communicator
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.bootstrap import default_rendezvous, rendezvous_of
 from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import DeviceBackend, device_of
+from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
-from kos.comm.registry import BACKENDS, probe_all, register_backend, register_installed
+from kos.comm.registry import BACKENDS, make, probe_all, register_backend, register_installed
 from kos.comm.tuning import for_group
 from kos.comm.versions import check as check_versions
 from kos.comm.versions import versions
@@ -154,7 +155,7 @@ def _make(
         raise _on_every_rank(BackendUnavailable(f"{backend}: {probes[backend].reason}"))
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     with rendezvous.reporting():
-        made = BACKENDS[chosen](rendezvous)
+        made = make(BACKENDS[chosen], rendezvous)
     undo.push(partial(_end, made.close, partial(made.abort, UNMADE)))
     if progress_thread:
         made.check_threads()

@@ -1,6 +1,6 @@
 """Backend: the interface behind a Communicator.
 
-``ScheduledBackend`` (scheduled.py) runs every operation over messages, ``DeviceBackend`` (gpu/) in kernels.
+``HostBackend`` (host/backend.py) runs every operation over a transport, ``DeviceBackend`` (gpu/) in kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kos.comm.failures import again
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared, Store
 from kos.comm.recorder import failed
-from kos.comm.work import Engine, Idle, Work
+from kos.comm.work import Engine, Work
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -86,8 +86,12 @@ class Backend(ABC):
         """Whether this backend can serve this group, as far as this rank can see.  Never raises."""
 
     @abstractmethod
-    def idle(self) -> Idle:
-        """How a wait of this backend polls or sleeps."""
+    def idle(self) -> Any:
+        """How a wait of this backend polls or sleeps, such as ``Backoff``.
+
+        Its ``mark()`` returns a token before a poll.  Its ``pause(mark, seconds)`` waits for an event since then, at
+        most ``seconds`` (None: as long as it likes).
+        """
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
         """The backend of a group of these ranks, whose operations progress with this one's.  Called on every rank.

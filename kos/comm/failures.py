@@ -8,7 +8,7 @@ Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ran
 
 The ledger uses no transport: backends record received failures here, and send records (``to_record``) to others.
 Through a ``Board`` the threads of one process read each other's state directly; through a ``SharedBoard``
-(``host/shared/board.py``) the processes of one host do.  Between hosts a ``Plane``, the hub of the world, carries
+(``host/shared/board.py``) the processes of one host do.  Between hosts the hub of the world carries
 failures and ends.
 """
 
@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kos.comm import timeouts
 from kos.errors import (
@@ -95,16 +95,6 @@ class Tables:
         self.last_calls: dict[int, Callable[[], str]] = {}  # functions that return a rank's last call
 
 
-class Plane(Protocol):
-    """What carries failures and ends between the hosts of a job, by world rank."""
-
-    def send_failure(self, error: KosError | None) -> None:
-        """Send the last failure of this rank to all others; None: the program has handled it."""
-
-    def receive_failures(self, tables: Tables) -> None:
-        """Add what has arrived.  Does not wait."""
-
-
 class Board:
     """The failures and awaited ranks of this rank, and those that are known of other ranks, in world ranks.
 
@@ -117,7 +107,7 @@ class Board:
         self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
-        self._plane: Callable[[], Plane | None] = lambda: None
+        self._plane: Callable[[], Any] = lambda: None
 
     @property
     def queued(self) -> dict[Any, tuple[int, ...]]:
@@ -125,8 +115,12 @@ class Board:
         with self._lock:
             return dict(self._queued)
 
-    def connect(self, plane: Plane) -> None:
-        """Share failures and ends with other hosts, as long as ``plane`` lasts."""
+    def connect(self, plane: Any) -> None:
+        """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
+
+        Its ``send_failure`` sends this rank's last failure to all others, or None once the program has handled it.
+        Its ``receive_failures`` adds what has arrived to Tables, and does not wait.
+        """
         self._plane = weakref.ref(plane)
 
     def _receive(self) -> Tables:

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kos.comm.control.threads import RankThread
 from kos.comm.failures import again, blaming
 from kos.comm.recorder import call_site
 from kos.comm.work import Work
@@ -64,7 +63,7 @@ def raise_if_two_threads(comm: Any) -> None:
     """
     deadline = time.monotonic() + _GRACE_SECONDS
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-    if any(not (each.name.startswith("kos-") or isinstance(each, RankThread)) for each in others):
+    if any(not each.name.startswith("kos-") for each in others):
         while comm._two_threads is None and time.monotonic() < deadline:
             time.sleep(0.001)
     if comm._two_threads is not None:

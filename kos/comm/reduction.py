@@ -62,8 +62,8 @@ _ALLOWED: dict[str, frozenset[ReduceOp]] = {
 }
 
 
-class Quiet:
-    """A context in which overflow and NaN raise no warning, for one thread at a time.
+class _Quiet(threading.local):
+    """A context for each thread, in which overflow and NaN raise no warning.
 
     ``np.errstate`` would cost more than adding a few thousand numbers.
     """
@@ -72,10 +72,6 @@ class Quiet:
         context = contextvars.copy_context()
         context.run(np.seterr, all="ignore")
         self.run = context.run
-
-
-class _Quiet(Quiet, threading.local):
-    """One for each thread."""
 
 
 _quiet = _Quiet()
@@ -119,7 +115,7 @@ class Reduction:
     factor: float
     carrier: np.dtype[Any]
     combine: Combine
-    ufunc: Any  # what ``combine`` calls in a ``Quiet`` context, if it does nothing else
+    ufunc: Any  # what ``combine`` calls in a ``_Quiet`` context, if it does nothing else
     is_plain: bool  # contributions need no scaling or conversion
 
     def stage(self, x: Array, out: Array | None) -> Array:

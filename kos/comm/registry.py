@@ -11,9 +11,11 @@ from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.mock import MockBackend
-from kos.comm.host.mpi import MPIBackend
-from kos.comm.host.tcp import TCPBackend
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.mpi import MPITransport
+from kos.comm.host.tcp import TCPTransport
+from kos.comm.host.threads import ThreadTransport
+from kos.comm.transport import Transport
 from kos.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -21,8 +23,11 @@ log = logging.getLogger(__name__)
 GROUP = "kos.backends"
 """The entry-point group in which installed packages register backends: ``name = "package.module:Class"``."""
 
-BACKENDS: dict[str, type[Backend]] = {
-    "mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "peer": PeerBackend, "mock": MockBackend,
+Kind = type[Backend] | type[Transport]
+"""A backend, or a transport of which HostBackend makes one."""
+
+BACKENDS: dict[str, Kind] = {
+    "mpi": MPITransport, "tcp": TCPTransport, "nccl": NCCLBackend, "peer": PeerBackend, "mock": ThreadTransport,
 }  # fmt: skip
 """All backends by name, in the order in which ``auto`` prefers them for host memory."""
 
@@ -30,28 +35,36 @@ _installed: bool = False  # whether the backends of installed packages are regis
 _installing = threading.RLock()  # reentrant: the import of a package may call ``kos.init``
 
 
-def register_backend(name: str, backend: type[Backend]) -> None:
-    """Let ``kos.init(name)`` make a communicator of ``backend``, a subclass of ``kos.comm.backend.Backend``.
+def register_backend(name: str, backend: Kind) -> None:
+    """Let ``kos.init(name)`` make a communicator of ``backend``.
+
+    It is a subclass of ``kos.comm.transport.Transport``, or of ``kos.comm.backend.Backend``.
 
     Every rank registers it before ``kos.init``.  ``auto`` uses a registered backend for host memory only if no backend
     of kos can run, and never one for GPUs (``on_gpu``).  An installed package needs no call: it names the class as an
     entry point of the group ``kos.backends``.
 
     Raises InvalidArgument for a ``name`` that is no identifier or is taken, and for any other class, such as one that
-    lacks a method of Backend.
+    lacks a method of these.
 
-        kos.register_backend("ring", RingBackend)
+        kos.register_backend("ring", Ring)
         comm = kos.init("ring")
     """
     if not isinstance(name, str) or not name.isidentifier() or name == "auto":
         raise InvalidArgument(f"name: expected an identifier other than 'auto', got {name!r}")
-    if not isinstance(backend, type) or not issubclass(backend, Backend):
-        raise InvalidArgument(f"backend {name}: expected a subclass of kos.comm.backend.Backend, got {backend!r}")
+    if not isinstance(backend, type) or not issubclass(backend, Backend | Transport):
+        kinds = "kos.comm.transport.Transport or kos.comm.backend.Backend"
+        raise InvalidArgument(f"backend {name}: expected a subclass of {kinds}, got {backend!r}")
     if missing := sorted(backend.__abstractmethods__):
         raise InvalidArgument(f"backend {name}: expected a class that defines {', '.join(missing)}, got {backend!r}")
     if BACKENDS.get(name, backend) is not backend:
         raise InvalidArgument(f"name: expected one that is free, got {name!r}, which is {BACKENDS[name].__name__}")
     BACKENDS[name] = backend
+
+
+def make(kind: Kind, rendezvous: Rendezvous) -> Backend:
+    """The backend of the group of ``rendezvous``.  Collective."""
+    return HostBackend(rendezvous, kind) if issubclass(kind, Transport) else kind(rendezvous)
 
 
 def register_installed() -> None:
@@ -77,7 +90,7 @@ def _load(entry: EntryPoint) -> Any:
         return type("Unusable", (Backend,), {**unused, "probe": classmethod(lambda kind, rendezvous: probe)})
 
 
-def probe_all(backends: dict[str, type[Backend]], rendezvous: Rendezvous) -> dict[str, Probe]:
+def probe_all(backends: dict[str, Kind], rendezvous: Rendezvous) -> dict[str, Probe]:
     """The probe of each backend for this group on this rank."""
     probes = {}
     for name, kind in backends.items():

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from time import time_ns
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from kos.comm.arguments import check_timeout
 from kos.comm.failures import StoppedRanks
@@ -29,16 +29,6 @@ _SLEEP_SECONDS = 50e-6
 """Seconds between two polls of a progress thread."""
 
 Steps = Generator[None, None, None]
-
-
-class Idle(Protocol):
-    """How a backend waits between two polls."""
-
-    def mark(self) -> int:
-        """A token taken before a poll: any later event must end ``pause``."""
-
-    def pause(self, mark: int, seconds: float | None) -> None:
-        """Wait for an event since ``mark``, at most ``seconds``."""
 
 
 class Engine:

@@ -20,7 +20,7 @@ import kos
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.bootstrap import default_rendezvous, launched_rank
 from kos.comm.control.mpi_job import under_mpirun
-from kos.comm.gpu.backend import device_of
+from kos.comm.gpu.devices import device_of
 from kos.commands import program
 from kos.cuda import visible_devices
 from kos.doctor import ranks

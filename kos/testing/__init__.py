@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_bool, check_timeout, number_in
-from kos.comm.control.threads import RankThread, ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous, ThreadWorld, rank_thread
 from kos.comm.failures import blaming
 from kos.comm.one_thread import program_line
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
@@ -112,7 +112,7 @@ def spawn(
         finally:
             group.world.end(rank, why)
 
-    threads = [RankThread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    threads = [rank_thread(run, rank) for rank in range(world_size)]
     late = _run(threads, watch, timeout, group, comms)
     if watch.two_threads is not None:
         raise watch.two_threads
@@ -147,8 +147,9 @@ def _host_names(hosts: Any, world_size: int) -> list[str | None]:
 
 
 def _run(
-    threads: Sequence[RankThread], watch: Watch, timeout: float, group: ThreadGroup, comms: dict[int, Communicator]
-) -> CollectiveTimeout | None:
+    threads: Sequence[threading.Thread], watch: Watch, timeout: float, group: ThreadGroup,
+    comms: dict[int, Communicator],
+) -> CollectiveTimeout | None:  # fmt: skip
     """Run the threads of all ranks for at most ``timeout`` seconds; the error of those that still run then."""
     watch.threads, watch.deadline = [*threads], time.monotonic() + timeout
     for thread in threads:

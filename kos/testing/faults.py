@@ -64,14 +64,14 @@ class FaultPlan:
     """The faults of one ``spawn``, and those that have not happened yet."""
 
     def __init__(self, faults: Iterable[Fault], size: int) -> None:
-        self._faults = list(faults) if isinstance(faults, Iterable) else [faults]
-        for fault in self._faults:
+        self.faults = list(faults) if isinstance(faults, Iterable) else [faults]
+        for fault in self.faults:
             if not isinstance(fault, Fault):
                 raise InvalidArgument(f"faults: expected a list of Fault, got {faults!r}")
             if fault.rank >= size:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
-        self.pending = set(self._faults)
-        self.harmless = all(fault.kind == "delay" for fault in self._faults)  # no rank ends and no message is lost
+        self.pending = set(self.faults)
+        self.harmless = all(fault.kind == "delay" for fault in self.faults)  # no rank ends and no message is lost
         self.operations = [0] * size  # started by each rank
         self._calls: Counter[tuple[int, str]] = Counter()  # started by each rank, by name
         self.stalled: set[int] = set()
@@ -86,7 +86,7 @@ class FaultPlan:
         self.operations[rank] += 1
         self._calls[rank, work.name] += 1
         lost = None
-        for fault in self._faults:
+        for fault in self.faults:
             if fault.rank != rank or numbers.get(fault.call) != fault.operation:
                 continue
             if fault.kind == "drop":

@@ -13,7 +13,7 @@ import numpy as np
 
 from kos.comm.control.threads import ThreadGroup, ThreadWorld, Waits
 from kos.comm.failures import blaming
-from kos.comm.host.mock import MockBackend
+from kos.comm.host.backend import HostBackend
 from kos.comm.recorder import call_site
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveError, CollectiveTimeout
@@ -51,7 +51,7 @@ class Watch:
         self.deadline = float("inf")
         self._others = set(threading.enumerate())
         self._waiting: dict[threading.Thread, tuple[int, int, float, Callable[[], Waits]]] = {}
-        self._backends: list[tuple[ThreadGroup, MockBackend]] = []
+        self._backends: list[tuple[ThreadGroup, Any]] = []
         self._size = size
 
     def begin_wait(
@@ -140,7 +140,7 @@ class Watch:
             works[:] = [each for each in works if not each[0].reported]
             works.append((work, call_site(work)))
 
-    def record_synchronize(self, backend: MockBackend, rank: int) -> None:
+    def record_synchronize(self, backend: HostBackend, rank: int) -> None:
         """Record that the rank has waited for all operations of ``backend``."""
         works = self._works[rank]
         works[:] = [each for each in works if each[0].backend is not backend]
@@ -152,18 +152,18 @@ class Watch:
             for work, line in self._works[rank] if not work.reported and work.backend.broken is None
         ]  # fmt: skip
 
-    def opened(self, backend: MockBackend, group: ThreadGroup) -> None:
+    def opened(self, backend: HostBackend, group: ThreadGroup) -> None:
         """Record that a rank has joined a group."""
         self._backends.append((group, backend))
 
     def unreceived(self) -> list[str]:
         """Messages that were never received, in groups without a failure."""
-        groups: dict[ThreadGroup, MockBackend] = {}
+        groups: dict[ThreadGroup, Any] = {}
         failed = {group for group, backend in self._backends if backend.broken is not None or group.failure is not None}
         for group, backend in self._backends:
             if group not in failed:
                 groups.setdefault(group, backend)
-        return [message for backend in groups.values() for message in backend.unreceived()]
+        return [message for backend in groups.values() for message in backend.transport.unreceived()]
 
 
 def _cycle(waits: dict[int, Waits]) -> list[int]:

@@ -27,7 +27,7 @@ import kos
 from kos.comm import watchdog
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, shared, works
+from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, routes, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.cuda import driver, graphs, streams
@@ -374,7 +374,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         cuMemRetainAllocationHandle=lambda address: (1, None),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, memory, nccl_binding, windows, works):
+    for module in (array, streams, device, driver, graphs, memory, nccl_binding, routes, windows, works):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "is_current", lambda index: True)
@@ -403,8 +403,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """As ``no_gpu``: calls queue nothing, the GPU ends nothing of it, and the watchdog looks often."""
 
-    def nothing(backend: NCCLBackend, o: Any) -> device.Route:
-        return device.Route(device.nothing)
+    def nothing(backend: NCCLBackend, o: Any) -> routes.Route:
+        return routes.Route(routes.nothing)
 
     monkeypatch.setattr(watchdog, "TICK", 0.01)
     monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
@@ -427,7 +427,7 @@ def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WA
 
 def launching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a group of one launch its operations as larger groups do; otherwise they are copies, or nothing."""
-    monkeypatch.setattr(device.DeviceBackend, "_resolve_alone", lambda self, o: self.resolve(o))
+    monkeypatch.setattr(device, "alone", lambda o, index: None)
 
 
 def alone() -> kos.Communicator:

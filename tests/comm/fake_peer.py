@@ -28,7 +28,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.peer import backend as peer
 from kos.comm.gpu.peer import copies as peer_copies
-from kos.comm.gpu.peer import engine
+from kos.comm.gpu.peer import engine, record
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.cuda import driver
 from kos.cuda.kernels import _read_sources
@@ -149,7 +149,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         for module in (engine, tuning):
             monkeypatch.setattr(module, "device_info", lambda device: info)
         monkeypatch.setattr(tuning, "nvlinks", lambda device: None)
-        monkeypatch.setattr(engine, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
+        monkeypatch.setattr(record, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
         monkeypatch.setattr(engine, "load_kernel", HostKernel)
         monkeypatch.setattr(engine, "is_loaded", lambda *arguments, **defines: True)
         monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)

@@ -84,10 +84,10 @@ def storm(
                 run = engine.bind_exchange(sends, recvs)
                 expected = np.concatenate([data[r].view(np.uint8)[: nbytes[r, rank]] for r in range(size)])
             case "all_gather":
-                run = engine.bind_all_gather(x.pointer, out.pointer, x.nbytes)
+                run = engine.bind_writes("all_gather", x.pointer, out.pointer, x.nbytes)
                 expected = np.concatenate(data)
             case "all_to_all":
-                run = engine.bind_all_to_all(x.pointer, out.pointer, 4 * count)
+                run = engine.bind_writes("all_to_all", x.pointer, out.pointer, 4 * count)
                 expected = np.concatenate([d[rank * count : (rank + 1) * count] for d in data])
             case "broadcast":
                 root = int(rng.integers(size))
@@ -112,7 +112,7 @@ def storm(
                 rendezvous.barrier()  # kernels are loaded by now: on a GPU that waits for those that run
             run(stream)
             got = out.numpy(stream)
-            engine.check("storm")
+            engine.record.check("storm")
             wrong += int((got != expected).sum())
     rendezvous.barrier()
     engine.close()

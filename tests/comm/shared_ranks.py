@@ -15,27 +15,38 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.shared.segment import STARTED
+from kos.comm.transport import Transport
 from tests.comm.ranks import on_threads
 
 TIMEOUT = 30.0  # seconds
 needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
 
 
-class SharedOnly(HostBackend):
-    """Has no transport: what does not go through shared memory fails."""
+class SharedOnly(Transport):
+    """Moves no messages: what does not go through shared memory fails."""
 
     name = "shared-only"
+    processes = True
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(True, "a test")
+
+    def isend(self, array: Any, peer: int, tag: int) -> Any:
+        raise NotImplementedError
+
+    def irecv(self, array: Any, peer: int, tag: int) -> Any:
+        raise NotImplementedError
+
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        pass
 
 
 def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) -> list[Any]:
     """The result of ``fn(comm)`` on each rank."""
 
     def body(rendezvous: ThreadRendezvous) -> Any:
-        comm = Communicator(SharedOnly(rendezvous), rendezvous, {}, TIMEOUT)
+        comm = Communicator(HostBackend(rendezvous, SharedOnly), rendezvous, {}, TIMEOUT)
         result = fn(comm)
         if close:
             comm.close()
@@ -46,5 +57,5 @@ def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) ->
 
 def end_process(comm: kos.Communicator) -> None:
     """Make other ranks see that this rank's process has ended, and that its process ID was reused."""
-    calls: Any = comm.backend._calls  # type: ignore[attr-defined]
+    calls: Any = comm.backend.calls  # type: ignore[attr-defined]
     calls.words[calls._line + STARTED] += 1

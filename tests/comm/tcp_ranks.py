@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import JobRendezvous, env_rendezvous
 from kos.comm.control.hub import Hub
 from kos.errors import RendezvousError
 from tests.comm import ranks
@@ -69,13 +69,13 @@ def run_threads(*bodies: Callable[[], Any]) -> list[Any]:
 
 
 def run_ranks(
-    size: int, fn: Callable[[EnvRendezvous], Any], timeout: float = TIMEOUT, **more: str
+    size: int, fn: Callable[[JobRendezvous], Any], timeout: float = TIMEOUT, **more: str
 ) -> list[Any]:
     """What ``fn(rendezvous)`` returned on each rank; a failure of any of them is raised."""
     port = free_port()
 
     def body(rank: int) -> Any:
-        rendezvous = EnvRendezvous(timeout, environment(rank, size, port, **more))
+        rendezvous = env_rendezvous(timeout, environment(rank, size, port, **more))
         try:
             return fn(rendezvous)
         finally:
@@ -94,7 +94,7 @@ def errors_of(timeout: float, *environments: dict[str, str]) -> list[str]:
 
     def body(environ: dict[str, str]) -> str:
         try:
-            EnvRendezvous(timeout, environ).close()
+            env_rendezvous(timeout, environ).close()
         except RendezvousError as error:
             return str(error)
         return ""
@@ -121,7 +121,7 @@ class TCPRanks:
         self.size = size
 
     def run(self, fn: Callable[[kos.Communicator], Any]) -> list[Any]:
-        def body(rendezvous: EnvRendezvous) -> Any:
+        def body(rendezvous: JobRendezvous) -> Any:
             with kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT) as comm:
                 return fn(comm)
 

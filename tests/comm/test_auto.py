@@ -14,15 +14,17 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backend import Backend, Probe
+from kos.comm.backend import Probe
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.gpu import auto
 from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import Route
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.mock import MockBackend
+from kos.comm.gpu.routes import Route
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.threads import ThreadTransport
 from kos.comm.operation import Operation, Options
+from kos.comm.transport import Transport
 from kos.comm.tuning import parse, read
 from kos.errors import (
     BackendUnavailable,
@@ -90,13 +92,13 @@ def run(
     body: Callable[[kos.Communicator, Log], None],
     parts: str = "nccl peer",
     timeout: float = 20.0,
-    host: type[Backend] = MockBackend,
+    host: type[Transport] = ThreadTransport,
 ) -> None:
     """Run ``body`` on every rank, with these parts."""
     groups = {name: Group(SIZE) for name in parts.split()}
 
     def rank(rendezvous: ThreadRendezvous) -> None:
-        memory = host(rendezvous)
+        memory = HostBackend(rendezvous, host)
         gpus = [KINDS[name](rendezvous, 0, Comm(group, rendezvous.rank), memory) for name, group in groups.items()]
         comm = kos.Communicator(AutoBackend(rendezvous, memory, gpus), rendezvous, {}, timeout)
         body(comm, Log(comm))
@@ -225,7 +227,7 @@ def test_a_batch_is_launched_backend_by_backend(comm: kos.Communicator, log: Log
 @on_each_rank(run, host=SharedOnly)
 def test_a_batch_starts_its_backends_in_one_order(comm: kos.Communicator, log: Log, /) -> None:
     """In the order of their numbers, whichever backend carries a call: ranks compare how far each has come."""
-    calls = comm.backend.host._calls
+    calls = comm.backend.host.calls
     assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)
     begun: list[int] = []
     announce = calls.announce
@@ -424,7 +426,7 @@ def test_peer_takes_part_where_it_was_measured(
                 raise BackendUnavailable(broken)
 
     kinds = {name: type(name, (Some,), {"name": name}) for name in ("nccl", "peer")}
-    monkeypatch.setattr(kos.comm, "BACKENDS", {"mock": MockBackend, **kinds})
+    monkeypatch.setattr(kos.comm, "BACKENDS", {"mock": ThreadTransport, **kinds})
     monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}

@@ -15,7 +15,7 @@ import pytest
 
 import kos
 from kos.comm.control import function
-from kos.comm.control.store import StoreRendezvous
+from kos.comm.control.store import store_rendezvous
 from kos.comm.control.wire import Network
 from kos.errors import CollectiveTimeout, InvalidArgument, RendezvousError
 from tests.comm.tcp_ranks import SECRET, TIMEOUT, free_port, run_processes, run_threads
@@ -249,7 +249,7 @@ def ranks_of(size, body, store=None, timeout=TIMEOUT, **keywords):
     store = store or DictStore()
 
     def rank(number):
-        rendezvous = StoreRendezvous(store, number, size, timeout, **keywords)
+        rendezvous = store_rendezvous(store, number, size, timeout, **keywords)
         with kos.init("tcp", rendezvous=rendezvous, timeout=timeout) as comm:
             return body(comm)
 
@@ -275,7 +275,7 @@ def test_a_second_group_does_not_read_what_the_first_left_in_the_store():
     def rank(number, late):
         if late and number == 0:
             assert store.waits_for_hub.wait(TIMEOUT)
-        with kos.init("tcp", rendezvous=StoreRendezvous(store, number, 2, TIMEOUT), timeout=TIMEOUT) as comm:
+        with kos.init("tcp", rendezvous=store_rendezvous(store, number, 2, TIMEOUT), timeout=TIMEOUT) as comm:
             return comm.all_reduce(np.array([comm.rank])).item()
 
     for late in (False, True):
@@ -287,7 +287,7 @@ def test_every_rank_names_those_that_are_missing():
     store = DictStore()
 
     def rank(number):
-        return StoreRendezvous(store, number, 3, 1.0, world_ranks=[4, 5, 9])
+        return store_rendezvous(store, number, 3, 1.0, world_ranks=[4, 5, 9])
 
     for error in run_threads(lambda: rank(0), lambda: rank(1)):
         assert isinstance(error, RendezvousError) and error.ranks == (9,)
@@ -309,7 +309,7 @@ def test_errors_name_the_ranks_of_the_world():
 
 def test_a_store_that_has_no_keys_of_rank_0_is_waited_for():
     with pytest.raises(RendezvousError, match="did not join the store within 0.3 s"):
-        StoreRendezvous(DictStore(), 1, 2, 0.3)
+        store_rendezvous(DictStore(), 1, 2, 0.3)
 
 
 class Echo:
@@ -359,4 +359,4 @@ def test_a_store_that_returns_something_else(value):
             return value
 
     with pytest.raises(RendezvousError, match="rendezvous: store: expected what rank 0 has set, got another "):
-        StoreRendezvous(Wrong(), 1, 2, 0.3)
+        store_rendezvous(Wrong(), 1, 2, 0.3)

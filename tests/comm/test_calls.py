@@ -37,7 +37,7 @@ def together(body: Callable[[list[CallRing]], None], size: int = 2) -> None:
     calls: list[Any] = [None] * size
 
     def rank(comm: kos.Communicator) -> None:
-        calls[comm.rank] = comm.backend._calls
+        calls[comm.rank] = comm.backend.calls
         comm.rendezvous.barrier()
         if comm.rank == 0:
             body(calls)

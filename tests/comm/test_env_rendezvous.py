@@ -14,9 +14,9 @@ import pytest
 
 import kos
 from kos.comm.control.bootstrap import default_rendezvous, launched_rank
-from kos.comm.control.env import EnvRendezvous, Place
+from kos.comm.control.env import JobRendezvous, Place
 from kos.comm.control.hub import Hub
-from kos.comm.control.threads import SingleRendezvous
+from kos.comm.control.threads import ThreadRendezvous
 from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import (
     ROOT,
@@ -53,11 +53,11 @@ def test_variables_of_launchers() -> None:
 
 
 def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
-    assert isinstance(default_rendezvous(5), SingleRendezvous)
+    assert isinstance(default_rendezvous(5), ThreadRendezvous)
     no_launcher.setenv("RANK", "0")
     no_launcher.setenv("WORLD_SIZE", "1")
     rendezvous = default_rendezvous(5)
-    assert isinstance(rendezvous, EnvRendezvous)
+    assert isinstance(rendezvous, JobRendezvous)
     assert rendezvous.timeout == 5
     with kos.init() as comm:
         assert (comm.backend_name, comm.size) == ("tcp", 1)

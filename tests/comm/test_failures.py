@@ -16,7 +16,8 @@ import kos
 from kos.comm.backend import UNMADE
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import Board, Ledger, blaming
-from kos.comm.host import mock
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.threads import ThreadMessage
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves
 from kos.errors import (
@@ -96,7 +97,7 @@ def test_a_call_that_mpi_still_holds_is_named(
     def body(comm: kos.Communicator) -> None:
         part: Any = comm.duplicate()
         if comm.rank == 0:  # takes no part in the call of MPI
-            part.backend._native_request = lambda *_: part.backend._MPI.REQUEST_NULL
+            part.backend.transport._native_request = lambda *_: part.backend.transport._MPI.REQUEST_NULL
             part.all_reduce(np.ones(3))
         else:
             with pytest.raises(CollectiveTimeout):
@@ -367,9 +368,9 @@ def test_a_message_sent_before_leaving_arrives() -> None:
 def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     interrupts: list[KeyboardInterrupt] = []
     came, over = threading.Event(), threading.Event()
-    done = mock.ThreadMessage.done
+    done = ThreadMessage.done
 
-    def interrupted(self: mock.ThreadMessage) -> bool:
+    def interrupted(self: ThreadMessage) -> bool:
         if interrupts:
             raise interrupts.pop()
         return done(self)
@@ -401,7 +402,7 @@ def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatc
         finally:
             over.set()
 
-    monkeypatch.setattr(mock.ThreadMessage, "done", interrupted)
+    monkeypatch.setattr(ThreadMessage, "done", interrupted)
     spawn(body, 2, timeout=60)
 
 
@@ -514,11 +515,11 @@ def test_a_refusal_whose_close_fails_too(monkeypatch: pytest.MonkeyPatch) -> Non
     """The refusal is raised, and what was made is aborted."""
     ended: list[str] = []
 
-    def close(backend: mock.MockBackend) -> None:
+    def close(backend: HostBackend) -> None:
         raise CollectiveError("another rank called differently")
 
-    monkeypatch.setattr(mock.MockBackend, "close", close)
-    monkeypatch.setattr(mock.MockBackend, "abort", lambda backend, reason: ended.append(reason))
+    monkeypatch.setattr(HostBackend, "close", close)
+    monkeypatch.setattr(HostBackend, "abort", lambda backend, reason: ended.append(reason))
     with pytest.raises(BackendUnavailable, match="auto: expected a backend for GPU 3 of rank 0, got none"):
         kos.init(rendezvous=ThreadRendezvous(ThreadGroup(1), 0), device=3)
     assert ended == [UNMADE]
@@ -542,8 +543,8 @@ def test_nothing_is_kept_of_finished_operations(comm: kos.Communicator, /) -> No
         comm.all_gather_bytes(b"abc")
     comm.barrier()
     comm.rendezvous.barrier()
-    room = comm.backend._state
-    assert (room.sent, room.posted, room.calls) == ({}, {}, {})
+    transport = comm.backend.transport
+    assert (transport._sent, transport._posted, transport._calls) == ({}, {}, {})
     assert comm.backend.engine.outstanding() == []
 
 

@@ -19,8 +19,8 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.backend import HostBackend
-from kos.comm.host.mpi import MPIBackend
-from kos.comm.host.tcp import TCPBackend
+from kos.comm.host.mpi import MPITransport
+from kos.comm.host.tcp import TCPTransport
 from kos.errors import CollectiveMismatch, KosError, RankLost
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, quiet
 from tests.comm.tcp_ranks import run_ranks
@@ -43,7 +43,7 @@ def nccl(rendezvous: Rendezvous) -> kos.Communicator:
 
 
 def auto(rendezvous: Rendezvous) -> kos.Communicator:
-    host: HostBackend = TCPBackend(rendezvous) if rendezvous.mpi_comm is None else MPIBackend(rendezvous)
+    host = HostBackend(rendezvous, TCPTransport if rendezvous.mpi_comm is None else MPITransport)
     backend = AutoBackend(rendezvous, host, [NCCLBackend(rendezvous, 0, Comm(Group(1), 0), host)])
     return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
 

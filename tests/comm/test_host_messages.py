@@ -38,8 +38,8 @@ def run(kind: str) -> Callable[..., Any]:
 def assert_nothing_is_left(comm: kos.Communicator) -> None:
     comm.barrier()
     backend: Any = comm.backend
-    if backend._node is not None:
-        assert backend._calls.core.held() == (0, 0, 0)
+    if backend.node is not None:
+        assert backend.calls.core.held() == (0, 0, 0)
         return
     for end in backend.transport.peers.values():
         assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)
@@ -106,7 +106,7 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
             comm.recv(np.ones(1), 0, 3)  # all messages that can arrive have arrived
             transport: Any = comm.backend.transport
             [end] = transport.peers.values()
-            lengths = [len(each.data) for queue in end._arrived.values() for each in queue if each.data is not None]
+            lengths = [len(data) for queue in end._arrived.values() for _, _, data, _ in queue if data is not None]
             assert number > len(lengths) > number // 8
             assert sum(lengths) + len(lengths) * tcp_messages.OVERHEAD_BYTES <= credit
             for i in range(number):

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import JobRendezvous, env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub, pair
 from kos.comm.control.wire import Connection, Network, admit_all
@@ -39,7 +39,7 @@ from tests.forked import python
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_allgather_and_split(size: int) -> None:
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         me = rendezvous.rank
         for length in (0, 1, 70_000):
             got = rendezvous.allgather(bytes([me]) * (length + me))
@@ -62,7 +62,7 @@ def test_allgather_and_split(size: int) -> None:
 
 
 def test_allgather_on_200_ranks() -> None:
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         for _ in range(5):
             assert rendezvous.allgather(bytes([rendezvous.rank])) == [bytes([r]) for r in range(200)]
 
@@ -71,11 +71,11 @@ def test_allgather_on_200_ranks() -> None:
 
 def test_the_last_answers_arrive_without_a_close() -> None:
     """The process of rank 0 ends only when the hub has sent the answer to the others."""
-    code = "from kos.comm.control.env import EnvRendezvous\nEnvRendezvous(60).allgather(b'x' * 30_000_000)"
+    code = "from kos.comm.control.env import env_rendezvous\nenv_rendezvous(60).allgather(b'x' * 30_000_000)"
     port = free_port()
     rank0 = start([*python(), "-c", code], 0, 2, port)
     try:
-        first, _ = EnvRendezvous(60, environment(1, 2, port)).allgather(b"")
+        first, _ = env_rendezvous(60, environment(1, 2, port)).allgather(b"")
         assert first == b"x" * 30_000_000
     finally:
         [result] = finish([rank0])
@@ -93,7 +93,7 @@ def test_a_group_that_is_freed_on_the_thread_of_its_hub(monkeypatch: pytest.Monk
             gc.collect()
         receive(self, rank, slots)
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         group: Any = rendezvous.split(0)
         hub = group._hub
         if rendezvous.rank == 0:
@@ -223,7 +223,7 @@ def test_a_rank_that_fails_within_a_join_says_why(
     monkeypatch.setattr(Network, "listen", listen)
     failing: Network | None = None
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         nonlocal failing
         if rendezvous.rank != rank:
             with pytest.raises(RendezvousError, match=told.format(rank)) as caught:
@@ -258,7 +258,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
         full.set()
         return slots
 
-    def interrupted(rendezvous: EnvRendezvous) -> None:
+    def interrupted(rendezvous: JobRendezvous) -> None:
         unjoined = rendezvous._unjoined
 
         def make(ranks: list[int]) -> TCPRendezvous:
@@ -282,7 +282,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
         last = rendezvous.ledger.board.last
         assert last is not None and last.ranks == (rank,) and "KeyboardInterrupt" in str(last)
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         if rendezvous.rank == rank:
             return interrupted(rendezvous)
         if rendezvous.rank == 0:
@@ -309,7 +309,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
 def test_a_rank_that_waits_for_connections_hears_of_a_failure() -> None:
     """Before its timeout."""
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         expected: type[BaseException] = RendezvousError
         if rendezvous.rank == 1:
             expected, rendezvous.network = KeyboardInterrupt, Mock(call=Mock(side_effect=KeyboardInterrupt))
@@ -325,7 +325,7 @@ def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
     """In Python a CollectiveTimeout is an OSError."""
     late = blaming(CollectiveTimeout("all_reduce #3: rank 2 did not arrive"), [2])
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         usual = rendezvous.barrier
 
         def fail() -> None:
@@ -362,7 +362,7 @@ def test_a_hub_without_file_descriptors_fails_at_once(monkeypatch: pytest.Monkey
 
     def join(rank: int) -> KosError:
         with pytest.raises(RendezvousError, match="rank 0 cannot open its connections: .*Too many open") as caught:
-            EnvRendezvous(15, environment(rank, 3, port))
+            env_rendezvous(15, environment(rank, 3, port))
         return caught.value
 
     def close_and_free(self: Connection) -> None:
@@ -391,7 +391,7 @@ def test_a_rank_without_file_descriptors_for_the_others_is_named(monkeypatch: py
 
     limit("create_connection" if opens == "connect" else opens, socket if opens == "connect" else socket.socket)
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         nonlocal lacking
         if rendezvous.rank == 1:
             lacking = threading.current_thread()
@@ -416,7 +416,7 @@ def test_a_rank_without_file_descriptors_for_the_hub_fails_at_once(monkeypatch: 
     fail = Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
     monkeypatch.setattr(socket, "create_connection", fail)
     with pytest.raises(RendezvousError, match="rank 1 cannot open its connections: .*Too many open files") as caught:
-        EnvRendezvous(5, environment(1, 2, free_port()))
+        env_rendezvous(5, environment(1, 2, free_port()))
     assert caught.value.ranks == (1,) and fail.call_count == 1
 
 
@@ -437,7 +437,7 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
             time.sleep(0.5)  # rank 0 leaves
         join_at(self, *arguments)
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         monkeypatch.setattr(rendezvous.ledger.board, "ended", lambda rank: rank == 2)
         with pytest.raises(RankLost) as caught:
             rendezvous.split(0)
@@ -472,7 +472,7 @@ def interrupt_once(owner: Any, name: str, *, after: bool) -> None:
 def test_ctrl_c_within_a_split_is_reported_to_the_new_group(rank: int, where: str) -> None:
     """Rank 0 runs the hub of the new group."""
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         if rendezvous.rank != rank:
             with pytest.raises(KosError, match=f"interrupted on rank {rank} .*by KeyboardInterrupt") as caught:
                 rendezvous.split(0, rendezvous.rank)
@@ -507,7 +507,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
     ) -> tuple[dict[int, Connection], list[int]]:
         return admit_all(listener, key, above - {2}, size, deadline, look=look)[0], [2]
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         problem = ""
         if rendezvous.rank == 2:
             rendezvous.allgather(b"")  # the first step of connect
@@ -532,7 +532,7 @@ def test_a_rank_that_is_lost(how: str, gone: int) -> None:
         "closed": "it closed the group|its connection was closed",
     }[how]
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         rendezvous.barrier()
         if rendezvous.rank == gone:
             if how == "killed":
@@ -553,7 +553,7 @@ def test_rank_0_aborts_at_once() -> None:
     """The abort does not wait for the other ranks, which learn of it in their next call."""
     aborted = threading.Event()
 
-    def body(rendezvous: EnvRendezvous) -> float:
+    def body(rendezvous: JobRendezvous) -> float:
         began = time.monotonic()
         if rendezvous.rank == 0:
             rendezvous.abort(1)
@@ -573,7 +573,7 @@ def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytes
     met, named = threading.Barrier(3), threading.Barrier(3)
     come_first(monkeypatch, 2)
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         rendezvous.timeout = 0.3
         if late == 0 and rendezvous._hub is not None:  # else the hub uses the timeout of rank 0
             rendezvous._hub.timeout = 0.3
@@ -593,7 +593,7 @@ def test_a_rank_that_stalls_is_named(late: int, within: bool, monkeypatch: pytes
 def test_a_rank_that_does_not_read_delays_no_other_rank() -> None:
     came = threading.Event()
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         connection = rendezvous._connection
         if rendezvous.rank == 2:
             receive = connection.receive
@@ -634,7 +634,7 @@ def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_exchange_of_too_many_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.comm.control.hub.MAX_MESSAGE", 1000)
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         message = "allgather: expected less than 1000 bytes in all, got 12[0-9][0-9]"
         with pytest.raises(RendezvousError, match=message):
             rendezvous.allgather(bytes(600))

@@ -48,13 +48,14 @@ def output(tmp_path: Path, text: str, ranks: int = 0, fresh: bool = False) -> st
 @needs_mpirun
 def test_what_explain_says_of_sizes_is_what_happens(tmp_path: Path) -> None:
     text = """
-from kos.comm.host.mpi import MPIBackend
+from kos.comm.host.mpi import MPITransport
 for shared in (True, False):
     os.environ["KOS_HOST"] = "" if shared else os.environ["OMPI_COMM_WORLD_RANK"]
     comm = kos.init(timeout=60)
-    native, request = [], MPIBackend._native_request
+    native, request = [], MPITransport._native_request
     assert (comm.all_reduce(np.full(4, comm.rank + 1, np.float32), kos.ReduceOp.AVG) == 1.5).all()
-    comm.backend._native_request = lambda o, *rest: (native.append(o.name), request(comm.backend, o, *rest))[1]
+    transport = comm.backend.transport
+    transport._native_request = lambda o, *rest: (native.append(o.name), request(transport, o, *rest))[1]
     header, *rows = [line.split("  ") for line in comm.explain().splitlines()[-6:]]
     assert header[0].strip() == "float32"
     for name, *cells in rows:

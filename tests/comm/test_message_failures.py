@@ -137,7 +137,7 @@ def test_a_message_of_another_size_in_a_group_between_hosts_on_mpi(ranks_of_mpi:
 def fail_on_one_rank(comm: kos.Communicator, error: BaseException, raised: type[BaseException]) -> None:
     """The errors of the other ranks name the rank that raised."""
     if comm.rank == 1:
-        comm.backend.transport.irecv = Mock(side_effect=error)  # type: ignore[attr-defined]
+        comm.backend.scheduled.messages.irecv = Mock(side_effect=error)  # type: ignore[attr-defined]
     with pytest.raises(raised if comm.rank == 1 else CollectiveError) as caught:
         comm.all_reduce(np.ones(4), algorithm="ring")
     if comm.rank != 1:

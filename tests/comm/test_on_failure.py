@@ -12,7 +12,7 @@ import pytest
 
 import kos
 from kos.comm import watchdog
-from kos.comm.control.threads import SingleRendezvous
+from kos.comm.control.threads import single_rendezvous
 from kos.errors import KosError, RankLost
 from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT
@@ -117,7 +117,7 @@ def test_an_error_of_the_check_is_logged_once(monkeypatch: pytest.MonkeyPatch, c
             enough.set()
         raise OSError(f"defect {number % 2}")
 
-    with kos.init(rendezvous=SingleRendezvous()) as comm:
+    with kos.init(rendezvous=single_rendezvous()) as comm:
         comm.backend.find_failure = find_failure  # type: ignore[method-assign]
         comm.on_failure(lambda error: None)
         assert enough.wait(TIMEOUT)

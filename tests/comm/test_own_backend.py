@@ -15,12 +15,12 @@ import pytest
 
 import kos
 from kos.comm.backend import Probe
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import JobRendezvous
 from kos.comm.control.mpi_job import Backoff
-from kos.comm.scheduled import ScheduledBackend
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves
+from kos.comm.transport import Transport
 from kos.testing.conformance import cases, run
 from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.values import LARGE, assert_bits, in_rank_order, inputs
@@ -81,8 +81,24 @@ class Receiving:
         return self.complete
 
 
-class Wire:
-    def __init__(self, socks: dict[int, socket.socket]) -> None:
+class Wire(Transport):
+    name = "sockets"
+
+    @classmethod
+    def probe(cls, rendezvous: Any) -> Probe:
+        return Probe(True, "sockets of this host")
+
+    def __init__(self, rendezvous: Any, engine: Any) -> None:
+        super().__init__(rendezvous, engine)
+        self.rendezvous, socks = rendezvous, {}
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ports = [int(port) for port in rendezvous.allgather(str(listener.getsockname()[1]).encode())]
+            for rank in range(self.rank):
+                socks[rank] = socket.create_connection(("127.0.0.1", ports[rank]))
+                socks[rank].sendall(bytes([self.rank]))
+            for _ in range(self.size - self.rank - 1):
+                sock, _ = listener.accept()
+                socks[sock.recv(1)[0]] = sock
         self.peers = {rank: Peer(sock) for rank, sock in socks.items()}
 
     def progress(self, peer: Peer) -> None:
@@ -107,48 +123,28 @@ class Wire:
             for tag, queue in peer.waiting.items():
                 peer.waiting[tag] = deque(receive for receive in queue if not cancelled(receive))
 
-
-class Sockets(ScheduledBackend):
-    name = "sockets"
-
-    @classmethod
-    def probe(cls, rendezvous: Any) -> Probe:
-        return Probe(True, "sockets of this host")
-
-    def __init__(self, rendezvous: Any, engine: Any = None) -> None:
-        super().__init__(rendezvous, engine)
-        self.rendezvous, socks = rendezvous, {}
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            ports = [int(port) for port in rendezvous.allgather(str(listener.getsockname()[1]).encode())]
-            for rank in range(self.rank):
-                socks[rank] = socket.create_connection(("127.0.0.1", ports[rank]))
-                socks[rank].sendall(bytes([self.rank]))
-            for _ in range(self.size - self.rank - 1):
-                sock, _ = listener.accept()
-                socks[sock.recv(1)[0]] = sock
-        self.transport = Wire(socks)
-
     def idle(self) -> Backoff:
         return Backoff(crowded=True)
 
-    def close(self) -> None:
+    def close(self, begun: int, failed: bool) -> None:
         self.rendezvous.barrier()
-        self.abort("")
+        self.abort("", None, None)
 
-    def abort(self, reason: str) -> None:
-        for peer in self.transport.peers.values():
+    def abort(self, reason: str, failure: Any, cause: Any) -> str:
+        for peer in self.peers.values():
             peer.sock.close()
+        return reason
 
 
 @pytest.fixture
 def sockets() -> Iterator[None]:
-    kos.register_backend("sockets", Sockets)
+    kos.register_backend("sockets", Wire)
     yield
     del kos.comm.BACKENDS["sockets"]
 
 
 def on_sockets(size: int, body: Any, timeout: float = TIMEOUT) -> list[Any]:
-    def rank(rendezvous: EnvRendezvous) -> Any:
+    def rank(rendezvous: JobRendezvous) -> Any:
         with kos.init("sockets", rendezvous=rendezvous, timeout=timeout) as world:
             return body(world)
 

@@ -21,10 +21,11 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu import shared as gpu_shared
-from kos.comm.gpu.peer import engine as peer_engine
+from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.peer.engine import PeerEngine, _Word
+from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.record import CAUSE, FAILED, PEER
 from kos.cuda import driver
 from kos.errors import (
     BackendUnavailable,
@@ -280,7 +281,7 @@ def test_a_rank_that_cannot_prepare_its_kernels(
             raise broken
         return np.zeros(count, dtype)
 
-    monkeypatch.setattr(peer_engine, "pinned_empty", pinned_empty)
+    monkeypatch.setattr(peer_record, "pinned_empty", pinned_empty)
 
     def body(rendezvous: Rendezvous) -> None:
         rank = here.rank = rendezvous.rank
@@ -344,18 +345,18 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /,
     for turn in range(2):
         if turn == 0 or rendezvous.rank < SIZE - 1:
             if turn and how == "abort":
-                threading.Timer(0.2, engine.abort).start()
+                threading.Timer(0.2, engine.record.abort).start()
             launch = Launch("specialized", tile=512)
             engine.bind_all_reduce(memory.pointer, memory.pointer, count, FLOAT, ReduceOp.SUM, launch=launch)(0)
             if turn == 0:
-                engine.check("x")
-                engine.timeout = 0.3 if how == "timeout" else 20.0
+                engine.record.check("x")
+                engine.record.timeout = 0.3 if how == "timeout" else 20.0
         meet(rendezvous)
     if rendezvous.rank < SIZE - 1:
         timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
         why = timed_out if how == "timeout" else "aborted"
         with pytest.raises(CollectiveError, match=f"{why}|kernel of rank [01] ended early"):
-            engine.check("x")
+            engine.record.check("x")
     meet(rendezvous)
 
 
@@ -368,7 +369,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(rendezv
     comm.all_reduce(x)
     comm.synchronize(until=lambda: next(looks))
     assert not list(looks), "asked until it was over"
-    engine.timeout = 0.3
+    engine.record.timeout = 0.3
     if rank < SIZE - 1:
         engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
         late = rf"rank {SIZE - 1} did not arrive within 0.3 s|kernel of rank [01] ended early"
@@ -385,13 +386,13 @@ def test_abort_ends_a_wait(rendezvous: Rendezvous, /) -> None:
     engine = PeerEngine(rendezvous, 0, timeout=20.0)
     if rendezvous.rank == 0:
         x = Array.zeros(100, np.float32, 0)
-        threading.Timer(0.2, engine.abort).start()
+        threading.Timer(0.2, engine.record.abort).start()
         begun = time.monotonic()
         engine.bind_all_reduce(x.pointer, x.pointer, 100, FLOAT, ReduceOp.SUM)(0)
         assert 0.2 <= time.monotonic() - begun < 10
         with pytest.raises(CollectiveError, match="x: aborted while it waited for rank"):
-            engine.check("x")
-        assert "the GPU waited for rank" in engine.last_wait(0)
+            engine.record.check("x")
+        assert "the GPU waited for rank" in engine.record.last_wait(0)
     rendezvous.barrier()
 
 
@@ -519,7 +520,7 @@ def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None
 
     def ended_meanwhile() -> bool:
         backend.failed(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
-        backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
+        backend._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
         return False
 
     if rank == 0:
@@ -540,7 +541,7 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous: Rendezvous, /
         comm.all_reduce(x)
     rendezvous.barrier()
     before, peer = x.numpy().copy(), (rendezvous.rank + 1) % SIZE
-    backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 3, peer, 1  # the kernel of the peer ended
+    backend._engine.record.words[[CAUSE, PEER, FAILED]] = 3, peer, 1  # the kernel of the peer ended
     with pytest.raises(KosError, match="all_reduce #3"):
         comm.all_reduce(x)
     assert backend.broken is not None and (x.numpy() == before).all()

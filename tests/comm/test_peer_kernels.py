@@ -139,7 +139,7 @@ def reduce_once(
     rendezvous.barrier()
     run(stream)
     streams.synchronize(stream, device)
-    engine.check("all_reduce")
+    engine.record.check("all_reduce")
     got = target.numpy(stream)
     inside = slice(guard + offset, guard + offset + x.size)
     rest = np.ones(room, bool)
@@ -269,7 +269,7 @@ def storm(
             target.fill_bytes(0xA5, stream)
         graph.replay(stream)
         streams.synchronize(stream, device)
-        engine.check("storm")
+        engine.record.check("storm")
         for i, target in enumerate(targets):
             want = np.sum([x[i] for x in inputs], axis=0, dtype=np.int32)
             wrong += int(np.count_nonzero(target.numpy(stream) != want))
@@ -334,15 +334,15 @@ def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, la
     message = ""
     if rendezvous.rank != 1:
         if how == "abort":
-            engine.timeout = 60.0
+            engine.record.timeout = 60.0
         run(stream)
         if how == "abort":
-            engine.abort()
+            engine.record.abort()
         streams.synchronize(stream, device)
         with pytest.raises((CollectiveTimeout, RankLost, CollectiveError)) as caught:
-            engine.check("all_reduce #7")
+            engine.record.check("all_reduce #7")
         message = str(caught.value)
-    engine.abort()  # rank 1 knows of nothing: all of them close alone
+    engine.record.abort()  # rank 1 knows of nothing: all of them close alone
     all_ended.wait(60)
     engine.close()
     rendezvous.barrier()
@@ -384,7 +384,7 @@ def barriers(rendezvous: Rendezvous, device: int) -> None:
     rendezvous.barrier()
     graph.replay(stream)
     streams.synchronize(stream, device)
-    engine.check("barrier")
+    engine.record.check("barrier")
     with pytest.raises(InvalidArgument, match="multiples of 4 bytes"):
         engine.bind_all_reduce(2, 4, 1, dtype_of(np.dtype(np.float32)), ReduceOp.SUM)
     rendezvous.barrier()

@@ -16,8 +16,9 @@ import pytest
 from kos import PremulSum, ReduceOp
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import Rendezvous
-from kos.comm.gpu.peer import backend as peer_backend
+from kos.comm.gpu.peer import bind as peer_bind
 from kos.comm.gpu.peer import engine as peer_engine
+from kos.comm.gpu.peer import exchange as peer_exchange
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
@@ -84,7 +85,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with no_gpus(monkeypatch, SIZE):
         monkeypatch.setattr(on_gpus, "LARGE", 20_011)
         monkeypatch.setattr(on_gpus, "MUCH", 400_000)
-        for module, name in ((on_gpus, "BESIDE"), (peer_backend, "_BESIDE")):
+        for module, name in ((on_gpus, "BESIDE"), (peer_bind, "_BESIDE")):
             monkeypatch.setattr(module, name, 10_000)
         yield
 
@@ -204,8 +205,8 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
     ranks: ThreadRanks, first: str, count: int, beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither direction waits for the other, be it in one block for all channels or of fewer threads than packets."""
-    monkeypatch.setattr(peer_engine, "BESIDE_BLOCKS", 1)
-    monkeypatch.setattr(peer_engine, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
+    monkeypatch.setattr(peer_exchange, "BESIDE_BLOCKS", 1)
+    monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous: Rendezvous) -> None:
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13), rendezvous.rank, (0, 0)
@@ -217,7 +218,7 @@ def test_a_send_recv_meets_the_two_one_after_the_other(
         apart = [([none] * SIZE, recv), (send, [none] * SIZE)]
         for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
             engine.bind_exchange(*each, messages=True, beside=beside)(0)
-        engine.check("exchange")
+        engine.record.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
 
@@ -228,7 +229,7 @@ def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(
     ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All packets are sent before any is awaited, but not before it is reported what was read."""
-    monkeypatch.setattr(peer_engine, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
+    monkeypatch.setattr(peer_exchange, "_PACKET_THREADS", 64)  # as many as a stand-in's block has
 
     def body(rendezvous: Rendezvous) -> None:
         engine, rank, none = PeerEngine(rendezvous, 0, timeout=5.0, staging=1 << 13), rendezvous.rank, [(0, 0)] * SIZE
@@ -237,7 +238,7 @@ def test_send_recvs_of_more_packets_than_threads_run_a_message_behind(
         to[1 - rank % 2], back[1 - rank % 2] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
         for send, recv in [(to, none), *[(to, back)] * 4, (none, back)] if rank < 2 else []:
             engine.bind_exchange(send, recv, messages=True)(0)
-            engine.check("exchange")
+            engine.record.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()
         engine.close()
 
@@ -284,7 +285,7 @@ def test_a_piece_after_the_expected_one_is_not_taken_for_another(rendezvous: Ren
             elif rank == 1:
                 engine._macros["STALL"] = stall
                 engine.bind_exchange(nothing, [(out.pointer, nbytes), (0, 0), (0, 0)], messages=True)(0)
-            engine.check(f"{nbytes} bytes")
+            engine.record.check(f"{nbytes} bytes")
     assert rank != 1 or (out.numpy() == x.numpy()).all()
     engine.close()
 
@@ -306,7 +307,7 @@ def test_an_async_message_takes_few_blocks_and_is_not_ordered(
 
     monkeypatch.setattr(HostKernel, "bind", bound)
     monkeypatch.setattr(ConcurrentKernels, "record", recording)
-    monkeypatch.setattr(peer_engine, "BESIDE_BLOCKS", 2)
+    monkeypatch.setattr(peer_exchange, "BESIDE_BLOCKS", 2)
 
     def body(gpu: Any) -> None:
         comm, count = gpu.comm, 100_003

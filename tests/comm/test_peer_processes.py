@@ -15,8 +15,8 @@ import pytest
 
 import kos
 from kos import cuda
-from kos.comm.control.env import EnvRendezvous
-from kos.comm.control.threads import SingleRendezvous
+from kos.comm.control.env import env_rendezvous
+from kos.comm.control.threads import single_rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch
 from kos.comm.reduction import ReduceOp
@@ -39,7 +39,7 @@ pytestmark = [
 
 def child(role: str, algorithm: str) -> None:
     """One rank, told who it is by its environment."""
-    rendezvous = EnvRendezvous(30.0)
+    rendezvous = env_rendezvous(30.0)
     rank, size = rendezvous.rank, rendezvous.size
     device = rank % len(cuda.visible_devices())
     cuda.set_device(device)
@@ -67,16 +67,16 @@ def child(role: str, algorithm: str) -> None:
         run(stream)
     streams.synchronize(stream, device)
     if role == "live":
-        engine.check("all_reduce")
+        engine.record.check("all_reduce")
         np.testing.assert_array_equal(y.numpy(stream), np.full(COUNT, size * (size + 1) / 2))
         rendezvous.barrier()
         engine.close()
         memory.close()
         return
     with pytest.raises((CollectiveTimeout, RankLost), match=f"all_reduce #5: rank {size - 1} "):
-        engine.check("all_reduce #5")
+        engine.record.check("all_reduce #5")
     engine.close()
-    alone = PeerEngine(SingleRendezvous(), device, staging=1 << 20)  # the GPU works on
+    alone = PeerEngine(single_rendezvous(), device, staging=1 << 20)  # the GPU works on
     alone.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM)(stream)
     np.testing.assert_array_equal(y.numpy(stream), x.numpy(stream))
     alone.close()

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import JobRendezvous, env_rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu import backend as gpu_backend
+from kos.comm.gpu import devices as gpu_devices
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.schedules import algorithms
@@ -254,7 +254,7 @@ def test_wrong_names(kind: str, case: str) -> None:
     def body(rank: int) -> None:
         rendezvous: Any = ThreadRendezvous(group, rank, 20, host=names[rank])
         if kind == "tcp":
-            rendezvous = EnvRendezvous(20, environment(rank, 3, port, KOS_HOST=names[rank]))
+            rendezvous = env_rendezvous(20, environment(rank, 3, port, KOS_HOST=names[rank]))
         with pytest.raises(RendezvousError, match=f"KOS_HOST: {message}") as raised:
             kos.init(kind, rendezvous=rendezvous)
         assert raised.value.on_every_rank and "\n" not in str(raised.value)
@@ -283,14 +283,14 @@ def test_hosts_of_spawn_that_do_not_add_up(hosts: Any) -> None:
 def test_the_names_of_a_launcher_give_way() -> None:
     """LOCAL_RANK, of the machine, chooses the GPU alone."""
 
-    def body(rendezvous: EnvRendezvous) -> tuple[int, int]:
+    def body(rendezvous: JobRendezvous) -> tuple[int, int]:
         return rendezvous.local_rank, rendezvous.place_on_machine[0]
 
     port, hosts = free_port(), ["a", "b", "a"]
     environments = [
         environment(rank, 3, port, KOS_HOST=host, LOCAL_RANK=str(2 - rank)) for rank, host in enumerate(hosts)
     ]
-    assert run_threads(*(lambda env=env: body(EnvRendezvous(20, env)) for env in environments)) == [
+    assert run_threads(*(lambda env=env: body(env_rendezvous(20, env)) for env in environments)) == [
         (0, 2), (0, 1), (1, 0)
     ]  # fmt: skip
 
@@ -301,12 +301,12 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, hosts: tuple[int, ...], gpus: int
     """Hosts share those of the machine, NCCL takes them for several machines, and peer refuses."""
     on_hosts(monkeypatch, hosts)
     with no_gpu(monkeypatch):
-        monkeypatch.setattr(gpu_backend.driver, "require", lambda: None)
+        monkeypatch.setattr(gpu_devices.driver, "require", lambda: None)
         devices = [kos.cuda.devices.DeviceInfo(i, "", f"{i}", (9, 0), 1, 1, "", None, False) for i in range(gpus)]
-        monkeypatch.setattr(gpu_backend, "visible_devices", lambda: devices)
+        monkeypatch.setattr(gpu_devices, "visible_devices", lambda: devices)
 
-        def body(rendezvous: EnvRendezvous) -> tuple[int, str, str]:
-            device = gpu_backend.device_of(rendezvous).index
+        def body(rendezvous: JobRendezvous) -> tuple[int, str, str]:
+            device = gpu_devices.device_of(rendezvous).index
             return device, NCCLBackend.probe(rendezvous).claim, PeerBackend.probe(rendezvous).reason
 
         found = run_ranks(4, body)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kos
-from kos.comm.host.mpi import MPIBackend
+from kos.comm.host.mpi import MPITransport
 from kos.testing import spawn
 from tests.comm.model import NAMES, OPS, Step, prepare
 
@@ -126,7 +126,7 @@ def test_on_threads(program: Program) -> None:
 def test_on_mpi(ranks_of_mpi: Any, seed: int, request: pytest.FixtureRequest, native: bool) -> None:
     """Programs drawn from the seed, the same on all ranks; also without MPI's calls and shared memory."""
     if not native:
-        request.getfixturevalue("monkeypatch").setattr(MPIBackend, "native", lambda *_: None)
+        request.getfixturevalue("monkeypatch").setattr(MPITransport, "native", lambda *_: None)
         request.getfixturevalue("apart")
     rng = np.random.default_rng(seed)
 

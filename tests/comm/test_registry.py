@@ -15,12 +15,12 @@ from kos.comm import registry
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.host.mock import MockBackend
+from kos.comm.host.threads import ThreadTransport
 from kos.errors import BackendUnavailable, InvalidArgument
 from tests.comm.tcp_ranks import run_threads
 
 
-class Another(MockBackend):
+class Another(ThreadTransport):
     name = "another"
 
 
@@ -32,7 +32,7 @@ class Partial(Backend):
         return Probe(True, "a test")
 
 
-class Raising(MockBackend):
+class Raising(ThreadTransport):
     name = "raising"
 
     @classmethod
@@ -64,13 +64,13 @@ def test_a_registered_backend_is_one_of_kos() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind", "message"), [
-    ("mpi", Another, "expected one that is free, got 'mpi', which is MPIBackend"),
+    ("mpi", Another, "expected one that is free, got 'mpi', which is MPITransport"),
     ("auto", Another, "expected an identifier other than 'auto', got 'auto'"),
     ("a b", Another, "expected an identifier"),
     (3, Another, "expected an identifier .* got 3"),
-    ("another", int, "expected a subclass of kos.comm.backend.Backend, got <class 'int'>"),
+    ("another", int, "expected a subclass of .*Transport or kos.comm.backend.Backend, got <class 'int'>"),
     ("another", Partial, "backend another: expected a class that defines idle, prepare, got <class .*Partial'>"),
-    ("another", "kos", "expected a subclass of kos.comm.backend.Backend, got 'kos'"),
+    ("another", "kos", "expected a subclass of kos.comm.transport.Transport or kos.comm.backend.Backend, got 'kos'"),
 ])  # fmt: skip
 def test_what_cannot_be_registered(name: Any, kind: Any, message: str) -> None:
     before = dict(registry.BACKENDS)
@@ -131,7 +131,7 @@ def test_a_probe_that_raises_is_a_backend_that_cannot_be_used() -> None:
 
 
 def test_a_probe_that_returns_no_probe_is_a_backend_that_cannot_be_used() -> None:
-    hasty: Any = type("Hasty", (MockBackend,), {"probe": classmethod(lambda kind, rendezvous: True)})
+    hasty: Any = type("Hasty", (ThreadTransport,), {"probe": classmethod(lambda kind, rendezvous: True)})
     kos.register_backend("hasty", hasty)
     with pytest.raises(BackendUnavailable, match="hasty: its probe failed: TypeError: expected a Probe, got True"):
         init("hasty")

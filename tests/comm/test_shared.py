@@ -179,7 +179,7 @@ def test_who_can_open_no_file_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch)
         if comm.rank == 0:
             with monkeypatch.context() as patch:
                 patch.setattr(segments.Path, "read_text", full)
-                assert comm.backend._calls.killed() is None
+                assert comm.backend.calls.killed() is None
         comm.barrier()
 
     run(body, size=2)

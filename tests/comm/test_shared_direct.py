@@ -101,7 +101,7 @@ CALLS = {
 @contextmanager
 def of_no_process(comm: kos.Communicator) -> Iterator[None]:
     """Meanwhile nobody can read this rank's memory."""
-    calls = comm.backend._calls
+    calls = comm.backend.calls
     at = calls._line + PID
     number, calls.words[at] = calls.words[at], (1 << 22) + 1
     yield
@@ -162,7 +162,7 @@ def test_a_read_from_a_rank_that_has_ended(comm: kos.Communicator, /, how: str) 
             if how == "message":
                 comm.send(contributions(comm), 0, async_op=True)
             else:
-                comm.backend._calls.core.direct = 1
+                comm.backend.calls.core.direct = 1
                 comm.all_gather(contributions(comm), async_op=True)
             end_process(comm)
             comm.rendezvous.barrier()

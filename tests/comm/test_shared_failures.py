@@ -126,7 +126,7 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
     calls: dict[int, Any] = {}
 
     def body(comm: kos.Communicator) -> None:
-        calls[comm.rank] = comm.backend._calls
+        calls[comm.rank] = comm.backend.calls
         comm.rendezvous.barrier()
         if comm.rank == 0:
             mine, theirs = (work_of("barrier", sequence=0) for _ in range(2))
@@ -195,7 +195,7 @@ def test_a_long_reason_is_cut_not_lost(comm: kos.Communicator, /, letter: str) -
 
 @on_each_rank(run, 2, close=False)
 def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.Communicator, /) -> None:
-    calls, segment = comm.backend._calls, comm.backend._segment
+    calls, segment = comm.backend.calls, comm.backend._segment
     calls.texts[0], calls._places[0] = b"", 0  # a call whose description is being written has the first place
     at = segment.layout.text(segment.rank, 0)
     segment.bytes[at : at + 5] = b"[12, "
@@ -311,7 +311,7 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(comm: kos.Communicator, /, mon
     backend: Any = comm.backend
     comm.barrier()
     if comm.rank == 1:
-        calls = backend._calls
+        calls = backend.calls
         calls.words[calls._line + STARTED] += 1  # as if another process had its number by now
     comm.rendezvous.barrier()
     if comm.rank == 2:

@@ -109,7 +109,7 @@ def test_a_receive_does_not_take_a_later_message(comm: kos.Communicator, /) -> N
     comm.rendezvous.barrier()
     for i in range(3 if comm.rank else 0):
         assert (comm.recv(np.zeros_like(x), 0, i) == x + i).all()
-        assert comm.backend._calls.core.held()[0] == 0
+        assert comm.backend.calls.core.held()[0] == 0
     assert_nothing_is_left(comm)
 
 
@@ -299,7 +299,7 @@ def test_exchange_with_a_rank_that_ends_before_it_has_read() -> None:
         exchange.start().wait()
         if comm.rank == 1:
             comm.send(x, 0, async_op=True)
-            calls: Any = comm.backend._calls  # type: ignore[attr-defined]
+            calls: Any = comm.backend.calls  # type: ignore[attr-defined]
             calls.words[calls._line + STARTED] += 1  # as if another process had its process ID
             ended.set()
             return

@@ -17,7 +17,7 @@ import kos
 from kos.comm.backend import SHRINKS
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.failures import Ledger
-from kos.comm.host.mpi import MPIBackend
+from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
 from tests.comm.ranks import on_each_rank, on_threads
@@ -166,11 +166,11 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
         if next(reads) == 2:
             ledger.record_end(1, 0, "its connection was closed")
 
-    backend: Any = SimpleNamespace(_calls=None, _messages=SimpleNamespace(receive_notices=receive), ledger=ledger)
+    transport: Any = SimpleNamespace(ring=None, receive_notices=receive, ledger=ledger)
     monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 0.0)
-    assert next(MPIBackend.gone(backend)) == (0, SHRINKS)
+    assert next(MPITransport.gone(transport)) == (0, SHRINKS)
     monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 1000.0)
-    assert next(MPIBackend.gone(backend)) == (1, "its connection was closed")
+    assert next(MPITransport.gone(transport)) == (1, "its connection was closed")
 
 
 @needs_mpirun
@@ -186,12 +186,12 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool, call: str) -> None:
     """Also where MPI does not say what its error is, as Open MPI now and then."""
     text = f"""
-from kos.comm.host.mpi import MPIBackend
+from kos.comm.host.mpi import MPITransport
 if not {shared}:
     os.environ["KOS_HOST"] = os.environ["OMPI_COMM_WORLD_RANK"]
-agree = MPIBackend.agree
-def unnamed(self, operation):
-    came = agree(self, operation)
+agree = MPITransport.agree
+def unnamed(self, work, local):
+    came = agree(self, work, local)
     def ask():
         try:
             return came()
@@ -199,7 +199,7 @@ def unnamed(self, operation):
             raise self._MPI.Exception(self._MPI.ERR_OTHER) from error
     return came and ask
 if not {named}:
-    MPIBackend.agree = unnamed
+    MPITransport.agree = unnamed
 with kos.init("mpi", timeout=60) as comm:
     me = comm.rank
     comm.all_reduce(np.ones(3))

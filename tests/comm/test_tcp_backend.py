@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.control.threads import SingleRendezvous
+from kos.comm.control.threads import single_rendezvous
 from kos.comm.host import tcp_messages as backend
+from kos.comm.host.tcp import RECENT, TCPTransport
 from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout
 from kos.testing.conformance.values import ALL_DTYPES
@@ -229,9 +230,9 @@ def test_a_message_of_another_size_in_a_group(ranks: TCPRanks) -> None:
 
 def test_no_thread_polls_connections_that_are_being_closed(ranks: TCPRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that uses another group polls those of all groups of the rank."""
-    engines, polled, close = dict[Any, Any](), list[bool](), backend.Mesh.close
+    engines, polled, close = dict[Any, Any](), list[bool](), TCPTransport._linger
 
-    def closing(self: backend.Mesh, *arguments: Any) -> None:
+    def closing(self: TCPTransport, *arguments: Any) -> None:
         poll = threading.Thread(target=engines[self.poller].poll)
         poll.start()
         poll.join(0.2)
@@ -240,14 +241,27 @@ def test_no_thread_polls_connections_that_are_being_closed(ranks: TCPRanks, monk
 
     def body(comm: kos.Communicator) -> None:
         carrier: Any = comm.backend
-        engines[carrier._poller] = carrier.engine
+        engines[carrier.transport.poller] = carrier.engine
         comm.split(0).close()
         comm.duplicate().abort()
 
-    monkeypatch.setattr(backend.Mesh, "close", closing)
+    monkeypatch.setattr(TCPTransport, "_linger", closing)
     ranks.run(body)
     assert polled
     assert not any(polled)
+
+
+@pytest.mark.parametrize("memory", ["none"], indirect=True)
+def test_more_messages_than_descriptions_are_kept(memory: str) -> None:
+    """Messages have no descriptions, and take none of those of collectives away."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.zeros(3)
+        for number in range(RECENT + 10):
+            comm.send(x + number, 1) if comm.rank == 0 else comm.recv(x, 0)
+        assert comm.rank == 0 or (x == RECENT + 9).all()
+
+    TCPRanks(2).run(body)
 
 
 def test_many_collectives_in_flight(ranks: TCPRanks) -> None:
@@ -304,4 +318,4 @@ def test_a_timeout_longer_than_poll_counts(timeout: str) -> None:
 
 def test_without_sockets_it_says_why() -> None:
     with pytest.raises(BackendUnavailable, match="tcp: the ranks did not connect over TCP"):
-        kos.init("tcp", rendezvous=SingleRendezvous())
+        kos.init("tcp", rendezvous=single_rendezvous())

@@ -15,10 +15,10 @@ import pytest
 
 import kos
 from kos.comm import groups
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import JobRendezvous
 from kos.comm.host import backend as host
 from kos.comm.host import tcp_messages as backend
-from kos.comm.host.tcp import TCPBackend
+from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm.ranks import WAITS, closes_because_of_another, on_each_rank, on_hosts, time_out_beside_others
@@ -184,12 +184,12 @@ def test_all_that_a_rank_sent_before_it_closed_arrives() -> None:
             comm.close()
             closed.set()
             return
-        comm.backend._mesh.peers[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        comm.backend.transport.peers[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         works = [comm.recv(np.zeros(LONG // 12, np.float32), 0, async_op=True) for _ in range(count)]
         slow.set()
         deadline = time.monotonic() + 20
         while not closed.wait(2):  # where the kernel's buffers do not hold them all
-            comm.backend._poller.progress()
+            comm.backend.transport.poller.progress()
             assert time.monotonic() < deadline
         for k, work in enumerate(works):
             assert (work.wait() == k).all()
@@ -209,7 +209,7 @@ def test_a_connection_whose_reading_is_interrupted_is_lost_by_that_name() -> Non
     def body(comm: kos.Communicator) -> None:
         other = comm.duplicate()
         if comm.rank == 0:
-            peer = other.backend._mesh.peers[1]
+            peer = other.backend.transport.peers[1]
             peer._reader = interrupted()
             with pytest.raises(KeyboardInterrupt):
                 peer.progress()
@@ -231,21 +231,21 @@ def test_a_rank_that_cannot_make_its_part_of_a_group(memory: str) -> None:
 
 def test_a_rank_whose_backend_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it: it says so, though its process goes on."""
-    make = TCPBackend.__init__
+    make = TCPTransport.__init__
 
-    def make_but_on_1(self: TCPBackend, rendezvous: EnvRendezvous) -> None:
+    def make_but_on_1(self: TCPTransport, rendezvous: JobRendezvous, engine: Any) -> None:
         if rendezvous.rank == 1:
             raise MemoryError("all is used")
-        make(self, rendezvous)
+        make(self, rendezvous, engine)
 
-    def body(rendezvous: EnvRendezvous) -> None:
+    def body(rendezvous: JobRendezvous) -> None:
         with pytest.raises(MemoryError if rendezvous.rank == 1 else KosError) as caught:
             kos.init("tcp", rendezvous=rendezvous)
         if rendezvous.rank != 1:
             told = "init was interrupted on rank 1 by MemoryError: all is used"
             assert told in str(caught.value) and caught.value.ranks == (1,), caught.value
 
-    monkeypatch.setattr(TCPBackend, "__init__", make_but_on_1)
+    monkeypatch.setattr(TCPTransport, "__init__", make_but_on_1)
     run_ranks(3, body)
 
 
@@ -276,7 +276,7 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
-            comm.backend._mesh.peers[1].send_control(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)
+            comm.backend.transport.peers[1].send_control(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)
             assert heard.wait(20)
         else:
             with pytest.raises(CollectiveMismatch, match="of two"):
@@ -443,7 +443,7 @@ def test_what_was_made_of_a_group_is_freed_if_the_rest_cannot_be(
             comm.split(0)
         child, *parts = made
         assert child._connection is None and child._listener.fileno() < 0
-        assert [part._open for part in parts] == [False] * (failing == "Group")
+        assert [part in host._open for part in parts] == [False] * (failing == "Group")
 
     TCPRanks(2).run(body)
 

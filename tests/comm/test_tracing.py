@@ -15,7 +15,8 @@ import kos
 from kos.comm.control.threads import ThreadRendezvous
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.host.mock import MockBackend
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.threads import ThreadTransport
 from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveMismatch
 from kos.memory.array import Array
@@ -158,7 +159,7 @@ def test_operations_on_a_host_have_no_duration(clock: Clock, batch: bool) -> Non
     """Beside those of a GPU, of one communicator."""
 
     def body(rendezvous: ThreadRendezvous) -> None:
-        host = MockBackend(rendezvous)
+        host = HostBackend(rendezvous, ThreadTransport)
         gpus = [NCCLBackend(rendezvous, 0, Comm(Group(1), 0), host)]
         with kos.Communicator(AutoBackend(rendezvous, host, gpus), rendezvous, {}, WAIT) as comm:
             with comm.batch() if batch else nullcontext():

@@ -14,8 +14,8 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm import watchdog
+from kos.comm.gpu import aborts, works
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import works
 from kos.comm.host.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
@@ -75,7 +75,7 @@ def fails(comm: kos.Communicator, kind: type[KosError], match: str) -> None:
 
 
 def kill(comm: kos.Communicator, rank: int) -> None:
-    calls = comm.backend.host._calls
+    calls = comm.backend.host.calls
     calls.segment.words[calls.segment.layout.line(rank) + PID] = (1 << 22) + 1  # no process has it
 
 
@@ -102,7 +102,7 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
     finder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The GPU is idle only after the kernels of the duplicate have ended, too."""
-    monkeypatch.setattr(device, "_ABORT_SECONDS", 5.0)
+    monkeypatch.setattr(aborts, "_ABORT_SECONDS", 5.0)
 
     def body(comm: kos.Communicator, log: Any) -> None:
         other = comm.duplicate()
@@ -139,7 +139,7 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(
     rank_is: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A replay has no deadline: it is ended where one that waits for the same rank was, and the GPU does not idle."""
-    monkeypatch.setattr(device, "_HALTED_SECONDS", 0.3)
+    monkeypatch.setattr(aborts, "_HALTED_SECONDS", 0.3)
 
     def body(comm: kos.Communicator, log: Any) -> None:
         graphs, bystander = comm.duplicate(), comm.split(comm.rank)  # the second has no other rank

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.control.env import EnvRendezvous
+from kos.comm.control.env import JobRendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.testing.conformance import failures, run
@@ -26,7 +26,7 @@ from tests.forked import python
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "writing-a-backend.md"
 BLOCK = r"^<!-- not run: the test runs all blocks together -->\n```python\n(.*?)^```$"
 BLOCKS = re.findall(BLOCK, PAGE.read_text(), re.M | re.S)
-LINES = 150
+LINES = 140
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_it_is_short() -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_on_ranks_that_meet_as_processes_do(size: int) -> None:
-    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+    def body(rendezvous: JobRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world)
 
@@ -72,7 +72,7 @@ def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatc
 
     monkeypatch.setattr(files.__init__.__globals__["Folder"], "write", wrong)
 
-    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+    def body(rendezvous: JobRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world, only="broadcast float32")
 
@@ -81,45 +81,42 @@ def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatc
 
 
 def without_agree(backend: Any) -> None:
-    backend.agree = lambda backend, call: None
+    backend.agree = lambda backend, call, local: None
 
 
 def without_failed(backend: Any) -> None:
-    del backend.failed
+    del backend.report_failure
 
 
 def without_cancel(backend: Any) -> None:
-    backend.__init__.__globals__["Mail"].cancel = lambda mail, cancelled: None
+    backend.cancel = lambda backend, cancelled: None
 
 
 def without_last(backend: Any) -> None:
     """A defect: the last element of a message is not written."""
-    mail = backend.__init__.__globals__["Mail"]
 
-    def take(self: Any, receive: Any, take: Any = mail.take) -> None:
+    def take(self: Any, receive: Any, take: Any = backend.take) -> None:
         last = receive.array[-1:].copy()
         take(self, receive)
         receive.array[-1:] = last
 
-    mail.take = take
+    backend.take = take
 
 
 def without_root(backend: Any) -> None:
     """A defect: rank 0 is the root of every broadcast."""
 
-    def carry(self: Any, call: Any, collective: str, carry: Any = backend._carry, **spaces: Any) -> Any:
+    def native(self: Any, call: Any, spaces: Any, collective: str) -> None:
         if collective == "broadcast":
             call.prepared.operation = replace(call.operation, root=0)
-        return carry(self, call, collective, **spaces)
 
-    backend._carry = carry
+    backend.native = native
 
 
 def without_order(backend: Any) -> None:
     """A defect: of two messages with the same tag and length, the second is received first."""
-    mail = backend.__init__.__globals__["Mail"]
 
-    def take(self: Any, receive: Any, take: Any = mail.take) -> None:
+    def take(self: Any, receive: Any, take: Any = backend.take) -> None:
         stem, number = f"{receive.peer}-{self.rank}-{receive.tag}-", self.taken[receive.peer, receive.tag]
         first, second = (Path(self.folder.path, f"{stem}{number + n}") for n in (0, 1))
         mine = self.posted[receive.peer, receive.tag][0] is receive
@@ -130,7 +127,7 @@ def without_order(backend: Any) -> None:
                 second.write_bytes(contents[0])
         take(self, receive)
 
-    mail.take = take
+    backend.take = take
 
 
 @pytest.mark.parametrize(("change", "check", "cause"), [
@@ -147,7 +144,7 @@ def test_the_suite_finds_a_backend_that_lacks_a_part(
     monkeypatch.setattr(failures, "GRACE", 2.0)
     change(files)
 
-    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+    def body(rendezvous: JobRendezvous) -> dict[str, str]:
         with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
             return run(world, only=check)
 
@@ -159,13 +156,14 @@ def test_the_suite_finds_a_backend_that_lacks_a_part(
 
 
 HANGS = """
+import time
 from kos.testing import conformance
 from kos.testing.conformance.__main__ import main
 
 agree, conformance.CHECK_SECONDS = Files.agree, 2.0
 
-def without_timeout(backend, call):
-    poll = agree(backend, call)
+def without_timeout(backend, call, local):
+    poll = agree(backend, call, local)
     def wait():
         while not poll():
             time.sleep(0.001)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 import pytest
 
@@ -68,16 +67,17 @@ def test_no_multicast() -> None:
 def test_layout_is_the_hosts() -> None:
     """The offsets that peer.py computes are those of the headers."""
     from kos.comm.gpu.peer import engine as peer
+    from kos.comm.gpu.peer import exchange
+    from kos.comm.gpu.peer import record as words
 
     text = (KERNELS / "channel.cuh").read_text() + (KERNELS / "packets.cuh").read_text()
     assert f"#define CHANNELS {peer.CHANNELS}\n" in text
     assert f"#define LINE_BYTES {peer._LINE_BYTES}\n" in text
     assert f"#define CAPACITY {peer._CAPACITY} " in text
     pieces = (KERNELS / "pieces.cuh").read_text()
-    assert f"#define BOX_PACKETS {peer._BOX_PACKETS}\n" in pieces
+    assert f"#define BOX_PACKETS {exchange.BOX_PACKETS}\n" in pieces
     (number,) = re.findall(r"#define NUMBER (\d+)\n", pieces)  # the tag's other bits: a kind, and bytes
-    assert 1 << 63 - int(number) > peer.CHANNELS * peer._BOX_PACKETS * peer._PACKET_BYTES
+    assert 1 << 63 - int(number) > peer.CHANNELS * exchange.BOX_PACKETS * exchange.PACKET_BYTES
     record = text[text.index("struct Record {") :].split("}")[0]
     names = re.findall(r"\b\w+(?=[,;])", record)
-    assert [name.upper().removesuffix("_NS") for name in names] == list(peer._Word.__members__)
-    assert all(a < b for a, b in pairwise(peer._Word))
+    assert [getattr(words, name.upper().removesuffix("_NS")) for name in names] == [*range(words.WAITS + 1)]

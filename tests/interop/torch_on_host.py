@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import kos
-from kos.comm.control.store import StoreRendezvous
+from kos.comm.control.store import store_rendezvous
 from tests.comm.fake_nccl import WAIT, Group, communicator
 
 DEVICE = torch.device("cuda", 0)
@@ -164,7 +164,7 @@ def connect_gpu(group: Any, shared: Any = None) -> kos.Communicator:
 
     def connect(backend: str, purpose: str, **keywords: Any) -> kos.Communicator:
         store = torch._C._distributed_c10d.PrefixStore(f"{purpose}/", group._store)
-        rendezvous = StoreRendezvous(store, group.rank(), group.size(), WAIT, group._ranks)
+        rendezvous = store_rendezvous(store, group.rank(), group.size(), WAIT, group._ranks)
         return communicator(rendezvous, shared or Group(1), WAIT)
 
     group._connect = connect

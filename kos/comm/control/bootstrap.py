@@ -14,12 +14,12 @@ from typing import Any
 from kos.comm.arguments import number_in
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.env import EnvRendezvous, JobRendezvous, Place
+from kos.comm.control.env import JobRendezvous, Place, env_rendezvous
 from kos.comm.control.function import rendezvous_by_function
 from kos.comm.control.mpi import rendezvous_of_mpi
 from kos.comm.control.secret import load_secret
-from kos.comm.control.store import Store, StoreRendezvous, of_process_group
-from kos.comm.control.threads import RankThread, SingleRendezvous
+from kos.comm.control.store import Store, of_process_group, store_rendezvous
+from kos.comm.control.threads import RANK_THREAD, single_rendezvous
 from kos.errors import InvalidArgument
 
 _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
@@ -30,15 +30,15 @@ def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: b
 
     Raises InvalidArgument in a thread of ``kos.testing.spawn``, where each rank would become a group of one.
     """
-    if isinstance(threading.current_thread(), RankThread):
+    if threading.current_thread().name.startswith(RANK_THREAD):
         raise InvalidArgument(
             "init: expected a function of the comm of kos.testing.spawn, got kos.init() in its thread"
         )
     if not mpi_job.under_mpirun():
         if Place.is_given():
-            return EnvRendezvous(timeout)
+            return env_rendezvous(timeout)
         if not by_mpi:
-            return SingleRendezvous(timeout)
+            return single_rendezvous(timeout)
     return rendezvous_of_mpi(timeout=timeout, process_hooks=process_hooks)
 
 
@@ -109,7 +109,7 @@ def _by_place(given: Mapping[str, Any], timeout: float) -> Rendezvous:
     if meeting == "store":
         if not isinstance(store := given["store"], Store):
             raise InvalidArgument(f"rendezvous: store: expected the methods set, get, add and wait, got {store!r:.80}")
-        return StoreRendezvous(store, rank, size, timeout)
+        return store_rendezvous(store, rank, size, timeout)
     local_rank = given.get("local_rank")
     if local_rank is not None:
         local_rank = number_in("rendezvous: local_rank", local_rank, 0, size - 1)

@@ -54,11 +54,9 @@ class JobRendezvous(TCPRendezvous):
         self.ledger.board.connect(self)
 
 
-class EnvRendezvous(JobRendezvous):
+def env_rendezvous(timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> JobRendezvous:
     """The ranks named by the environment.  Also raises RendezvousError for variables that are missing or wrong."""
-
-    def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
-        super().__init__(Place.read(environ), timeout, host=environ.get("KOS_HOST", ""))
+    return JobRendezvous(Place.read(environ), timeout, host=environ.get("KOS_HOST", ""))
 
 
 @dataclass(frozen=True, slots=True)

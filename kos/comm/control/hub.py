@@ -43,12 +43,11 @@ _LAZY_SECONDS = 0.05  # after which a notice that is not urgent is forwarded
 class _Failure(Exception):
     """The group has failed; holds a message for all ranks."""
 
+    aborted = False
+    """Whether a rank aborted the group and gave the reason."""
+
     def __init__(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> None:
         self.message = kind + json.dumps([ranks, why, cause]).encode()  # the cause as a record of failures.py
-
-
-class _Aborted(_Failure):
-    """A rank aborted the group and gave the reason."""
 
 
 class Hub(threading.Thread):
@@ -114,12 +113,12 @@ class Hub(threading.Thread):
             for rank in self._ready(self._members.keys() - slots.keys(), select.POLLIN, 0.0):
                 try:
                     self._receive(rank, slots)
-                except _Aborted:
-                    self._refused += [] if caller is None else [caller[2]]
-                    self._expected = self._size - len(present) - (caller is not None)
-                    raise
-                except _Failure:  # a lost connection: found again once all ranks have joined, unless the rank rejoins
-                    lost.add(rank)
+                except _Failure as failure:
+                    if failure.aborted:
+                        self._refused += [] if caller is None else [caller[2]]
+                        self._expected = self._size - len(present) - (caller is not None)
+                        raise
+                    lost.add(rank)  # a lost connection: found again once all ranks have joined, unless it rejoins
             if caller is None:
                 self._look_for_ended(present)
                 continue
@@ -272,7 +271,9 @@ class Hub(threading.Thread):
                 self.released.set()
         elif kind == ABORT:
             self._left.add(rank)
-            raise _Aborted(LOST, [rank], *json.loads(message[1:]))
+            failure = _Failure(LOST, [rank], *json.loads(message[1:]))
+            failure.aborted = True
+            raise failure
         else:
             why = f"expected a message of the rendezvous, got one of kind {kind!r}"
             raise _Failure(LOST, [rank], why)
@@ -319,7 +320,7 @@ class Hub(threading.Thread):
         try:
             self._receive(rank, {})
         except _Failure as failure:
-            if isinstance(failure, _Aborted):
+            if failure.aborted:
                 return
             self._members.pop(rank).close()
             if rank not in self._left and failure.message[:1] == DIED:

@@ -112,7 +112,7 @@ def _check_world(MPI: Any) -> None:
 
 
 class Backoff:
-    """The wait of a polling loop without events: spins, then yields the core, then sleeps.  It is an ``Idle``.
+    """The wait of a polling loop without events: spins, then yields the core, then sleeps.
 
     Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
     """

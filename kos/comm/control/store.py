@@ -35,7 +35,9 @@ class Store(Protocol):
         """Return once all keys are set; raises any exception after ``timeout``."""
 
 
-class StoreRendezvous(JobRendezvous):
+def store_rendezvous(
+    store: Store, rank: int, size: int, timeout: float = 120.0, world_ranks: Sequence[int] | None = None
+) -> JobRendezvous:
     """The ranks that share ``store``, such as a ``Store`` of torch.distributed.  Collective.
 
     ``store`` is this group's own: its keys have a prefix that no other group uses.  It carries the address of rank 0
@@ -46,22 +48,18 @@ class StoreRendezvous(JobRendezvous):
     On several hosts rank 0 must be reachable at the address by which it reaches ``MASTER_ADDR``, else at that of its
     host name.
     """
-
-    def __init__(
-        self, store: Store, rank: int, size: int, timeout: float = 120.0, world_ranks: Sequence[int] | None = None
-    ) -> None:
-        ledger = Ledger(range(size) if world_ranks is None else world_ranks, rank, timeout=timeout)
-        place, listener = Place(rank, size), None
-        if size > 1:
-            listener, offer = _by_store(store, rank, size, timeout)
-            if missing := offer.get("missing"):
-                text = timeouts.late(ledger.names(missing), timeouts.JOIN, timeout)
-                raise ledger.overdue(missing, "rendezvous", None, text, RendezvousError)
-            place = place_by(rank, size, "the store", offer)
-        super().__init__(place, timeout, listener, ledger)
+    ledger = Ledger(range(size) if world_ranks is None else world_ranks, rank, timeout=timeout)
+    place, listener = Place(rank, size), None
+    if size > 1:
+        listener, offer = _by_store(store, rank, size, timeout)
+        if missing := offer.get("missing"):
+            text = timeouts.late(ledger.names(missing), timeouts.JOIN, timeout)
+            raise ledger.overdue(missing, "rendezvous", None, text, RendezvousError)
+        place = place_by(rank, size, "the store", offer)
+    return JobRendezvous(place, timeout, listener, ledger)
 
 
-def of_process_group(dist: Any, group: Any, timeout: float) -> StoreRendezvous:
+def of_process_group(dist: Any, group: Any, timeout: float) -> JobRendezvous:
     """The ranks of a process group of ``dist``, the module torch.distributed.  Collective in the group.
 
     Raises InvalidArgument on a rank outside the group.
@@ -70,7 +68,7 @@ def of_process_group(dist: Any, group: Any, timeout: float) -> StoreRendezvous:
         raise InvalidArgument("group: this rank is not in it")
     store = dist.PrefixStore("kos/", dist.distributed_c10d._get_process_group_store(group))
     ranks = dist.get_process_group_ranks(group)
-    return StoreRendezvous(store, rank, len(ranks), timeout, ranks)
+    return store_rendezvous(store, rank, len(ranks), timeout, ranks)
 
 
 def _by_store(store: Store, rank: int, size: int, timeout: float) -> tuple[socket.socket | None, dict[str, Any]]:

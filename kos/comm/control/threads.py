@@ -16,8 +16,13 @@ Waits = list[tuple[str, list[int]]]
 """Operations in flight, and for each the world ranks that it waits for."""
 
 
-class RankThread(threading.Thread):
-    """The thread of a rank of ``kos.testing.spawn``."""
+RANK_THREAD = "kos-rank "
+"""The beginning of the name of a rank's thread in ``kos.testing.spawn``."""
+
+
+def rank_thread(run: Callable[[int], None], rank: int) -> threading.Thread:
+    """The thread of a rank, which runs ``run(rank)``."""
+    return threading.Thread(target=run, args=(rank,), name=f"{RANK_THREAD}{rank}", daemon=True)
 
 
 class ThreadWorld(Tables):
@@ -201,8 +206,6 @@ class ThreadRendezvous(Rendezvous):
         return ThreadRendezvous(group, rank, self.timeout, ledger, self.host)
 
 
-class SingleRendezvous(ThreadRendezvous):
+def single_rendezvous(timeout: float = 120.0) -> ThreadRendezvous:
     """A group of one."""
-
-    def __init__(self, timeout: float = 120.0) -> None:
-        super().__init__(ThreadGroup(1), 0, timeout)
+    return ThreadRendezvous(ThreadGroup(1), 0, timeout)

@@ -59,15 +59,12 @@ _NUMBER = struct.Struct("!QII")
 
 
 class HandshakeError(RendezvousError):
-    """The other end does not know the secret or does not speak the protocol."""
+    """The other end does not know the secret or does not speak the protocol.
 
+    ``unproved`` is the rank that a caller claims who has not proved that it knows the secret.
+    """
 
-class SecretError(HandshakeError):
-    """A caller has not proved that it knows the secret; ``rank`` is the rank that it claims."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__("handshake: expected a proof of the secret, got a wrong one")
-        self.rank = rank
+    unproved: int | None = None
 
 
 @dataclass(slots=True)
@@ -196,7 +193,9 @@ def answer(sock: socket.socket, key: bytes, epoch: int = 0) -> Waiting[tuple[int
     _, theirs, rank, size, _ = _HELLO.unpack(hello)
     if not hmac.compare_digest(proof, _mac(key, b"caller", greeting, hello)):
         sock.send(_REFUSED)
-        raise SecretError(rank)
+        error = HandshakeError("handshake: expected a proof of the secret, got a wrong one")
+        error.unproved = rank
+        raise error
     if theirs != epoch:
         raise HandshakeError(f"rank {rank}: expected epoch {epoch}, got {theirs}")
     sock.send(_mac(key, b"listener", greeting, hello))
@@ -299,8 +298,9 @@ class Acceptor:
             self._admitted.append(end.value)
         except (OSError, HandshakeError) as error:
             self._reject(sock)
-            if isinstance(error, SecretError) and len(self.rejected) < _MAX_REJECTED:
-                caller = f"rank {error.rank} at {host.removeprefix('::ffff:')}"
+            rank = error.unproved if isinstance(error, HandshakeError) else None
+            if rank is not None and len(self.rejected) < _MAX_REJECTED:
+                caller = f"rank {rank} at {host.removeprefix('::ffff:')}"
                 self.rejected += [] if caller in self.rejected else [caller]
 
     def _reject(self, sock: socket.socket) -> None:

@@ -20,7 +20,7 @@ from kos.comm.gpu.order import Order
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.tuning import Table, merged
-from kos.comm.work import Idle, Steps, Work
+from kos.comm.work import Steps, Work
 from kos.cuda import driver
 from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
@@ -131,7 +131,7 @@ class AutoBackend(Backend):
     def parts(self) -> Sequence[Backend]:
         return (self.host, *self.gpus)
 
-    def idle(self) -> Idle:
+    def idle(self) -> Any:
         return self.host.idle()
 
     def prepare(self, o: Operation) -> Prepared:

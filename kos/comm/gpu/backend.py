@@ -9,40 +9,38 @@ found there, at the next call, and by the watchdog (``kos.comm.watchdog``), whic
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import again
-from kos.comm.gpu.memory import ScratchPool
+from kos.comm.gpu.aborts import ENDED, raise_if_stuck, wait_for_idle
+from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.memory import Piece, ScratchPool
 from kos.comm.gpu.order import Streams
+from kos.comm.gpu.routes import Route, alone, nothing
 from kos.comm.gpu.shared import CommState
 from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent
-from kos.comm.operation import AUTO, NO_MESSAGE, Operation
+from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
-from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import Table
-from kos.comm.work import Idle, Work
-from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
-from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
+from kos.comm.work import Work
+from kos.cuda import Kernel, create_stream, driver, load_kernel
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import capture_of, is_captured
 from kos.errors import (
-    BackendUnavailable,
     CollectiveError,
     CudaError,
     InvalidArgument,
@@ -50,51 +48,9 @@ from kos.errors import (
 )
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
-from kos.memory.windows import Launch, in_windows
-
-log = logging.getLogger(__name__)
-
-
-class Route(NamedTuple):
-    """How a backend for GPUs runs calls of one signature."""
-
-    queue: Launch
-    """Queues one: the handle of a stream, the address of what is sent, and of what is received."""
-    kernel: str | None = None
-    """The kernel, if it depends on more than the arguments and must be the same on all ranks."""
-    lasting: bool = True
-    """Whether later calls may use it."""
-
 
 _SHOW_EVERY = 0.02
 """Seconds of waiting on the host after which a rank shows the others for whom it waits."""
-_ABORT_SECONDS = 20.0
-_HALTED_SECONDS = 1.0
-"""How long a failed communicator waits for the GPU before others that wait for the same stopped rank fail too."""
-_ENDED = "what was in flight was ended, and its results are undefined"
-
-_aborting: dict[DeviceBackend, float] = {}
-"""Failed backends that wait for their GPU to become idle, and when each began."""
-
-
-def device_of(rendezvous: Rendezvous) -> DeviceInfo:
-    """The GPU of this rank: the one that it was given, else by its place among the ranks of the machine.
-
-    Pretended hosts share the GPUs of their machine: ranks of two hosts have one in common only if ranks of one would.
-
-    Ranks bound to a NUMA node take GPUs of that node first.  Raises BackendUnavailable without one.  Collective
-    on first use.
-    """
-    place, nodes = rendezvous.place_on_machine
-    driver.require()
-    devices = visible_devices()
-    wanted = rendezvous.device
-    if wanted is None:
-        wanted = assign_devices(nodes, [device.numa_node for device in devices])[place]
-    if not 0 <= wanted < len(devices):
-        raise BackendUnavailable(f"device: expected one of 0..{len(devices) - 1}, got {wanted}")
-    return devices[wanted]
-
 
 class DeviceBackend(Backend):
     """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``abort_device``).
@@ -115,8 +71,7 @@ class DeviceBackend(Backend):
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
         self.device = device_of(rendezvous).index if device is None else device
-        self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
-        self.shared = CommState(rendezvous, self.ledger, self.device, host)
+        self.shared = CommState(rendezvous, self.ledger, self, host)
         self._last: Work[Any] | None = None
         self._flying: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
         self._events: list[Any] = []  # that nobody uses
@@ -125,14 +80,15 @@ class DeviceBackend(Backend):
         self._captures = False  # whether the last call that was to have a mark was captured
         self._scratch = ScratchPool(self.device)
         self._closing = False
-        self._kernel_waits: list[int] = []  # at the watchdog's last look
+        self.awaited: list[int] = []  # by kernels, at the watchdog's last look
         self._seen = -1  # the last collective at that look
 
     def join(self, others: Sequence[DeviceBackend]) -> None:
         """Carry one communicator's operations together with ``others`` of this GPU."""
         if self is not others[0]:
             self.shared.close()
-        self.together, self.shared = others, others[0].shared
+        self.shared = others[0].shared
+        self.shared.backends = others
         if self._side is None and len(others) > 1:
             side = create_stream(self.device, urgent=True)
             for each in others:
@@ -159,7 +115,7 @@ class DeviceBackend(Backend):
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
     ) -> DeviceBackend | None: ...
 
-    def idle(self) -> Idle:
+    def idle(self) -> Any:
         return mpi_job.Backoff()
 
     # Launching.
@@ -176,7 +132,7 @@ class DeviceBackend(Backend):
         if message is not NO_MESSAGE and (tag := message.tag or message.recv_tag):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
         o = o.without_memory()
-        queue, kernel, lasting = (self.resolve if self.size > 1 else self._resolve_alone)(o)
+        queue, kernel, lasting = (alone(o, self.device) if self.size == 1 else None) or self.resolve(o)
         prepared = Prepared(o, self, self.launch, queue, kernel, lasting)
         return prepared if self.shared.calls is None else self.shared.calls.add(prepared)
 
@@ -184,27 +140,9 @@ class DeviceBackend(Backend):
     def resolve(self, o: Operation) -> Route:
         """The route of a call that is like ``o``, whose buffers have no memory."""
 
-    def _resolve_alone(self, o: Operation) -> Route:
-        """In a group of one: a copy, or nothing.  An operation with a factor or a chosen algorithm runs as usual."""
-        send, recv, reduction = o.send, o.recv, o.reduction
-        scaled = reduction is not None and reduction.op is ReduceOp.PREMUL_SUM
-        if scaled or o.options.algorithm != AUTO:
-            return self.resolve(o)
-        if send is None or recv is None or not recv.nbytes or send is recv:
-            return Route(nothing)
-        return Route(in_windows(partial(self._copy, recv.nbytes), [send.pointer, recv.pointer]))
-
-    def _copy(self, nbytes: int, stream: int, send: int, recv: int) -> None:
-        if send == recv:
-            return
-        if stream > streams.PER_THREAD and cu.cuMemcpyDtoDAsync(recv, send, nbytes, stream) == (0,):
-            return  # on the stream's device; the call fails if the thread has no current device
-        with driver.on_device(self.device):
-            call(cu.cuMemcpyDtoDAsync, recv, send, nbytes, stream)
-
     def forget_routes(self) -> None:
         """An address may be another window's from now on, for every backend of the communicator."""
-        for each in self.together:
+        for each in self.shared.backends:
             each.store.clear()
 
     def launch(self, work: Work[Any]) -> None:
@@ -335,12 +273,23 @@ class DeviceBackend(Backend):
         """A kernel of kos for this GPU."""
         return load_kernel(path, name, self.device, **macros)
 
+    @abstractmethod
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
+        """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty.
+
+        Addresses are those of this rank's GPU, or refer to ``arrays``.
+        """
+
+    @abstractmethod
+    def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
+        """All-gather of ``nbytes`` from each rank; addresses as in ``exchange``."""
+
     # Waiting on the host.
 
     def check(self, o: Work[Any]) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
         self.shared.confirm()
-        for each in self.together:
+        for each in self.shared.backends:
             each.inspect(o)
 
     @abstractmethod
@@ -410,54 +359,15 @@ class DeviceBackend(Backend):
 
     # Who is late.
 
-    @property
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank != self.rank]
-
     def kernel_waits(self) -> list[int]:
         """The ranks that a kernel has waited for since the last look, as far as known."""
         return []
 
-    def late(self, work: Work[Any]) -> list[int]:
-        """The ranks that ``work``, or what is queued with it, waits for, as far as known."""
-        shared, message = self.shared, work.operation.message
-        return (
-            shared.missing(work)
-            or [rank for part in self.together for rank in part._kernel_waits]
-            or sorted({rank for rank in (message.src, message.dst) if rank not in (None, self.rank)})
-            or (shared.missing(shared.last) if shared.last is not None else [])
-        )
-
-    def arrived(self, work: Work[Any]) -> list[int]:
-        """The ranks that are known to have begun ``work``, and may wait for a stream."""
-        if self.shared.calls is None or not work.collective:
-            return []
-        missing = self.shared.missing(work)
-        return [rank for rank in self._others if rank not in missing]
-
-    def _elsewhere(self) -> list[int]:
-        """The ranks of the world that other communicators of this GPU wait for: kernels run one after another."""
-        queued = list(self.ledger.board.queued.items())
-        return sorted({rank for backend, ranks in queued if backend not in self.together for rank in ranks})
-
     def report_wait(self, work: Work[Any] | None) -> None:
-        board, world = self.ledger.board, self.ledger.world
-        if work is None:
-            return board.post_wait(None)
-        known = [world[rank] for rank in self.late(work)] or self._elsewhere()
-        # Any may be late: first those that do not wait, for a board has few places.
-        board.post_wait(known or sorted((world[r] for r in self._others), key=lambda r: board.awaited(r) is not None))
+        self.shared.report_wait(work)
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
-        others, ledger = self._others, self.ledger
-        if late := self.late(work):
-            return ledger.overdue(late, work, seconds, arrived=self.arrived(work))
-        if elsewhere := self._elsewhere():
-            return ledger.overdue([], work, seconds, elsewhere=elsewhere)
-        error = ledger.overdue(others, work, seconds)
-        if len(error.ranks) < len(others) or all(ledger.board.halted(rank) for rank in error.ranks):
-            return error if error.ranks else super().timed_out(work, seconds)
-        return super().timed_out(work, seconds)
+        return self.shared.overdue(work, seconds) or super().timed_out(work, seconds)
 
     # Failures.
 
@@ -471,7 +381,7 @@ class DeviceBackend(Backend):
                 return
             latest = self._last or shared.last or unstarted("watchdog", self)
             try:
-                if self.together[0] is self:
+                if self.shared.backends[0] is self:
                     shared.look_for_the_lost(latest)
                 with driver.on_device(self.device), relaxed_capture():
                     self.inspect(latest)
@@ -479,7 +389,7 @@ class DeviceBackend(Backend):
                         self._look_at_deadlines(time.monotonic())
                 self._show_queue()
             except Exception as error:
-                self.failed(latest, again(error, f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
+                self.failed(latest, again(error, f"{error}; {ENDED}") if isinstance(error, KosError) else error)
         finally:
             shared.lock.release()
 
@@ -490,27 +400,12 @@ class DeviceBackend(Backend):
             raise self.timed_out(late, overdue[1])
         if not self._marks.running and not self._captures:
             self.shared.look_for_the_late(now, self)
-        self._look_at_aborts(now)
+        raise_if_stuck(self, now)
         self.streams.current = self.streams.NONE  # the next call is marked again
-
-    def _look_at_aborts(self, now: float) -> None:
-        """Raise if another communicator failed because of a rank of this one, and the GPU does not become idle.
-
-        In that case this communicator waits for the rank in calls whose start the watchdog does not see, such as those
-        of a replayed graph.
-        """
-        for other, began in list(_aborting.items()):
-            failure = other.broken
-            ranks = set() if failure is None else set(failure.ranks) & set(self.ledger.world)
-            patience = _HALTED_SECONDS if all(map(self.ledger.board.halted, ranks)) else self.timeout
-            if ranks and other.device == self.device and now - began > patience:
-                assert failure is not None
-                cause = str(failure).removesuffix(f"; {_ENDED}")
-                raise again(failure, f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
 
     def _show_queue(self) -> None:
         """Show the other ranks for whom the GPU waits: the program may wait for a stream, and not within kos."""
-        late = self._kernel_waits = self.kernel_waits()
+        late = self.awaited = self.kernel_waits()
         last = self.shared.last_of(self)
         if not late and last is not None:
             late = self.shared.missing(last) if last.sequence == self._seen else []
@@ -535,45 +430,30 @@ class DeviceBackend(Backend):
                 launching = not isinstance(error, KosError)  # during a launch the watchdog ended the communicator
                 text = f"{work}: the communicator failed before: {self.broken}" if launching else None
                 return super().failed(work, again(self.broken, text))  # of which ``error`` is a consequence
-            failure = super().failed(work, self.cause(work, error))
+            if isinstance(error, KosError) and not self.lost(error):  # the other ranks of the host may know it better
+                error = self.shared.explained(work, error)
+            failure = super().failed(work, error)
             record_failure(work, failure)
             self.shared.report(work, failure, self.lost(failure))
             self.shared.broken = failure
-            for each in self.together:
+            for each in self.shared.backends:
                 self.ledger.board.post_queued(each, ())
                 each.broken = each.broken or again(failure)
                 each.signal_abort()  # of all before any is ended: that may wait for the whole GPU
-            for each in self.together:
+            for each in self.shared.backends:
                 each.abort_device()
             return failure
 
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
         raise self.failed(work, error)
 
-    def cause(self, o: Work[Any], error: Exception) -> Exception:
-        """``error``, or what the other ranks of the host know better."""
-        if not isinstance(error, KosError) or self.lost(error):
-            return error
-        return self.shared.explained(o, error)
-
     def signal_abort(self) -> None:
         """Let kernels that wait for other ranks end, without waiting for that."""
 
     def abort_device(self) -> None:
-        """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle.
-
-        Kernels of other communicators may keep the GPU busy, since they wait for the same rank.  So the watchdog's
-        thread checks these meanwhile, and fails those whose calls in graphs have no deadline (``_look_at_aborts``).
-        """
+        """Abort what is in flight on the GPU, without the other ranks, and wait until the GPU is idle."""
         self.signal_abort()
-        began = _aborting[self] = time.monotonic()
-        drained = mpi_job.on_thread(self._drain)
-        drained.add_done_callback(lambda _: _aborting.pop(self, None))
-        while not wait([drained], watchdog.TICK).done:
-            if time.monotonic() > began + _ABORT_SECONDS:
-                log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
-                return
-            watchdog.check_others()
+        wait_for_idle(self, self._drain)
 
     def _drain(self) -> None:
         with suppress(CudaError), relaxed_capture():  # a broken context runs nothing any more
@@ -605,10 +485,6 @@ class DeviceBackend(Backend):
             self.shared.close(orderly=True)
         finally:
             self._scratch.close()
-
-
-def nothing(stream: int, send: int = 0, recv: int = 0) -> None:
-    """The launch of an operation that moves no elements."""
 
 
 def unstarted(name: str, backend: Any) -> Work[Any]:

@@ -29,10 +29,12 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import on_thread
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.backend import DeviceBackend, Route, device_of, nothing, unstarted
+from kos.comm.gpu.backend import DeviceBackend, unstarted
+from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
+from kos.comm.gpu.routes import Route, nothing
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.work import Work
@@ -158,7 +160,7 @@ class NCCLBackend(DeviceBackend):
         self.shared.confirm()
         last = self.shared.last or unstarted(what, self)
         if late:
-            raise self.ledger.overdue(self.late(last) or self._others, text, None)
+            raise self.ledger.overdue(self.shared.late(last) or self.shared.others, text, None)
         self.report_wait(last)
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:

@@ -9,13 +9,14 @@ reductions, and uses this for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.gpu.memory import Piece
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
@@ -52,26 +53,10 @@ def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
     return ("uint8" if dtype.kind == "bool" else dtype.name), op.name, 1
 
 
-class Carrier(Protocol):
-    """The backend that exchanges the parts; addresses are those of this rank's GPU, or refer to ``arrays``."""
-
-    rank: int
-    size: int
-    device: int
-
-    def scratch(self, nbytes: int, stream: int) -> int: ...
-
-    def load(self, path: Path, name: str, **macros: Any) -> Kernel: ...
-
-    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None: ...
-
-    def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None: ...
-
-
 class OrderedReduction:
     """The launch of one all_reduce, reduce, reduce_scatter, reduce_scatter_v, scan or exscan."""
 
-    def __init__(self, backend: Carrier, o: Operation) -> None:
+    def __init__(self, backend: DeviceBackend, o: Operation) -> None:
         assert o.send is not None and o.reduction is not None
         size, rank = backend.size, backend.rank
         name, op, per = kernel_types(o.reduction, backend.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kos.comm.backend import Backend
@@ -31,9 +32,10 @@ _DEAD_SECONDS = 0.5
 class CommState:
     """The state of one communicator on one GPU, whichever of its backends carries a call."""
 
-    def __init__(self, rendezvous: Rendezvous, ledger: Ledger, device: int, host: Backend | None) -> None:
+    def __init__(self, rendezvous: Rendezvous, ledger: Ledger, backend: Any, host: Backend | None) -> None:
         self.ledger = ledger
-        self.streams = Streams(device)
+        self.backends: Sequence[Any] = (backend,)  # what fails together, in the order in which it is ended
+        self.streams = Streams(backend.device)
         self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
         self.calls: CallRing | None = None
         self.segment = "a group of one"  # how calls are compared, or why they are not
@@ -63,6 +65,53 @@ class CommState:
     def missing(self, work: Work[Any]) -> list[int]:
         """The ranks of this host that have not begun ``work``."""
         return self.calls.missing(work) if self.calls is not None and work.collective else []
+
+    def late(self, work: Work[Any]) -> list[int]:
+        """The ranks that ``work``, or what is queued with it, waits for, as far as known."""
+        message, me = work.operation.message, self.ledger.rank
+        return (
+            self.missing(work)
+            or [rank for backend in self.backends for rank in backend.awaited]
+            or sorted({rank for rank in (message.src, message.dst) if rank not in (None, me)})
+            or (self.missing(self.last) if self.last is not None else [])
+        )
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks of the group but this one."""
+        return [rank for rank in range(len(self.ledger.world)) if rank != self.ledger.rank]
+
+    def arrived(self, work: Work[Any]) -> list[int]:
+        """The ranks that are known to have begun ``work``, and may wait for a stream."""
+        if self.calls is None or not work.collective:
+            return []
+        missing = self.missing(work)
+        return [rank for rank in self.others if rank not in missing]
+
+    def _elsewhere(self) -> list[int]:
+        """The ranks of the world that other communicators of this GPU wait for: kernels run one after another."""
+        queued = list(self.ledger.board.queued.items())
+        return sorted({rank for backend, ranks in queued if backend not in self.backends for rank in ranks})
+
+    def report_wait(self, work: Work[Any] | None) -> None:
+        """Show the other ranks for whom this one waits in ``work``; None: for nobody."""
+        board, world = self.ledger.board, self.ledger.world
+        if work is None:
+            return board.post_wait(None)
+        known = [world[rank] for rank in self.late(work)] or self._elsewhere()
+        # Any may be late: first those that do not wait, for a board has few places.
+        board.post_wait(known or sorted((world[r] for r in self.others), key=lambda r: board.awaited(r) is not None))
+
+    def overdue(self, work: Work[Any], seconds: float | None) -> KosError | None:
+        """The error of ``work``, whose time is up; None if nothing is known of the ranks that delay it."""
+        others, ledger = self.others, self.ledger
+        if late := self.late(work):
+            return ledger.overdue(late, work, seconds, arrived=self.arrived(work))
+        if elsewhere := self._elsewhere():
+            return ledger.overdue([], work, seconds, elsewhere=elsewhere)
+        error = ledger.overdue(others, work, seconds)
+        few = len(error.ranks) < len(others) or all(ledger.board.halted(rank) for rank in error.ranks)
+        return error if error.ranks and few else None
 
     def look_for_the_lost(self, latest: Work[Any]) -> None:
         """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.

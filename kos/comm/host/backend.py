@@ -1,8 +1,9 @@
-"""HostBackend: the base of backends whose ranks are processes, which a transport connects.
+"""HostBackend: runs the operations of a group on host memory, over a transport and through a node.
 
-Ranks that share memory compare their calls in it, and detect missing and dead ranks.  If the whole group is on one
-host, its collectives run through that memory.  Between hosts the transport compares calls and reports failures.
-A new transport is a subclass: ``tcp.py`` with ``tcp_messages.py`` is the example.  Its name goes to ``registry.py``.
+The **transport** moves messages between any two ranks (``kos.comm.transport``).  The **node** is the shared memory of
+the group's host, if all ranks are there, and runs their operations in the compiled core.  Ranks that share memory with
+some of the others compare their calls in it, and detect missing and dead ranks.  Between hosts the transport compares
+calls and reports failures.
 """
 
 from __future__ import annotations
@@ -10,43 +11,100 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kos.comm import timeouts, watchdog
-from kos.comm.backend import UNMADE, ends_group
+from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import Backoff
 from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.shared import ABORTED, CallRing, Node, Segment, SharedArrays, open_segment
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
-from kos.comm.scheduled import ScheduledBackend
-from kos.comm.schedules.execute import Transport
-from kos.comm.work import Engine, Idle, Steps, Work
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, KosError, RankLost
+from kos.comm.schedules import runnable
+from kos.comm.transport import ScheduledCalls, Transport
+from kos.comm.work import Engine, Steps, Work
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.memory import Buffer
 
 AWAITS_READ, AWAITS_MESSAGE = 1, 2
 """What a message waits for, as in ``core.h``: its receipt by a rank, or one from it."""
 
 
-class NamingTransport(Transport, Protocol):
-    """A transport that names the messages in flight."""
+class HostBackend(Backend):
+    """Runs the operations of a group over the transport that ``make(rendezvous, engine)`` returns."""
 
-    def awaited(self, tag: int) -> list[int]:
-        """The peers of the messages in flight with that tag."""
+    def __init__(
+        self, rendezvous: Rendezvous, make: Callable[[Rendezvous, Engine], Transport], engine: Engine | None = None
+    ) -> None:
+        super().__init__(rendezvous, engine)
+        self.transport = make(rendezvous, self.engine)
+        self.name = self.transport.name
+        self._segment: Segment | None = None
+        self.shared_memory = "a group of one"  # the segment's description, or why none is shared
+        self.calls: CallRing | None = None
+        """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
+        self.fingerprints = Fingerprints() if self.transport.processes else None  # None: this rank compares no calls
+        self.node: Node | None = None
+        self.arrays: SharedArrays | None = None
+        self.crowded, self.one_host = False, self.size == 1
+        self._begun = 0  # the number of the next collective
+        self._aborting = False
+        self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
+        try:
+            self._share_memory(rendezvous)
+            self.transport.open(self)
+        except BaseException:
+            self._report_end_to_host(UNMADE)
+            self.transport.abort(UNMADE, None, None)
+            self._free()
+            if self._segment is not None:
+                self._segment.close()
+            raise
+        self.scheduled = ScheduledCalls(self.transport, self.transport if self.node is None else self.node)
+        if self.transport.processes:
+            at_exit(self)
 
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message with that tag from or to that rank is in flight."""
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        return Probe(False, "needs a transport, which has a probe of its own")
 
+    def _share_memory(self, rendezvous: Rendezvous) -> None:
+        """Open what the ranks of this host share.  Collective."""
+        if self.size > 1 and self.transport.processes:
+            self._segment, self.shared_memory = open_segment(rendezvous)
+        if self._segment is not None:
+            self.calls = self.fingerprints = CallRing(self._segment, self.ledger)
+            self.crowded = self._segment.size > (os.cpu_count() or 1)
+            self.one_host = self._segment.size == self.size
+            if self.one_host:
+                self.node = Node(self.calls, self.engine, rendezvous)
+                if not self.node.one_copy:
+                    self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
+        if rendezvous.local_size == self.size:
+            self.arrays = SharedArrays(rendezvous)
 
-class MessagingBackend(ScheduledBackend):
-    """Names the ranks that a call waits for, and shares the arrays of ``allocate`` between the ranks of one host."""
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> HostBackend | None:
+        if rendezvous is None:
+            return None
+        return HostBackend(rendezvous, self.transport.successor(rendezvous), self.engine)
 
-    transport: NamingTransport
-    arrays: SharedArrays | None = None
+    def eager(self, comm: Any) -> Any:
+        """What makes the calls of ``comm`` in the core as far as they need no Python; None if it makes none."""
+        if self.node is None or comm._tracing is not None:
+            return None
+        return self.node.eager(comm, self)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
+        return self._segment is not None and self._segment.size > 1
+
+    def details(self) -> list[tuple[str, str, str]]:
+        if not self.transport.processes:
+            return []
+        return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
         return super().allocate(shape, dtype) if self.arrays is None else self.arrays.allocate(shape, dtype)
@@ -56,13 +114,93 @@ class MessagingBackend(ScheduledBackend):
             raise BackendUnavailable(f"views: expected ranks that share memory, got {self.name} on several hosts")
         return list(self.arrays.views(x))
 
-    @abstractmethod
+    def check_threads(self) -> None:
+        self.transport.check_threads()
+
+    def report_two_threads(self, error: CollectiveError) -> bool:
+        return self.transport.report_two_threads(error)
+
+    # How operations run.
+
+    def idle(self) -> Any:
+        """Shared memory has no events: a wait polls."""
+        return Backoff(self.crowded) if self.shares_memory else self.transport.idle()
+
+    def prepare(self, o: Operation) -> Prepared:
+        options, buffer = o.options, o.send or o.recv
+        if buffer is not None and buffer.device is not None:
+            raise InvalidArgument(
+                f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
+                f"{buffer.place}; {self.gpu_array_hint}"
+            )
+        if options.algorithm != AUTO and self.size > 1:
+            runnable(o.name, options.algorithm, self.size, root=o.root or 0)
+        prepared = Prepared(o.without_memory(), self, self.launch)
+        if self.fingerprints is not None:
+            self.fingerprints.add(prepared)
+        if self.node is not None:
+            self.node.bind(prepared)
+        return prepared
+
+    def launch(self, work: Work[Any]) -> Steps | None:
+        """Begin ``work`` over the transport; returns the steps that are left."""
+        if self.ledger.board.last is not None:
+            self.ledger.board.clear_failure()
+        try:
+            return self.transport.launch(work, self._run)
+        except CollectiveError as error:  # a fault that a test injects
+            raise self.failed(work, error) from None
+
+    def _run(self, work: Work[Any]) -> Steps:
+        """The steps of ``work`` over messages."""
+        yield from self.scheduled.run(work, self._agree(work) if work.collective else None)
+        if work.collective and not self.one_host:
+            self.transport.complete(work)
+
+    def _agree(self, work: Work[Any]) -> Callable[[], bool] | None:
+        self._begun = work.sequence + 1
+        local = self.calls.publish(work) if self.calls is not None else None
+        return local if self.one_host else self.transport.agree(work, local)
+
+    def resume(self, work: Work[Any], left: Any) -> Steps | None:
+        """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""
+        assert self.node is not None
+        return self.node.start(work, left)
+
+    def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
+        if (node := self.node) is None:
+            return super().start_all(works, overlap)
+        node.batch = True
+        try:
+            super().start_all(works, overlap)
+        finally:
+            node.batch = False
+
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        if self.node is not None:
+            return f"{self.name} shared memory"
+        if self.transport.is_native(name, nbytes):
+            return f"{self.name} native"
+        return f"{self.name} {self.transport.choose(Operation(name, self.rank), name, nbytes)}"
+
+    def synchronize(
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
+        self.transport.synchronize(self)
+
+    # Which ranks are late.
+
     def absent(self, work: Work[Any]) -> list[int]:
         """The ranks that are known not to have begun a collective."""
+        return self.transport.absent(work) if self.calls is None else self.calls.missing(work)
+
+    def may_sleep(self, work: Work[Any]) -> bool:
+        return work.collective and self.calls is not None and bool(self.calls.missing(work))
 
     def behind(self, work: Work[Any]) -> list[int]:
         """The ranks that a collective in shared memory waits for."""
-        return []
+        left = work.left
+        return [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]
 
     def late(self, work: Work[Any]) -> tuple[list[int], str | None]:
         """The ranks that ``work`` waits for, as far as known, and the text for an error."""
@@ -72,7 +210,7 @@ class MessagingBackend(ScheduledBackend):
             return late, timeouts.late(self.ledger.names(late))
         if late := self.behind(work):
             return late, timeouts.stuck(self.ledger.names(late))
-        late = self.transport.awaited(self._tag(work))
+        late = self.scheduled.messages.awaited(self.scheduled.tag(work))
         return late, timeouts.awaited(self.ledger.names(late)) if late else None
 
     def waits_for(self, work: Work[Any]) -> list[int]:
@@ -80,8 +218,11 @@ class MessagingBackend(ScheduledBackend):
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""
+        if work.left is not None:
+            return bool(work.left.missing(rank) & (AWAITS_MESSAGE if receives else AWAITS_READ))
         message = work.operation.message
-        return self.transport.in_flight(rank, message.recv_tag if receives else message.tag, receives)
+        tag: int = message.recv_tag if receives else message.tag
+        return bool(self.scheduled.messages.in_flight(rank, tag, receives))
 
     def _late_in_message(self, work: Work[Any]) -> tuple[list[int], str]:
         message = work.operation.message
@@ -101,205 +242,94 @@ class MessagingBackend(ScheduledBackend):
     def report_wait(self, work: Work[Any] | None) -> None:
         self.ledger.board.post_wait(None if work is None else self.waits_for(work))
 
-    def failed(self, work: Work[Any], error: Exception) -> KosError:
-        failure = super().failed(work, error)
-        if isinstance(failure, RankLost | CollectiveTimeout):
-            self.ledger.board.post_failure(failure)
-        return failure
-
-
-class HostBackend(MessagingBackend):
-    """Adds shared memory to a Backend that has a transport."""
-
-    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
-        super().__init__(rendezvous, engine)
-        self._segment: Segment | None = None
-        self.shared_memory = "a group of one"  # the segment's description, or why none is shared
-        self._calls: CallRing | None = None
-        self.fingerprints: Fingerprints | None = None  # None: this rank compares no calls
-        self._node: Node | None = None
-        self.crowded, self.one_host = False, self.size == 1
-        self._begun = 0  # the number of the next collective
-        self._aborting = False
-        self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
-        try:
-            self._share_memory(rendezvous)
-        except BaseException:
-            HostBackend.report_end(self, UNMADE)  # a subclass has no transport yet
-            self._free()
-            if self._segment is not None:
-                self._segment.close()
-            raise
-
-    def _share_memory(self, rendezvous: Rendezvous) -> None:
-        """Open what the ranks of this host share.  Collective."""
-        if self.size > 1:
-            self._segment, self.shared_memory = open_segment(rendezvous)
-        if self._segment is not None:
-            self._calls = self.fingerprints = CallRing(self._segment, self.ledger)
-            self.crowded = self._segment.size > (os.cpu_count() or 1)
-            self.one_host = self._segment.size == self.size
-            if self.one_host:
-                self.transport = self._node = Node(self._calls, self.engine, rendezvous)
-                if not self._node.one_copy:
-                    self.shared_memory += "; process_vm_readv is not permitted, so large arrays are copied twice"
-        if rendezvous.local_size == self.size:
-            self.arrays = SharedArrays(rendezvous)
-
-    def eager(self, comm: Any) -> Any:
-        """What makes the calls of ``comm`` in the core as far as they need no Python; None if it makes none."""
-        if self._node is None or self._calls is None or comm._tracing is not None:
-            return None
-        return self._node.eager(comm, self)
-
-    @property
-    def calls(self) -> CallRing | None:
-        """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
-        return self._calls
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
-        return self._segment is not None and self._segment.size > 1
-
-    def details(self) -> list[tuple[str, str, str]]:
-        return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
-
-    def idle(self) -> Idle:
-        """Shared memory and MPI have no events: a wait polls."""
-        return Backoff(self.crowded)
-
-    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
-        self._begun = work.sequence + 1
-        return self._calls.publish(work) if self._calls is not None else None
-
-    def prepare(self, o: Operation) -> Prepared:
-        prepared = super().prepare(o)
-        if self.fingerprints is not None:
-            self.fingerprints.add(prepared)
-        if self._node is not None:
-            self._node.bind(prepared)
-        return prepared
-
-    def resume(self, work: Work[Any], left: Any) -> Steps | None:
-        """The steps of ``work``, of which the core has ``left`` something; None if it is complete."""
-        assert self._node is not None
-        return self._node.start(work, left)
-
-    def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
-        if (node := self._node) is None:
-            return super().start_all(works, overlap)
-        node.batch = True
-        try:
-            super().start_all(works, overlap)
-        finally:
-            node.batch = False
-
-    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return f"{self.name} shared memory" if self._node is not None else super().route_of(name, nbytes)
-
-    def absent(self, work: Work[Any]) -> list[int]:
-        return self._calls.missing(work) if self._calls is not None else []
-
-    def may_sleep(self, work: Work[Any]) -> bool:
-        return work.collective and bool(self.absent(work))
-
-    def behind(self, work: Work[Any]) -> list[int]:
-        left = work.left
-        return [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]
-
-    def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
-        if work.left is None:
-            return super()._in_flight(work, rank, receives)
-        return bool(work.left.missing(rank) & (AWAITS_MESSAGE if receives else AWAITS_READ))
+    # Failures.
 
     def failed(self, work: Work[Any], error: Exception) -> KosError:
+        error = self.transport.explain(work, error)
         if self._aborting:  # another thread frees what it uses
             return CollectiveError(f"{work}: the communicator was aborted")
-        if not ends_group(work, error):
-            return super().failed(work, error)
-        if work.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
+        ends = ends_group(work, error)
+        if ends and work.collective and self.calls is not None and isinstance(error, KosError):
             try:
-                self._calls.check(work)
+                self.calls.check(work)
             except KosError as known:  # the failure recorded in shared memory names the cause
                 error, known.__context__ = known.with_traceback(None), None
         failure = super().failed(work, error)
-        sequence = work.sequence if work.collective else self.begun
-        shared = self.ledger.shared(failure, self.lost(failure), None if work.collective else work)
-        if self._calls is not None:
-            self._calls.fail(shared, sequence)
-        if self._reported is None or sequence < self._reported:  # other ranks may wait in an earlier collective
-            self._reported = sequence
-            self.report_failure(shared, sequence)
+        if isinstance(failure, RankLost | CollectiveTimeout):
+            self.ledger.board.post_failure(failure)
+        if ends:
+            self._report(work, failure)
         return failure
 
-    def lost(self, error: KosError) -> bool:
-        """Whether ``error`` makes this rank's device unusable."""
-        return False
-
-    def report_failure(self, failure: KosError, sequence: int) -> None:
-        """Make the ranks of other hosts raise the failure from collective ``sequence`` on."""
+    def _report(self, work: Work[Any], failure: KosError) -> None:
+        """Make the other ranks raise it."""
+        sequence = work.sequence if work.collective else self.begun
+        shared = self.ledger.shared(failure, False, None if work.collective else work)
+        if self.calls is not None:
+            self.calls.fail(shared, sequence)
+        if self._reported is None or sequence < self._reported:  # other ranks may wait in an earlier collective
+            self._reported = sequence
+            self.transport.report_failure(shared, sequence)
 
     @property
     def begun(self) -> int:
         """The number of collectives begun on this rank, which is the sequence number of the next."""
-        return self._begun if self._calls is None else self._calls.begun
-
-    def report_end(self, reason: str) -> None:
-        """Report to the other ranks that this one begins no more operations, and why."""
-        if self._calls is not None:
-            self._calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
-            self._calls.mark_closed(ABORTED)
-
-    def cause(self) -> KosError | None:
-        """The failure because of which this rank ends, of this group or of any other."""
-        return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
-
-    def find_failure(self) -> KosError | None:
-        calls = self._calls
-        return self.broken or (None if calls is None else calls.find_failure())
+        return self._begun if self.calls is None else self.calls.begun
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it ends now."""
         mine = (work for work in self.engine.outstanding() if work.backend is self and work.collective)
         return min((work.sequence for work in mine), default=self.begun)
 
+    def cause(self) -> KosError | None:
+        """The failure because of which this rank ends, of this group or of any other."""
+        return self.ledger.cause(self.broken, self.calls.killed() if self.calls is not None else None)
+
+    def find_failure(self) -> KosError | None:
+        known = self.broken or (None if self.calls is None else self.calls.find_failure())
+        return known or self.transport.find_failure()
+
+    def report_end(self, reason: str) -> None:
+        """Report to the other ranks that this one begins no more operations, and why."""
+        self._report_end_to_host(reason)
+        self.transport.report_end(self.stops_at(), reason, self.cause())
+
+    def _report_end_to_host(self, reason: str) -> None:
+        if self.calls is not None:
+            self.calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
+            self.calls.mark_closed(ABORTED)
+
     def abort(self, reason: str) -> None:
         self._aborting = True  # operations that end from now on are not reported
+        reason = self.transport.abort(reason, self.broken, self.cause())
         self.report_end(reason)
         self.broken = self.broken or CollectiveError(reason)
         self._free()
 
     def close(self) -> None:
         self._free()
+        self.transport.close(self._begun, self.broken is not None)
 
     def _free(self) -> None:
         closed(self)
-        self._open = False
-        calls, self._calls, self._node = self._calls, None, None
+        calls, self.calls, self.node = self.calls, None, None
         watchdog.wait_for_check()
         if calls is not None:
             calls.close()
 
 
-class Ending(Protocol):
-    """A backend that reports the end of its process to the other ranks."""
-
-    def report_end(self, reason: str) -> None: ...
-
-
-_open: weakref.WeakSet[Ending] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_open.clear)  # the end of a forked process is not that of the rank
 
 
-def at_exit(backend: Ending) -> None:
-    """Make ``backend`` report the end of the process if it is still open then."""
+def at_exit(backend: Any) -> None:
+    """Make ``backend`` report, by ``report_end(reason)``, the end of the process if it is still open then."""
     if not _open:
         atexit.register(_report_ends)  # registered late, to run before the hook of ``mpi_job``, which waits
     _open.add(backend)
 
 
-def closed(backend: Ending) -> None:
+def closed(backend: Any) -> None:
     """Undo ``at_exit``: ``backend`` is closed."""
     _open.discard(backend)
 

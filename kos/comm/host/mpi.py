@@ -1,32 +1,36 @@
-"""The mpi backend: host memory by mpi4py's upper-case calls.
+"""The mpi transport: host memory by mpi4py's upper-case calls.
 
 Every call is non-blocking and polled, so that every wait can time out and all operations in flight progress
 together.  MPI reduces the dtypes that it has types for.  Data movement uses bytes and supports every dtype.  Schedules
 run where MPI's reduction would differ from other backends or between ranks: MPI_MAX of a NaN depends on the order of
-its arguments.
+its arguments.  Ranks report failures and ends to each other by notices through the hub.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import SHRINKS, Backend, Probe
+from kos.comm.backend import SHRINKS, Probe
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi import TAGS, raise_death, wait_for_all
-from kos.comm.failures import WHY_CLOSED
-from kos.comm.host.backend import HostBackend, at_exit
-from kos.comm.host.fingerprints import Fingerprints
-from kos.comm.host.mpi_messages import LARGEST, UNSENT, Messages, as_bytes
-from kos.comm.host.tcp import TCPBackend
+from kos.comm.control.notices import Channel
+from kos.comm.failures import WHY_CLOSED, again, from_record, to_record
+from kos.comm.host.fingerprints import described, dtype_of_code
+from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, TAG, MPIMessage, as_bytes
+from kos.comm.host.shared.calls import CHECK_SECONDS, CallRing
+from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
+from kos.comm.transport import Request, Transport, remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
@@ -38,6 +42,10 @@ log = logging.getLogger(__name__)
 # 5.0.11, November 2026: 256 KB 43 against 58 us, 4 MB 0.37 against 0.64 ms, 64 MB 18 against 90 ms (best of 40).
 _NATIVE_BYTES = 128 * 1024
 
+UNSENT = "its last messages are lost: "
+"""Prefix of a rank's reason to abort while MPI may still read the memory of its messages."""
+
+_REASON_LENGTH = 2000  # characters
 _NAMING_SECONDS = 1.0  # seconds of waiting for the name of a rank that MPI reports as lost
 
 _cancelled: list[Array] = []
@@ -47,27 +55,35 @@ comparison, in a new array at the same address, got other ranks' numbers of the 
 _SUMS = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)  # kos scales before or after; other operations have the same name in MPI
 
 
-class MPIBackend(HostBackend):
-    """Serves a group whose ranks are processes of an MPI communicator."""
+class MPITransport(Transport):
+    """Messages of ranks that are processes of an MPI communicator: bytes, which can be named and cancelled in flight.
+
+    A receive is matched with an arrived message (MPI_Improbe) before MPI gets its memory: if their lengths differ,
+    Open MPI 5.0.11 writes past the end of the buffer (within a host, from 4 KiB on).  So MPI never holds a receive that
+    is cancelled before its match.  A message's dtype is in its tag, above the user's.
+    """
 
     name = "mpi"
+    processes = True
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
         super().__init__(rendezvous, engine)
         self._MPI = mpi_job.load_mpi()
-        self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
+        self._status = self._MPI.Status()
+        self._rendezvous = rendezvous
+        self.ring: CallRing | None = None  # where the ranks of this host compare their calls
+        self._channel: Channel | None = None
         self._comms: list[Any] = []  # private communicators: for native collectives, and for the comparison of calls
-        comm = channel = None
-        if not self.one_host:
-            self._comms += [comm := self._dup(rendezvous), self._dup(rendezvous)]
-            channel = rendezvous.open_channel()
-        self._messages = Messages(self._MPI, comm, self._calls, channel, self.ledger)
-        if self._node is None:
-            self.transport = self._messages
-        self.fingerprints = self.fingerprints or Fingerprints()
+        self.active: set[MPIMessage] = set()
+        self._given_up: list[Any] = []  # the requests of cancelled sends, which MPI may still hold
+        self._posted: dict[tuple[int, int], deque[MPIMessage]] = {}  # unmatched receives, by peer and tag
+        self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # messages without a receive
+        self.checks, self.next_check = 1, 0.0
+        self._deaths: dict[int, str] = {}  # the ranks whose process has ended
+        self._described: dict[tuple[int, int], bytes] = {}  # descriptions of mismatched calls, by collective and rank
+        self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
         self._ends: dict[int, Array] = {}  # the numbers that are compared in them
-        at_exit(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -84,6 +100,12 @@ class MPIBackend(HostBackend):
             got = {getattr(self._MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED")}[level]
             raise BackendUnavailable(f"mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_{got}")
 
+    def open(self, backend: Any) -> None:
+        self.ring = backend.calls
+        if not backend.one_host:
+            self._comms = [self._dup(self._rendezvous), self._dup(self._rendezvous)]
+            self._channel = self._rendezvous.open_channel()
+
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
         wait = partial(mpi_job.wait_request, request, rendezvous.timeout, partial(raise_death, rendezvous))
@@ -91,34 +113,72 @@ class MPIBackend(HostBackend):
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
+    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
         """After a loss MPI is not used: the survivors go on over TCP."""
-        if rendezvous is not None and rendezvous.mpi is None:
-            return TCPBackend(rendezvous, self.engine)
-        return super().split(rendezvous, color, key)
+        return TCPTransport if rendezvous.mpi is None else MPITransport
 
-    def close(self) -> None:
-        super().close()
-        if not self._MPI.Is_finalized():
-            cause = self.ledger.closing()
-            self._messages.send_end(self._begun, WHY_CLOSED, cause, soon=cause is not None)
-            for comm in self._comms if cause is None and self.broken is None else ():
-                mpi_job.free_after_all(comm)
+    # Messages.
 
-    def report_end(self, reason: str) -> None:
-        super().report_end(reason)
-        self._messages.send_end(self.stops_at(), reason, self.cause())
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        message = MPIMessage(self, array, peer, tag)
+        message.post(self._comms[0].Isend(as_bytes(array, self._MPI), peer, message.wire_tag))
+        return message
 
-    def abort(self, reason: str) -> None:
-        super().abort((UNSENT if self._messages.sending() else "") + reason)
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        message = MPIMessage(self, array, peer, tag)
+        message.receives = True
+        self._posted.setdefault((peer, message.tag), deque()).append(message)
+        return message
 
-    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
-        """Between hosts, an MPI_Iallreduce compares the fingerprints, and ends when all ranks have arrived."""
-        local_poll = super().agree(work)
-        if self.one_host:
-            return local_poll
+    def match(self, message: MPIMessage) -> None:
+        """Give a receive to MPI if its message has arrived."""
+        key = peer, tag = message.peer, message.tag
+        posted = self._posted.get(key)
+        if posted is None or posted[0] is not message:
+            return
+        arrival = take(self._arrived, key) if self._arrived else None
+        while arrival is None:
+            probed = self._comms[0].Improbe(peer, self._MPI.ANY_TAG, self._status)
+            if probed is None:
+                return
+            wire_tag = self._status.Get_tag()
+            arrival = probed, self._status.Get_elements(self._MPI.BYTE), wire_tag
+            if wire_tag & TAG != tag:
+                self._arrived.setdefault((peer, wire_tag & TAG), deque()).append(arrival)
+                arrival = None
+        take(self._posted, key)
+        probed, nbytes, wire_tag = arrival
+        array = message.array
+        if wire_tag == message.wire_tag and nbytes == array.nbytes:
+            message.post(probed.Irecv(as_bytes(array, self._MPI)))
+        else:
+            mpi_job.keep_unfinished(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)))
+            expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> DTYPE_SHIFT))
+            message.error = wrong_message(self.ledger, self.ledger.rank, expected, peer, got)
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        active = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.active)
+        return active or (receives and (rank, tag) in self._posted)
+
+    def awaited(self, tag: int) -> list[int]:
+        active = {message.peer for message in self.active if message.tag == tag}
+        return sorted(active | {peer for peer, posted in self._posted if posted == tag})
+
+    def cancel(self, cancelled: Callable[[MPIMessage], bool]) -> None:
+        """Cancel messages; MPI keeps the memory of those that it holds."""
+        remove(self._posted, cancelled)
+        for message in [message for message in self.active if cancelled(message)]:
+            mpi_job.keep_unfinished(message.request)
+            self.active.discard(message)
+            if not message.receives:
+                self._given_up = [*(each for each in self._given_up if not mpi_job.is_over(each)), message.request]
+
+    # Whether calls match.
+
+    def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
+        """An MPI_Iallreduce compares the fingerprints, and ends when all ranks have arrived."""
         number, self._compared = self._compared, self._compared + 1
-        MPI, messages, agreed, described = self._MPI, self._messages, False, False
+        MPI, agreed, described = self._MPI, False, False
         mark, text = work.prepared.fingerprint, work.prepared.text
         ends = np.array([mark, ~mark], np.int64)  # reduced to the maximum and the complement of the minimum
         request = self._comms[-1].Iallreduce(MPI.IN_PLACE, [ends, MPI.INT64_T], MPI.MAX)
@@ -126,10 +186,10 @@ class MPIBackend(HostBackend):
 
         def all_arrived() -> bool:
             nonlocal agreed, described
-            if local_poll is not None:
-                local_poll()
-            if time.monotonic() >= messages.next_check:
-                messages.receive_notices()
+            if local is not None:
+                local()
+            if time.monotonic() >= self.next_check:
+                self.receive_notices()
             self.ledger.check(work.sequence, work)
             if agreed or not request.Test():
                 return agreed
@@ -140,11 +200,20 @@ class MPIBackend(HostBackend):
                 return agreed
             if not described:
                 described = True
-                messages.send_notice("call", work.sequence, text.decode())
-            messages.compare(work, text)
+                self.send_notice("call", work.sequence, text.decode())
+            self._compare(work, text)
             return False
 
         return all_arrived
+
+    def _compare(self, o: Work[Any], text: bytes) -> None:
+        """Raise CollectiveMismatch if another rank's call is known to differ from this one."""
+        for (sequence, peer), other in self._described.items():
+            mine, theirs = described(text, o.sequence), described(other, o.sequence)
+            if sequence == o.sequence and theirs[1] != mine[1]:
+                raise self.ledger.mismatch(o.group, (self.ledger.rank, *mine), (peer, *theirs))
+
+    # Native calls.
 
     def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
@@ -158,11 +227,9 @@ class MPIBackend(HostBackend):
             return None
         return self._poll_native(work, self._native_request(operation, spaces, collective))
 
-    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        reduction = resolve(ReduceOp.SUM, DTYPES["float32"], self.size) if "reduce" in name else None
-        if self._node is None and _is_native(name, reduction, nbytes * (self.size if name == "all_gather" else 1)):
-            return "mpi native"
-        return super().route_of(name, nbytes)
+    def is_native(self, collective: str, nbytes: int) -> bool:
+        reduction = resolve(ReduceOp.SUM, DTYPES["float32"], self.size) if "reduce" in collective else None
+        return _is_native(collective, reduction, nbytes * (self.size if collective == "all_gather" else 1))
 
     def _native_request(self, o: Operation, spaces: Mapping[str, Array], collective: str) -> Any:
         """Post the MPI call."""
@@ -193,25 +260,97 @@ class MPIBackend(HostBackend):
             raise
         del self._requests[work.sequence]
 
+    # Failures.
+
+    def send_notice(self, kind: str, sequence: int, *what: Any, soon: bool = True) -> None:
+        """Send all ranks a notice; they read it while they wait.
+
+        If it says that a rank stops whose memory MPI may still read, it is sent before the rank goes on.
+        """
+        if self._channel is not None:
+            wait = kind != "call" and self.sending()
+            self._channel.send([self.ledger.rank, kind, sequence, *what], soon, wait)
+
+    def _send_end(self, sequence: int, why: str, cause: KosError | None, soon: bool = True) -> None:
+        """Report that this rank begins no collective from ``sequence`` on; ``soon`` is as in ``Channel.send``."""
+        record = None if cause is None else to_record(cause)
+        self.send_notice("gone", sequence, why[:_REASON_LENGTH], record, soon=soon)
+
+    def receive_notices(self) -> None:
+        """Read the notices of other ranks; due after ``next_check``."""
+        self.next_check, self.checks = time.monotonic() + CHECK_SECONDS, self.checks + 1
+        if self._channel is None:
+            return
+        for notice in self._channel.receive():
+            self._read(*notice)
+        self._deaths = self.deaths()
+        for rank, why in self._deaths.items():
+            self.ledger.record_end(rank, 0, why)
+
+    def deaths(self) -> dict[int, str]:
+        """The ranks whose process has ended, as far as the hub knows; any thread may ask."""
+        return {} if self._channel is None else self._channel.deaths()
+
+    def _read(self, peer: int, kind: str, sequence: int, *what: Any) -> None:
+        """Handle a notice of another rank."""
+        if kind == "gone":
+            why, cause = what
+            self.ledger.record_end(peer, sequence, why, None if cause is None else from_record(cause))
+        elif kind == "call":
+            self._described[sequence, peer] = what[0].encode()
+        else:
+            self.ledger.record(sequence, from_record(what))
+
+    def end_of(self, peer: int, processes: bool = True) -> KosError | None:
+        """The error of a message that cannot complete: the group has failed, or that rank is lost; else None.
+
+        Without ``processes`` it does not check whether a process has ended, which takes as long as a message.
+        """
+        ledger, calls = self.ledger, self.ring
+        if ledger.failure is not None:
+            return again(ledger.failure[1])
+        _, why, cause = ledger.ends.get(peer, (0, None, None))
+        if why is None and (hub := self._deaths.get(0)) is not None:
+            return ledger.lost(0, hub)  # whatever happens to the peer, nobody reports it
+        if calls is not None and peer in calls.segment.ranks:
+            try:
+                calls.raise_failure(sys.maxsize)
+            except KosError as error:
+                return error
+            end = calls.end_of(calls.segment.ranks.index(peer)) if processes else None
+            if why is None and end is not None:
+                return end
+        return None if why is None else ledger.lost(peer, why, None, cause)
+
+    def check_sender(self, peer: int) -> None:
+        """Raise if the sender may have changed the message in flight: it aborted while MPI still read its memory."""
+        self.receive_notices()
+        error = self.end_of(peer, processes=False)
+        if error is not None and (not isinstance(error, RankLost) or UNSENT in str(error)):
+            raise error
+
+    def sending(self) -> bool:
+        """Whether MPI still holds a send of this rank."""
+        sends = [*self._given_up, *(each.request for each in self.active if not each.receives)]
+        return not all(map(mpi_job.is_over, sends))
+
     def find_failure(self) -> KosError | None:
-        if (known := super().find_failure()) is not None:
-            return known
-        gone = self._messages.deaths().items()
+        gone = self.deaths().items()
         return next((self.ledger.lost(rank, why, None, None, 0.0) for rank, why in gone), None)
 
     def gone(self) -> Iterator[tuple[int, str]]:
         """The ranks known to be lost, and why: by shared memory, and by notices that may follow the error."""
-        if self._calls is not None:
-            yield from self._calls.gone()
+        if self.ring is not None:
+            yield from self.ring.gone()
         deadline, late = time.monotonic() + _NAMING_SECONDS, False
         while not late:
             late = time.monotonic() > deadline
-            self._messages.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
+            self.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
             ends = self.ledger.ends.items()
             yield from ((rank, why) for rank, (_, why, _) in ends if late or why != SHRINKS)
             time.sleep(0.001)
 
-    def failed(self, work: Work[Any], error: Exception) -> KosError:
+    def explain(self, work: Work[Any], error: Exception) -> Exception:
         MPI = self._MPI
         if work.collective and (request := self._requests.pop(work.sequence, None)) is not None:
             mpi_job.keep_unfinished(request)
@@ -227,11 +366,25 @@ class MPIBackend(HostBackend):
             error = named
         if isinstance(error, RankLost) and any(map(self.ledger.board.ended, error.ranks)):
             mpi_job.record_loss()
-        return super().failed(work, error)
+        return error
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self.ledger.record(sequence, failure)
-        self._messages.send_failure(sequence, failure)
+        self.send_notice("failed", sequence, *to_record(failure, _REASON_LENGTH))
+
+    def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
+        self._send_end(sequence, reason, cause)
+
+    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
+        return (UNSENT if self.sending() else "") + reason
+
+    def close(self, begun: int, failed: bool) -> None:
+        self.ring = None
+        if not self._MPI.Is_finalized():
+            cause = self.ledger.closing()
+            self._send_end(begun, WHY_CLOSED, cause, soon=cause is not None)
+            for comm in self._comms if cause is None and not failed else ():
+                mpi_job.free_after_all(comm)
 
 
 def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> bool:

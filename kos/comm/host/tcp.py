@@ -1,47 +1,60 @@
-"""The tcp backend: host memory over sockets, for jobs that no MPI started.
+"""The tcp transport: host memory over sockets, for jobs that no MPI started.
 
-Operations that do not use shared memory run as schedules over ``tcp_messages``.  Between hosts a rank sends a
-description of its call to the others when it finds another call, or has waited for long.
+Between hosts a rank sends a description of its call to the others when it finds another call, or has waited for long.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from kos.comm.backend import UNMADE, Probe
+import numpy as np
+
+from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import WHY_CLOSED, again
-from kos.comm.host.backend import HostBackend, at_exit
-from kos.comm.host.fingerprints import Fingerprints
-from kos.comm.host.tcp_messages import ABORT, CLOSE, Mesh, Poller
+from kos.comm.failures import WHY_CLOSED, again, to_record
+from kos.comm.host.fingerprints import described
+from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.work import Engine, Idle, Steps, Work
+from kos.comm.transport import Request, Transport
+from kos.comm.work import Engine, Work
 from kos.errors import KosError
 
+Array = np.ndarray[Any, Any]
+
+RECENT = 1024
+"""Complete collectives whose descriptions a rank keeps."""
 _DESCRIBE_SECONDS = 0.05  # seconds of waiting in a collective before a rank describes its call
+_CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
 
-class TCPBackend(HostBackend):
-    """Serves a group whose ranks found each other over TCP."""
+class TCPTransport(Transport):
+    """The connections of a group whose ranks found each other over TCP, and the descriptions of its collectives by tag.
+
+    ``poller`` polls the connections of this rank in all groups.
+    """
 
     name = "tcp"
+    processes = True
 
-    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None, poller: Poller | None = None) -> None:
-        self._poller = poller or Poller()
-        mesh = Mesh(rendezvous, self._poller)
-        try:
-            super().__init__(rendezvous, engine)
-        except BaseException:
-            mesh.close(ABORT, UNMADE, None)
-            raise
-        self._mesh = mesh
-        if self._node is None:
-            self.transport = mesh
-        self.fingerprints = self.fingerprints or Fingerprints()
-        at_exit(self)
+    def __init__(self, rendezvous: Rendezvous, engine: Engine, poller: Poller | None = None) -> None:
+        super().__init__(rendezvous, engine)
+        self.poller = poller or Poller()
+        self.lost: Peer | None = None  # the first rank lost without CLOSE
+        self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
+        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
+        self._complete: deque[int] = deque()  # the tags of those that are complete
+        self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
+        self._group = ""
+        assert rendezvous.connect is not None
+        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
+        for peer in self.peers.values():
+            self.poller.add(peer)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -50,71 +63,146 @@ class TCPBackend(HostBackend):
             return Probe(False, f"the ranks did not connect over TCP ({how})")
         return Probe(True, "sockets between the ranks")
 
-    def idle(self) -> Idle:
-        return super().idle() if self.shares_memory else self._poller
+    def idle(self) -> Any:
+        return self.poller
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> TCPBackend | None:
-        return None if rendezvous is None else TCPBackend(rendezvous, self.engine, self._poller)
+    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
+        return partial(TCPTransport, poller=self.poller)
 
-    def close(self) -> None:
-        super().close()
-        with self.engine.lock:
-            self._poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._disconnect(CLOSE, WHY_CLOSED, self.ledger.closing())
-        if self._mesh.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
-            raise again(self.ledger.failure[1])
+    def tag(self, sequence: int) -> int:
+        return COLLECTIVE_TAGS + sequence  # needs no wrap-around, unlike MPI's tags
 
-    def find_failure(self) -> KosError | None:
-        if self.engine.lock.acquire(blocking=False):  # else the program reads
-            try:
-                self._poller.progress()
-            finally:
-                self.engine.lock.release()
-        return super().find_failure() or self._mesh.find_failure()
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        return self.peers[peer].send(array, tag)
 
-    def report_end(self, reason: str) -> None:
-        super().report_end(reason)
-        self._disconnect(CLOSE, reason, self.cause())
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        return self.peers[peer].receive(array, tag)
 
-    def abort(self, reason: str) -> None:
-        self._aborting = True  # before the connections close
-        self._disconnect(ABORT, str(self.broken or reason), self.cause())
-        super().abort(reason)
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        for peer in self.peers.values():
+            peer.cancel(cancelled)
 
-    def _disconnect(self, kind: int, why: str, cause: KosError | None) -> None:
-        with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
-            self._mesh.close(kind, why, cause)
+    def awaited(self, tag: int) -> list[int]:
+        return sorted(rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
 
-    def _tag(self, work: Work[Any]) -> int:
-        return COLLECTIVE_TAGS + work.sequence  # needs no wrap-around, unlike MPI's tags
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)
 
-    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
-        """Between hosts ranks do not wait to agree: messages and descriptions of another call raise."""
-        local_poll, mesh = super().agree(work), self._mesh
-        if self.one_host:
-            return local_poll
-        tag, describe_at = self._tag(work), time.monotonic() + _DESCRIBE_SECONDS
-        mesh.begin(work, tag)
+    # Whether calls match.
+
+    def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
+        """Ranks do not wait to agree: messages and descriptions of another call raise."""
+        tag, describe_at = self.tag(work.sequence), time.monotonic() + _DESCRIBE_SECONDS
+        self._group = work.group
+        self._calls[tag] = work.prepared.fingerprint, work.prepared.text
+        for rank, call in self._described.pop(tag, {}).items():
+            self.compare(tag, rank, *call)
 
         def all_arrived() -> bool:
             nonlocal describe_at
             if time.monotonic() > describe_at:
                 describe_at = math.inf
-                for rank in mesh.peers:
-                    mesh.describe(rank, tag)
-            if mesh.ledger.failure is not None:
-                mesh.ledger.check(work.sequence)
-            if local_poll is None or local_poll():
+                for rank in self.peers:
+                    self.describe(rank, tag)
+            if self.ledger.failure is not None:
+                self.ledger.check(work.sequence)
+            if local is None or local():
                 return True
-            self._poller.progress()  # a rank that waits for one of its host hears what other hosts report
+            self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
             return False
 
         return all_arrived
 
-    def _run_over_transport(self, work: Work[Any], all_arrived: Callable[[], bool] | None = None) -> Steps:
-        yield from super()._run_over_transport(work, all_arrived)
-        if not self.one_host:
-            self._mesh.complete(self._tag(work))
+    def complete(self, work: Work[Any]) -> None:
+        self._complete.append(self.tag(work.sequence))
+        if len(self._complete) > RECENT:
+            del self._calls[self._complete.popleft()]
+
+    def called(self, tag: int) -> tuple[int, bytes]:
+        """Fingerprint and description of this rank's collective of that tag."""
+        return self._calls.get(tag, (0, b""))
+
+    def describe(self, rank: int, tag: int) -> None:
+        """Send that rank the description of this rank's collective of that tag."""
+        mark, text = self.called(tag)
+        self.peers[rank].send_control(CALL, tag, text, mark)
+
+    def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
+        """Make all ranks raise if that rank's call differs from this rank's call of the same tag.
+
+        Without ``text`` this rank sends its own description, and the other rank reports the mismatch.
+        """
+        mine, mine_text = self.called(tag)
+        if mine == mark:
+            return
+        self.mismatched = self.mismatched or bool(mine)
+        if mine and not text:
+            self.describe(rank, tag)
+        elif mine:
+            sequence = tag - COLLECTIVE_TAGS
+            calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
+            self.fail(tag, self.ledger.mismatch(self._group, *calls))
+        elif len(self._described) < RECENT:
+            others = self._described.setdefault(tag, {})
+            if text or rank not in others:
+                others[rank] = mark, text
+
+    # Failures.
+
+    def fail(self, tag: int, failure: KosError) -> None:
+        """Make all ranks raise the same error in that collective and later ones."""
+        self.ledger.record(tag - COLLECTIVE_TAGS, failure)
+        data = json.dumps(to_record(failure, REASON_LENGTH)).encode()
+        for peer in self.peers.values():
+            peer.send_control(FAILED, tag, data)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)
+        self.fail(COLLECTIVE_TAGS + sequence, failure)
+
+    def find_failure(self) -> KosError | None:
+        """The first known failure of the group, or the loss of a rank that has not closed its communicator."""
+        if self.engine.lock.acquire(blocking=False):  # else the program reads
+            try:
+                self.poller.progress()
+            finally:
+                self.engine.lock.release()
+        if (failure := self.ledger.failure) is not None:
+            return again(failure[1])
+        ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, CLOSED_HERE))
+        lost = self.lost or next(ended, None)
+        return None if lost is None else lost.loss()
+
+    def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
+        self._disconnect(CLOSE, reason, cause)
+
+    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
+        self._disconnect(ABORT, str(failure or reason), cause)
+        return reason
+
+    def close(self, begun: int, failed: bool) -> None:
+        with self.engine.lock:
+            self.poller.progress()  # reads the descriptions of ranks that wait in another call
+        self._disconnect(CLOSE, WHY_CLOSED, self.ledger.closing())
+        if self.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
+            raise again(self.ledger.failure[1])
+
+    def _disconnect(self, kind: int, why: str, cause: KosError | None) -> None:
+        """Report why, and close all connections."""
+        with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
+            self._linger(lambda: self.mismatched and self.ledger.failure is None)
+            if (failure := self.ledger.failure) is not None:  # perhaps only this rank has received it
+                self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
+            data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
+            for rank, peer in self.peers.items():
+                if kind == CLOSE and self._complete:  # a rank that waits in another call reports both
+                    self.describe(rank, self._complete[-1])
+                peer.send_control(kind, 0, data)
+            self._linger(lambda: any(peer.busy for peer in self.peers.values()))
+            for peer in self.peers.values():
+                peer.close()
+
+    def _linger(self, needed: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while needed() and time.monotonic() < deadline:
+            self.poller.pause(seconds=0.001)
+            self.poller.progress()

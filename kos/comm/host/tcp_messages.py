@@ -1,4 +1,4 @@
-"""Messages of the tcp backend: one authenticated connection between every two ranks of a group.
+"""Messages of the tcp transport: one authenticated connection between every two ranks of a group.
 
 Short messages are eager: they are sent at once, and the receiver buffers them if no receive is posted yet.  A sender
 has ``CREDIT_BYTES`` of credits for them.  Long messages, and short ones beyond the credits, use the rendezvous
@@ -15,23 +15,19 @@ import json
 import select
 import socket
 import struct
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kos.comm.control.base import Rendezvous
 from kos.comm.control.wire import Waiting, fill
-from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, again, from_record, to_record
-from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
+from kos.comm.failures import RECENT_SECONDS, from_record
+from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.scheduled import remove, take, wrong_message
-from kos.comm.schedules.execute import Request
-from kos.comm.work import Work
+from kos.comm.transport import remove, take, wrong_message
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
@@ -41,11 +37,9 @@ CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are in flight
 OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own bytes
 CONTROL_BYTES = 20_000  # the longest control message
 REASON_LENGTH = 1000  # characters of a reason or an error
-_RECENT = 1024  # complete collectives whose descriptions a rank keeps
 _SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
-_CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
-_CLOSED_HERE = "this rank closed the communicator"
+CLOSED_HERE = "this rank closed the communicator"
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, dtype or fingerprint
 EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, ABORT, CLOSE = range(1, 10)
@@ -84,116 +78,6 @@ class Poller:
         self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
-class Mesh:
-    """The transport: the connections of one group, and the descriptions of its collectives by tag."""
-
-    def __init__(self, rendezvous: Rendezvous, poller: Poller) -> None:
-        self.rank, self.poller, self.ledger = rendezvous.rank, poller, rendezvous.ledger
-        self.lost: Peer | None = None  # the first rank lost without CLOSE
-        self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
-        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
-        self._complete: deque[int] = deque()  # the tags of those that are complete
-        self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
-        self._group = ""
-        assert rendezvous.connect is not None
-        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
-        for peer in self.peers.values():
-            poller.add(peer)
-
-    def isend(self, array: Array, peer: int, tag: int) -> Request:
-        return self.peers[peer].send(array, tag)
-
-    def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        return self.peers[peer].receive(array, tag)
-
-    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
-        for peer in self.peers.values():
-            peer.cancel(cancelled)
-
-    def awaited(self, tag: int) -> list[int]:
-        return sorted(rank for rank, peer in self.peers.items() if peer.receives(tag) or peer.announced(tag))
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        return self.peers[rank].receives(tag) if receives else self.peers[rank].sends(tag)
-
-    def begin(self, work: Work[Any], tag: int) -> None:
-        """Compare ``o`` with the other ranks' collectives of the same tag."""
-        self._group = work.group
-        self._calls[tag] = work.prepared.fingerprint, work.prepared.text
-        for rank, call in self._described.pop(tag, {}).items():
-            self.compare(tag, rank, *call)
-
-    def complete(self, tag: int) -> None:
-        """This rank's collective of that tag is complete."""
-        self._complete.append(tag)
-        if len(self._complete) > _RECENT:
-            del self._calls[self._complete.popleft()]
-
-    def called(self, tag: int) -> tuple[int, bytes]:
-        """Fingerprint and description of this rank's collective of that tag."""
-        return self._calls.get(tag, (0, b""))
-
-    def describe(self, rank: int, tag: int) -> None:
-        """Send that rank the description of this rank's collective of that tag."""
-        mark, text = self.called(tag)
-        self.peers[rank].send_control(CALL, tag, text, mark)
-
-    def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
-        """Make all ranks raise if that rank's call differs from this rank's call of the same tag.
-
-        Without ``text`` this rank sends its own description, and the other rank reports the mismatch.
-        """
-        mine, mine_text = self.called(tag)
-        if mine == mark:
-            return
-        self.mismatched = self.mismatched or bool(mine)
-        if mine and not text:
-            self.describe(rank, tag)
-        elif mine:
-            sequence = tag - COLLECTIVE_TAGS
-            calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
-            self.fail(tag, self.ledger.mismatch(self._group, *calls))
-        elif len(self._described) < _RECENT:
-            others = self._described.setdefault(tag, {})
-            if text or rank not in others:
-                others[rank] = mark, text
-
-    def fail(self, tag: int, failure: KosError) -> None:
-        """Make all ranks raise the same error in that collective and later ones."""
-        self.ledger.record(tag - COLLECTIVE_TAGS, failure)
-        data = json.dumps(to_record(failure, REASON_LENGTH)).encode()
-        for peer in self.peers.values():
-            peer.send_control(FAILED, tag, data)
-
-    def find_failure(self) -> KosError | None:
-        """The first known failure of the group, or the loss of a rank that has not closed its communicator."""
-        if (failure := self.ledger.failure) is not None:
-            return again(failure[1])
-        ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, _CLOSED_HERE))
-        lost = self.lost or next(ended, None)
-        return None if lost is None else lost.loss()
-
-    def close(self, kind: int, why: str, cause: KosError | None) -> None:
-        """Report why, and close all connections."""
-        self._linger(lambda: self.mismatched and self.ledger.failure is None)
-        if (failure := self.ledger.failure) is not None:  # perhaps only this rank has received it
-            self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
-        data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
-        for rank, peer in self.peers.items():
-            if kind == CLOSE and self._complete:  # a rank that waits in another call reports both
-                self.describe(rank, self._complete[-1])
-            peer.send_control(kind, 0, data)
-        self._linger(lambda: any(peer.busy for peer in self.peers.values()))
-        for peer in self.peers.values():
-            peer.close()
-
-    def _linger(self, needed: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while needed() and time.monotonic() < deadline:
-            self.poller.pause(seconds=0.001)
-            self.poller.progress()
-
-
 class TCPMessage:
     """One end of a message in flight."""
 
@@ -201,14 +85,14 @@ class TCPMessage:
 
     def __init__(self, peer: Peer, tag: int, array: Array) -> None:
         self.peer, self.tag, self.dtype = peer, tag, array.dtype
-        self.call = DTYPE_CODES[array.dtype] if tag < COLLECTIVE_TAGS else peer.mesh.called(tag)[0]
+        self.call = DTYPE_CODES[array.dtype] if tag < COLLECTIVE_TAGS else peer.transport.called(tag)[0]
         self.view = array.view(np.uint8).data
         self.complete = False
         self.error: KosError | None = None
 
     def done(self) -> bool:
         if not self.complete and self.error is None:
-            self.peer.mesh.poller.progress()
+            self.peer.transport.poller.progress()
         if self.error is not None:
             raise self.error
         if not self.complete:
@@ -216,13 +100,8 @@ class TCPMessage:
         return self.complete
 
 
-class _Arrival(NamedTuple):
-    """A message that arrived: its bytes, or its number if it waits for a CTS."""
-
-    nbytes: int
-    call: int
-    data: memoryview | None
-    number: int = 0
+Arrival = tuple[int, int, memoryview | None, int]
+"""A message that arrived: bytes, dtype or fingerprint, the data, and its number if it waits for a CTS instead."""
 
 
 class _Outgoing:
@@ -251,13 +130,13 @@ class _Outgoing:
 class Peer:
     """The connection to one rank of a group."""
 
-    def __init__(self, rank: int, mesh: Mesh, sock: socket.socket) -> None:
-        self.rank, self.mesh, self.sock = rank, mesh, sock
+    def __init__(self, rank: int, transport: Any, sock: socket.socket) -> None:
+        self.rank, self.transport, self.sock = rank, transport, sock
         self.gone: str | None = None  # the reason, once the rank has closed or is lost
         self._cause: KosError | None = None  # the failure that made it abort
         self._cause_window: float | None = RECENT_SECONDS  # maximum age of a failure that may be the cause
         self._posted: dict[int, deque[TCPMessage]] = {}  # receives, by tag
-        self._arrived: dict[int, deque[_Arrival]] = {}  # messages without a receive, by tag
+        self._arrived: dict[int, deque[Arrival]] = {}  # messages without a receive, by tag
         self._outgoing: deque[_Outgoing] = deque()
         self._announced: dict[int, TCPMessage] = {}  # sends that wait for a CTS, by number
         self._incoming: dict[int, TCPMessage] = {}  # receives whose data is in flight, by number; 0: of a short message
@@ -272,18 +151,18 @@ class Peer:
 
     def check(self, tag: int) -> None:
         """Raise if an incomplete message with that tag can no longer complete."""
-        mesh, ledger = self.mesh, self.mesh.ledger
+        transport, ledger = self.transport, self.transport.ledger
         ledger.check(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
         # A rank that aborted in a later collective has completed this one, or the ranks that wait for it report it.
         later = ledger.failure is not None and tag >= COLLECTIVE_TAGS
-        lost = self if self.gone is not None else None if later else mesh.lost
+        lost = self if self.gone is not None else None if later else transport.lost
         if lost is not None and lost.gone is not None:
             ledger.check(None)
             raise lost.loss()
 
     def loss(self) -> KosError:
         """The error of a call that waits for this peer, which is gone."""
-        return self.mesh.ledger.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
+        return self.transport.ledger.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
 
     def send(self, array: Array, tag: int) -> TCPMessage:
         self.check(tag)
@@ -348,7 +227,7 @@ class Peer:
         except StopIteration as closed:
             self._lose(closed.value, orderly=True)
         except OSError:
-            ledger = self.mesh.ledger
+            ledger = self.transport.ledger
             ledger.board.await_end(ledger.world[self.rank])  # why it ended may arrive later, through the hub
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
@@ -364,13 +243,13 @@ class Peer:
 
     def close(self) -> None:
         if self.gone is None:
-            self._lose(_CLOSED_HERE, orderly=True)
+            self._lose(CLOSED_HERE, orderly=True)
 
     def _lose(self, why: str, orderly: bool = False) -> None:
         self.gone = why
-        if not orderly and self.mesh.lost is None:
-            self.mesh.lost = self
-        self.mesh.poller.remove(self)
+        if not orderly and self.transport.lost is None:
+            self.transport.lost = self
+        self.transport.poller.remove(self)
         self.sock.close()
 
     def _queue(
@@ -398,7 +277,7 @@ class Peer:
                     self._outgoing.popleft()
         if self._wants_write != bool(self._outgoing):
             self._wants_write = bool(self._outgoing)
-            self.mesh.poller.want_write(self, self._wants_write)
+            self.transport.poller.want_write(self, self._wants_write)
 
     def _read(self) -> Waiting[str]:
         """Read all messages until the peer closes; yields when there is nothing to read."""
@@ -415,9 +294,9 @@ class Peer:
                     self._freed += nbytes + OVERHEAD_BYTES
                 else:
                     buffered = yield from self._bytes(nbytes)  # held until the next: freed pages return to the system
-                    self._arrive(tag, _Arrival(nbytes, call, buffered))
+                    self._arrive(tag, (nbytes, call, buffered, 0))
             elif kind == RTS:
-                self._arrive(tag, _Arrival(nbytes, call, None, number))
+                self._arrive(tag, (nbytes, call, None, number))
             elif kind == CTS:
                 self._credits += nbytes
                 if (message := self._announced.pop(number, None)) is not None:  # else it was cancelled
@@ -426,17 +305,17 @@ class Peer:
                 if (message := self._announced.pop(number, None)) is not None:
                     expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
                     got = len(message.view), message.dtype
-                    message.error = wrong_message(self.mesh.ledger, self.rank, expected, self.mesh.rank, got)
+                    message.error = wrong_message(self.transport.ledger, self.rank, expected, self.transport.rank, got)
             elif kind == DATA and number in self._incoming and len(self._incoming[number].view) == nbytes:
                 yield from self._read_into(number)
             elif kind in (CALL, FAILED, ABORT, CLOSE) and nbytes <= CONTROL_BYTES:
                 data = bytes((yield from self._bytes(nbytes)))
                 if kind == CALL:
-                    self.mesh.compare(tag, self.rank, call, data)
+                    self.transport.compare(tag, self.rank, call, data)
                     continue
                 record = json.loads(data)
                 if kind == FAILED:
-                    self.mesh.ledger.record(tag - COLLECTIVE_TAGS, from_record(record))
+                    self.transport.ledger.record(tag - COLLECTIVE_TAGS, from_record(record))
                     continue
                 why, cause = record
                 self._cause = None if cause is None else from_record(cause)
@@ -458,33 +337,34 @@ class Peer:
         yield from fill(self.sock, lambda: data)
         return data
 
-    def _arrive(self, tag: int, arrival: _Arrival) -> None:
-        if tag >= COLLECTIVE_TAGS and arrival.call:
-            self.mesh.compare(tag, self.rank, arrival.call)
+    def _arrive(self, tag: int, arrival: Arrival) -> None:
+        if tag >= COLLECTIVE_TAGS and arrival[1]:
+            self.transport.compare(tag, self.rank, arrival[1])
         message = take(self._posted, tag)
         if message is None:
             self._arrived.setdefault(tag, deque()).append(arrival)
         else:
             self._match(message, arrival)
 
-    def _match(self, message: TCPMessage, arrival: _Arrival) -> None:
+    def _match(self, message: TCPMessage, arrival: Arrival) -> None:
         """Match a receive with its message."""
-        collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
-        fits = expected == got and message.call == arrival.call
-        if not fits and not (collective and message.call != arrival.call):  # all ranks raise that mismatch
-            dtype = message.dtype if collective else dtype_of_code(arrival.call)
-            mesh, wanted = self.mesh, (expected, message.dtype)
-            message.error = wrong_message(mesh.ledger, mesh.rank, wanted, self.rank, (got, dtype))
-        if arrival.data is not None:
+        got, call, data, number = arrival
+        collective, expected = message.tag >= COLLECTIVE_TAGS, len(message.view)
+        fits = expected == got and message.call == call
+        if not fits and not (collective and message.call != call):  # all ranks raise that mismatch
+            dtype = message.dtype if collective else dtype_of_code(call)
+            transport, wanted = self.transport, (expected, message.dtype)
+            message.error = wrong_message(transport.ledger, transport.rank, wanted, self.rank, (got, dtype))
+        if data is not None:
             if fits:
-                message.view[:] = arrival.data
+                message.view[:] = data
                 message.complete = True
             self._freed += got + OVERHEAD_BYTES
         elif fits:
-            self._incoming[arrival.number] = message
+            self._incoming[number] = message
             # Credits return only with a CTS: a sender that waits for none may have closed, and writing to it would make
             # TCP discard its last messages.
-            self._queue(CTS, message.tag, arrival.number, self._freed, message.call)
+            self._queue(CTS, message.tag, number, self._freed, message.call)
             self._freed = 0
         elif message.error is not None:
-            self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
+            self._queue(REFUSE, message.tag, number, expected, message.call)

@@ -18,8 +18,7 @@ from time import time_ns
 from types import CodeType
 from typing import Any, NamedTuple
 
-from kos.comm.operation import NO_MESSAGE, Message, Operation
-from kos.comm.reduction import Reduction
+from kos.comm.operation import NO_MESSAGE, Operation
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
 from kos.files import replace_file
@@ -32,19 +31,6 @@ SLOTS = 1024  # a power of two
 
 LAST_SLOT = SLOTS - 1
 SEQUENCE, COMPLETED, _ERROR = 4, -2, -1  # of an _Entry
-
-class _Description(NamedTuple):
-    """The properties shared by all records of a call."""
-
-    group: Group
-    message: Message | None
-    timeout: float | None
-    name: str
-    input_shape: tuple[int, ...] | None
-    output_shape: tuple[int, ...] | bool | None  # False: the input's
-    dtype: DType | None
-    reduction: Reduction | None
-    root: int | None
 
 
 class _Entry(NamedTuple):
@@ -67,7 +53,7 @@ class Group:
         self.number = recorder.add(self)
 
     def describe(self, o: Operation) -> tuple[Any, ...]:
-        """What the records of all starts of ``o`` share: a _Description, which takes five times as long to make."""
+        """What the records of all starts of ``o`` share: a tuple, which ``_describe`` takes apart."""
         send, recv = o.send, o.recv
         return (
             self, None if o.collective else o.message, o.options.timeout, o.name, send and send.shape,
@@ -148,8 +134,9 @@ class Recorder:
         if not self.count:
             return ""
         entry = _Entry(*self.slots[self.count - 1 & LAST_SLOT])
-        call, site = _Description(*entry.description), _frame(entry.code, entry.instruction)
-        return f"{call.group.name}: {call.name} #{entry.sequence} at {site['filename']}:{site['line']}"
+        site = _frame(entry.code, entry.instruction)
+        group, _, _, name, *_ = entry.description
+        return f"{group.name}: {name} #{entry.sequence} at {site['filename']}:{site['line']}"
 
     def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
         """Write the record as JSON to ``path``, atomically; returns the file.
@@ -220,9 +207,9 @@ def call_site(work: Any) -> str:
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
-    call = _Description(*e.description)
-    group, is_p2p = call.group, call.message is not None
-    output = call.input_shape if call.output_shape is False else call.output_shape
+    group, message, timeout, name, input_shape, output_shape, dtype, reduction, root = e.description
+    is_p2p = message is not None
+    output = input_shape if output_shape is False else output_shape  # False: the input's
     entry: dict[str, Any] = {
         "record_id": number,
         "pg_id": group.number,
@@ -230,30 +217,30 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         "collective_seq_id": 0 if is_p2p else e.sequence,
         "p2p_seq_id": e.sequence if is_p2p else 0,
         "op_id": number,
-        "profiling_name": f"{group.backend}:{call.name}",
+        "profiling_name": f"{group.backend}:{name}",
         "time_created_ns": e.created,
-        **_sizes("input", call.input_shape, call.dtype),
-        **_sizes("output", output, call.dtype),
+        **_sizes("input", input_shape, dtype),
+        **_sizes("output", output, dtype),
         "state": "failed" if e.error else {None: "scheduled", 0: "started"}.get(e.completed, "completed"),
         "time_discovered_started_ns": None if e.completed is None else e.created,
         "time_discovered_completed_ns": e.completed or None,
         "retired": bool(e.completed),
-        "timeout_ms": None if call.timeout is None else round(call.timeout * 1000),
+        "timeout_ms": None if timeout is None else round(timeout * 1000),
         "is_p2p": is_p2p,
         "frames": [_frame(e.code, e.instruction)],
-        "reduce_op": call.reduction.op.name if call.reduction else None,
-        "root": call.root,
+        "reduce_op": reduction.op.name if reduction else None,
+        "root": root,
         "error": e.error,
     }
     if not is_p2p:
         yield entry
-    dst, src, tag, recv_tag = call.message or NO_MESSAGE
+    dst, src, tag, recv_tag = message or NO_MESSAGE
     if dst is not None:
-        name = f"{group.backend}:send {group.rank}->{dst}"
-        yield entry | _sizes("output", None, None) | {"profiling_name": name, "tag": tag}
+        sent = f"{group.backend}:send {group.rank}->{dst}"
+        yield entry | _sizes("output", None, None) | {"profiling_name": sent, "tag": tag}
     if src is not None:
-        name = f"{group.backend}:recv {group.rank}<-{src}"
-        yield entry | _sizes("input", None, None) | {"profiling_name": name, "tag": recv_tag}
+        received = f"{group.backend}:recv {group.rank}<-{src}"
+        yield entry | _sizes("input", None, None) | {"profiling_name": received, "tag": recv_tag}
 
 
 def _sizes(which: str, shape: tuple[int, ...] | bool | None, dtype: DType | None) -> dict[str, Any]:

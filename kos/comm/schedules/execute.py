@@ -1,6 +1,5 @@
 """Executes one rank's part of a schedule over a transport: the sends, receives, copies and sums of its rounds.
 
-``Transport`` is the interface of every transport; ``kos.comm.scheduled`` makes a backend of one.
 ``execute`` is a generator: it runs all instructions that are ready, and yields when all others wait for messages.
 All ranks of the group run it with the same schedule and sizes, each over its own buffers.
 
@@ -20,7 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,31 +33,6 @@ STAGING_SLOTS = 8
 """Segments that may be in flight or arrived and not yet reduced."""
 
 
-class Request(Protocol):
-    """A send or receive in flight."""
-
-    def done(self) -> bool:
-        """Whether the buffer may be reused (send) or read (receive).  Never blocks; raises.
-
-        It advances all messages of this rank, since a wait may poll only one request.  A send is done only if its
-        message arrives without further calls of this rank, which may compute for a long time.  Bytes that wait in a
-        buffer of the transport are not sent yet.
-        """
-
-
-class Transport(Protocol):
-    """Non-blocking messages; those of one pair of ranks under one tag arrive in the order they were sent."""
-
-    def isend(self, array: np.ndarray, peer: int, tag: int) -> Request:
-        """Begin to send a contiguous 1-D array, which stays unchanged until the request is done."""
-
-    def irecv(self, array: np.ndarray, peer: int, tag: int) -> Request:
-        """Begin to receive into a contiguous 1-D array."""
-
-    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
-        """Cancel those requests; their memory is free afterwards."""
-
-
 class _Instruction(NamedTuple):
     kind: str  # send, recv, copy, reduce
     space: str
@@ -69,7 +43,7 @@ class _Instruction(NamedTuple):
     source_start: int = 0
 
 
-def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mapping[str, np.ndarray],
+def execute(schedule: Schedule, rank: int, transport: Any, buffers: Mapping[str, np.ndarray],
             reduce: Callable[[np.ndarray, np.ndarray], None], tag: int = 0,
             empty: Callable[..., np.ndarray] = np.empty) -> Iterator[None]:
     """Execute ``rank``'s steps; yields None whenever all remaining instructions wait for messages.
@@ -77,7 +51,8 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     Args:
         schedule: the same on all ranks, with as many ranks as the transport connects.
         rank: this rank, from 0 to ``schedule.ranks - 1``.
-        transport: moves messages; ``peer`` is a rank of the schedule.
+        transport: has ``isend``, ``irecv`` and ``cancel`` of ``kos.comm.transport.Transport``; ``peer`` is
+            a rank of the schedule.
         buffers: a contiguous 1-D array for each space in ``schedule.spaces(rank)``, all of one dtype.  ``data`` is
             reduced or filled in place; after a ``reduce`` its contents are undefined on all ranks but the root.
             ``input`` is only read, ``output`` only written.  The array of a space of ``units`` units has the shape
@@ -106,7 +81,7 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     waits = [events + 1 for events in program.waits]  # one more for the start
     messages: deque[int] = deque()
     local: deque[int] = deque()
-    active: list[tuple[Request, int]] = []
+    active: list[tuple[Any, int]] = []
 
     def release(waiting: Iterable[int]) -> None:
         for i in waiting:

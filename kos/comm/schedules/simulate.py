@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -61,13 +61,6 @@ class Topology:
             raise InvalidArgument(f"levels must grow from 1 rank, each a multiple of the one below, got {sizes}")
 
 
-class Cost(NamedTuple):
-    """A schedule's time on a topology: ``seconds + seconds_per_byte * bytes``."""
-
-    seconds: float
-    seconds_per_byte: float
-
-
 def calibration() -> dict[str, Any]:
     """The calibration table: topologies by name, with provenance and measured points."""
     return dict(json.loads(resources.files("kos.comm.schedules").joinpath("calibration.json").read_text()))
@@ -86,13 +79,13 @@ def topology(name: str) -> Topology:
 
 def simulate(schedule: Schedule, topology: Topology, nbytes: float) -> float:
     """Seconds for ``nbytes`` of the rank's whole vector: its larger buffer, as nccl-tests counts them."""
-    line = cost(schedule, topology)
-    return line.seconds + line.seconds_per_byte * nbytes
+    seconds, seconds_per_byte = cost(schedule, topology)
+    return seconds + seconds_per_byte * nbytes
 
 
 @lru_cache(maxsize=256)
-def cost(schedule: Schedule, topology: Topology) -> Cost:
-    """The time of ``schedule`` as a line over the message size."""
+def cost(schedule: Schedule, topology: Topology) -> tuple[float, float]:
+    """The time of ``schedule`` as a line over the message size: seconds, and seconds per byte."""
     chunk = 1 / (schedule.parts * max(schedule.units.values()))  # of the whole
     reach = topology.levels[-1].ranks
     seconds, share = topology.launch, 0.0
@@ -105,7 +98,7 @@ def cost(schedule: Schedule, topology: Topology) -> Cost:
                 evaluated[key] = _round(families, schedule.ranks, topology)
             fixed, chunks = evaluated[key]
             seconds, share = seconds + times * fixed, share + times * chunks * chunk
-    return Cost(seconds, share)
+    return seconds, share
 
 
 def _different(block: Iterable[Moves] | Repeat, reach: int) -> Iterator[tuple[Iterable[Moves], int]]:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 import kos
 from kos.comm import timeouts
 from kos.comm.arguments import check_timeout
-from kos.comm.control.store import StoreRendezvous
+from kos.comm.control.store import store_rendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource
 from kos.interop.torch.launch import Launch, run
@@ -92,7 +92,7 @@ class ProcessGroupKos(Operations):
     def _connect(self, backend: str, purpose: str, **keywords: Any) -> kos.Communicator:
         store = torch._C._distributed_c10d.PrefixStore(f"{purpose}/", self._store)
         try:
-            rendezvous = StoreRendezvous(store, self.rank(), self.size(), self._timeout, self._ranks)
+            rendezvous = store_rendezvous(store, self.rank(), self.size(), self._timeout, self._ranks)
             return kos.init(backend, rendezvous=rendezvous, timeout=self._timeout, **keywords)
         except KosError as error:
             raise self.translated(error) from error

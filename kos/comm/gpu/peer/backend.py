@@ -1,6 +1,6 @@
 """The peer backend: GPU memory by our own kernels, over memory that all ranks of the machine map.
 
-This class chooses the kernel of an operation (``_BINDERS``); ``PeerEngine`` launches it.  All-reduce, reduce-scatter
+``bind.py`` chooses the kernel of an operation, ``PeerEngine`` launches it.  All-reduce, reduce-scatter
 and small scans have kernels of their own.  So have all-gather and all-to-all between symmetric buffers.  Broadcast and
 every other operation that only moves data use ``exchange``.  The other reductions exchange and add in rank order
 (``ordered_sum``).  So every result has the same bits on every rank and from run to run, ``deterministic`` or not.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -28,14 +28,17 @@ from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import again
-from kos.comm.gpu.backend import DeviceBackend, Route, device_of, unstarted
-from kos.comm.gpu.memory import NONE, Piece, Windows, exchange_of, whole
+from kos.comm.gpu.backend import DeviceBackend, unstarted
+from kos.comm.gpu.devices import device_of
+from kos.comm.gpu.memory import Piece, Windows
 from kos.comm.gpu.order import Order
-from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
-from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
-from kos.comm.gpu.peer.copies import BESIDE
-from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Run
-from kos.comm.gpu.peer.launches import PACKETS, Launch, Launches
+from kos.comm.gpu.ordered_sum import OrderedReduction
+from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies, is_beside
+from kos.comm.gpu.peer.concurrent import ConcurrentKernels
+from kos.comm.gpu.peer.engine import PeerEngine, Run
+from kos.comm.gpu.peer.exchange import MAX_RANKS
+from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
+from kos.comm.gpu.routes import Route
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
@@ -43,7 +46,6 @@ from kos.comm.work import Work
 from kos.cuda import Kernel, driver
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import PER_THREAD
-from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
@@ -53,17 +55,12 @@ from kos.memory.windows import WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
-_BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
-_BY_PARTS = 128 << 10
-"""Bytes from which a broadcast goes to every rank in parts, which go on to all."""
 _VECTOR = 16
 """Bytes that a kernel moves at once."""
 _MOST_EXCHANGES = 4096
 """Exchanges of ordered reductions whose launches are kept."""
 _IDLE_SECONDS = 1.0
 """Seconds that a rank waits for other communicators of its GPU to be idle before it loads a kernel."""
-_BESIDE = 4 << 20
-"""Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
 
 
 class PeerBackend(DeviceBackend):
@@ -97,7 +94,7 @@ class PeerBackend(DeviceBackend):
             if not isinstance(error, KosError) or rendezvous.failure is not None:
                 raise
             raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
-        self._failure = self._engine.failure
+        self._failure = self._engine.record.failure
         self._engine.before_load = self._wait_for_idle
         self._concurrent.add(self)
         watchdog.add(self)
@@ -126,7 +123,7 @@ class PeerBackend(DeviceBackend):
     def timeout(self, seconds: float) -> None:
         self._seconds = seconds
         if "_engine" in self.__dict__:
-            self._engine.timeout = seconds
+            self._engine.record.timeout = seconds
 
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
@@ -193,17 +190,7 @@ class PeerBackend(DeviceBackend):
         return all(each is None or self._engine.is_symmetric(each.pointer, each.nbytes) for each in buffers)
 
     def overlapped(self, o: Operation) -> bool:
-        """Whether copy engines carry it: it overlaps other work, is large, and its buffers are symmetric."""
-        buffer = o.recv if o.name == "all_gather" else o.send
-        large = buffer is not None and buffer.nbytes >= _BESIDE and self.size > 1
-        if buffer is None or not large or not o.options.overlap or o.name not in _BY_COPIES:
-            return False
-        complex_or_scaled = buffer.dtype.kind == "complex" or (o.reduction and o.reduction.op is ReduceOp.PREMUL_SUM)
-        odd = o.name != "all_reduce" and buffer.nbytes % (16 * self.size)
-        if o.options.algorithm != AUTO or complex_or_scaled or odd:
-            return False
-        several = (o.send, o.recv) if o.name == "all_reduce" else (buffer,)
-        return all(each is not None and self._engine.is_symmetric(each.pointer, each.nbytes) for each in several)
+        return by_copies(self._engine, o)
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         if name != "all_reduce":
@@ -235,22 +222,22 @@ class PeerBackend(DeviceBackend):
 
     def signal_abort(self) -> None:
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
-        self._engine.abort()
+        self._engine.record.abort()
 
     def inspect(self, o: Work[Any]) -> None:
-        if self._engine.failed:
+        if self._engine.record.failed:
             others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
             beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
-            self._engine.check(str(o), self.arrived(o), beside)
+            self._engine.record.check(str(o), self.shared.arrived(o), beside)
 
     def kernel_waits(self) -> list[int]:
-        return self._engine.waits_for()
+        return self._engine.record.waits_for()
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """Ends the wait on the GPU, so that the kernel reports what it waited for."""
         error = super().timed_out(work, seconds)
-        self._engine.abort()
-        return again(error, f"{error}; {self._engine.last_wait(1.0)}")
+        self._engine.record.abort()
+        return again(error, f"{error}; {self._engine.record.last_wait(1.0)}")
 
     # How operations are carried.
 
@@ -261,14 +248,13 @@ class PeerBackend(DeviceBackend):
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
         deadline = None if o.options.timeout == self._seconds else o.options.timeout
         with relaxed_capture(), self._engine.within(deadline):
-            bind = _BINDERS.get(o.name, PeerBackend._bind_move)
-            run, kernel, occupancy = self._engine.with_occupancy(lambda: bind(self, o))
+            run, kernel, occupancy = self._engine.with_occupancy(lambda: bind(self, self._engine, o))
         if type(run) is OrderedReduction:  # whose exchanges are bound at their launch
             occupancy = Occupancy(self._engine.blocks, 1)
             self._engine.record_kernel(o.name, run.kernels)
         run = run if deadline is None else partial(self._within, deadline, run)
         first, exclusive = self._engine.first_use(), self._engine.exclusive
-        if _is_beside(o):
+        if is_beside(o):
             launch = partial(self._launch_beside, run)
         elif exclusive:
             launch = partial(self._launch_exclusive, run)
@@ -390,95 +376,11 @@ class PeerBackend(DeviceBackend):
                 super().queue(together, stream)
             else:
                 with relaxed_capture():
-                    run, _, occupancy = self._engine.with_occupancy(partial(self._messages, together))
+                    run, _, occupancy = self._engine.with_occupancy(partial(bind_messages, self._engine, together))
                 if self._engine.exclusive:
                     self._launch_exclusive(run, at)
                 else:
                     self._launch(run, occupancy, at)
-
-    def _messages(self, works: Sequence[Work[Any]]) -> tuple[Run, None]:
-        """The k-th message of each pair in the k-th exchange, as on the other side."""
-        sends: list[list[Piece]] = [[] for _ in range(self.size)]
-        recvs: list[list[Piece]] = [[] for _ in range(self.size)]
-        for work in works:
-            o = work.operation
-            dst, src, *_ = o.message
-            if dst is not None and o.send is not None and o.send.count:
-                sends[dst].append((work.send, o.send.nbytes))
-            if src is not None and o.recv is not None and o.recv.count:
-                recvs[src].append((work.recv, o.recv.nbytes))
-        rounds = max(map(len, (*sends, *recvs)))
-        exchanges = _in_turn(
-            self._engine.bind_exchange(
-                *([to[k] if k < len(to) else NONE for to in side] for side in (sends, recvs)), messages=True
-            )
-            for k in range(rounds)
-        )
-        return exchanges, None
-
-    def _bind_all_reduce(self, o: Operation) -> tuple[Run, str | None]:
-        assert o.send is not None and o.recv is not None and o.reduction is not None
-        name, _, per = kernel_types(o.reduction, self.device)
-        if not o.send.count or name.startswith("complex"):
-            return self._bind_reduction(o)
-        dtype, count = DTYPES[name], o.send.count * per
-        ends = o.send.pointer, o.recv.pointer
-        launch = Launch(o.options.algorithm, threads=128)
-        if self.overlapped(o):
-            launch = BESIDE
-        elif o.options.algorithm == AUTO:
-            launch = self._engine.launch_for(*ends, o.send.nbytes)
-        symmetric = all(self._engine.is_symmetric(end, o.send.nbytes) for end in ends)
-        launch = self._engine.possible(launch, o.reduction.op, o.send.nbytes, symmetric)
-        reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
-        op, factor = o.reduction.op, o.reduction.factor
-        run = self._engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
-        return run, self._engine.route(launch, o.send.nbytes, *reached)
-
-    def _bind_reduction(self, o: Operation) -> tuple[Run, str | None]:
-        """reduce, reduce_scatter, reduce_scatter_v, scan and exscan."""
-        assert o.reduction is not None and o.send is not None
-        name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
-        if not o.send.count:
-            return _in_turn(()), None
-        ends, dtype, op, factor = (o.send.pointer, whole(o.recv)[0]), DTYPES[name], o.reduction.op, o.reduction.factor
-        count, run, kernel = o.send.count * per, None, None
-        if o.name.startswith("reduce_scatter"):
-            beside = self.overlapped(o)
-            if beside:
-                kernel = self._engine.route(Launch("copies"), o.send.nbytes, o.send.pointer)
-            counts = [n * per for n in o.send_counts or [o.send.count // self.size] * self.size]
-            run = self._engine.bind_reduce_scatter(*ends, counts, dtype, op, factor=factor, beside=beside)
-        elif o.name.endswith("scan"):
-            run = self._engine.bind_scan(o.name, *ends, count, dtype, op, factor=factor)
-        elif o.name == "reduce" and not name.startswith("complex"):
-            launch = self._engine.launches.pick(o.send.nbytes, False)
-            if launch.algorithm in PACKETS:
-                run = self._engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
-        return run or OrderedReduction(self, o), kernel
-
-    def _bind_move(self, o: Operation) -> tuple[Run, str | None]:
-        """Everything that only moves bytes: one exchange, or what is faster."""
-        send, recv = whole(o.send), whole(o.recv)
-        if o.name == "broadcast" and recv[1] >= _BY_PARTS and self.size > 2:
-            return self._engine.bind_broadcast(send, recv, o.root or 0), None
-        if o.name == "all_gather":
-            beside = self.overlapped(o)
-            direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
-            if direct is not None:
-                algorithm = self._engine.write_algorithm("all_gather", send[1], beside)
-                return direct, self._engine.route(Launch(algorithm), recv[1], recv[0])
-        if o.name == "all_to_all":
-            part = send[1] // self.size
-            direct = self._engine.bind_all_to_all(send[0], recv[0], part)
-            if direct is not None:
-                algorithm = self._engine.write_algorithm("all_to_all", part)
-                return direct, self._engine.route(Launch(algorithm), recv[1], recv[0])
-        pieces = exchange_of(o, self.rank, self.size)
-        return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o)), None
-
-    def _bind_barrier(self, o: Operation) -> tuple[Run, str | None]:
-        return self._engine.bind_barrier(), None
 
     # What OrderedReduction requires.
 
@@ -487,7 +389,6 @@ class PeerBackend(DeviceBackend):
         return super().load(path, name, **macros)
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
-        """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
         key = self._engine.deadline, *sends, *recvs
         if key not in self._exchanges:
             if len(self._exchanges) == _MOST_EXCHANGES:
@@ -497,7 +398,6 @@ class PeerBackend(DeviceBackend):
         self._exchanges[key](stream, *arrays)
 
     def collect(self, send: Any, recv: Any, nbytes: int, stream: int, *arrays: int) -> None:
-        """All-gather of ``nbytes`` from each rank."""
         pieces = [(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)]
         self.exchange(*pieces, stream, *arrays)
 
@@ -505,28 +405,3 @@ class PeerBackend(DeviceBackend):
 _lock = threading.Lock()
 _concurrent: dict[int, ConcurrentKernels] = {}
 """The communicators of this process, by GPU."""
-
-_BINDERS: dict[str, Callable[[PeerBackend, Operation], tuple[Run, str | None]]] = {
-    "all_reduce": PeerBackend._bind_all_reduce,
-    "reduce": PeerBackend._bind_reduction,
-    "reduce_scatter": PeerBackend._bind_reduction,
-    "reduce_scatter_v": PeerBackend._bind_reduction,
-    "scan": PeerBackend._bind_reduction,
-    "exscan": PeerBackend._bind_reduction,
-    "barrier": PeerBackend._bind_barrier,
-}
-
-
-def _is_beside(o: Operation) -> bool:
-    """Whether it is a message that overlaps other work."""
-    return o.options.overlap and not o.collective
-
-
-def _in_turn(runs: Iterable[Run]) -> Run:
-    several = tuple(runs)
-
-    def run(stream: Any, send: int = 0, recv: int = 0) -> None:
-        for each in several:
-            each(stream, send, recv)
-
-    return run

@@ -1,12 +1,9 @@
 """PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/gpu/kernels``).
 
 The engine owns the slab in which the kernels meet.  A ``bind_`` method chooses the launch of a message by its size:
-blocks and threads, and the algorithm of an all-reduce by the table of ``launches.py``.  The engine reports what a
-kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
+blocks and threads, and the algorithm of an all-reduce by the table of ``launches.py``.  ``record`` tells what
+a kernel that ended early was waiting for.  The engine checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
-
-``exchange`` moves a piece to and from each rank, and broadcasts by a plan for it.  All-gather and all-to-all between
-large symmetric buffers have kernels of their own.  So have reduce-scatter, with parts of any size, and small scans.
 
 All-reduce adds in rank order:
 ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` (reads from buffer to buffer), ``push``
@@ -16,49 +13,36 @@ engines; symmetric buffers only).  ``ring`` and ``tree`` follow the schedules of
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import IntEnum
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kos.comm import timeouts
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import EndedEarly, blaming
-from kos.comm.gpu.memory import NONE, Piece
-from kos.comm.gpu.peer.concurrent import Occupancy
+from kos.comm.gpu.memory import Piece
 from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
-from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
+from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
+from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches, Occupancy
+from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
+from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
 from kos.cuda import Kernel, create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
 from kos.cuda.kernels import Address, is_loaded
 from kos.dtypes import DType
-from kos.errors import (
-    BackendUnavailable,
-    CollectiveMismatch,
-    InvalidArgument,
-)
+from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
-from kos.memory.pool import pinned_empty
 from kos.memory.symmetric import SymmetricMemory, on_all
 
 KERNELS = Path(__file__).parent.parent / "kernels"
-MAX_RANKS = 8
 CHANNELS = 128
 STAGING = 32 << 20
 """Bytes, four times: through these goes what is not read and written where it lies.  ``specialized`` takes twice as
 much, for all that other ranks contribute to this one's chunk: 73 MB of 8 ranks."""
-
-BESIDE_BLOCKS = 8
-"""Blocks of a message that goes beside other kernels, of which it may wait for one on another GPU: it must leave them
-multiprocessors.  Not measured."""
 
 _PACKETS_UP_TO, _RELAYED_UP_TO = 2 << 20, 3 << 20
 """Bytes of one rank's pieces to all others, up to which they are sent as packets.  The second limit holds where ranks
@@ -71,27 +55,11 @@ _COPIES_FROM = 160 << 20
 Between 2 H200 or 2 H100, ``bind_exchange`` is as fast, and copy engines sometimes took 1.2 times as long."""
 _DIRECT_FROM = 600 << 10
 """The same from which all-gather and all-to-all write directly to symmetric outputs, between two barriers."""
-_SHARE, _SMALL_SHARE = 8192, 1024
-"""Bytes of a large and of a small exchanged piece, for a channel of its own."""
-_PACKET_THREADS = 512
-"""The most threads of a block that exchanges small pieces; half as many for more than 4 ranks."""
-
-# As in kernels/channel.cuh, packets.cuh and pieces.cuh.
+# As in kernels/channel.cuh and packets.cuh.
 _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
-_BOX_PACKETS, _PACKET_BYTES = 1024, 8
-
-
-class _Word(IntEnum):
-    """The record through which host and kernels talk: 64-bit words of host memory."""
-
-    ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE, LIMIT, WAITS = range(11)
-
-
-_TIMEOUT, _ABORTED, _PEER_ENDED, _UNEQUAL = 1, 2, 3, 4
-
 
 Run = Callable[..., None]
 """Queues an operation on a stream, which comes first.  Then come the addresses of what is sent and of what is received,
@@ -99,9 +67,6 @@ if the operation was bound to ``Address`` and not to numbers."""
 
 NO_OCCUPANCY = Occupancy(0, 1 << 30)
 """The occupancy of a launch without kernels."""
-
-_WAITS_SECONDS = 1.0
-"""A kernel that has not shown its wait for so long is taken not to wait."""
 
 
 class PeerEngine:
@@ -114,19 +79,11 @@ class PeerEngine:
     """
 
     def __init__(
-        self,
-        rendezvous: Rendezvous,
-        device: int,
-        *,
-        timeout: float = 30.0,
-        staging: int = STAGING,
-        overlap: bool = True,
-        launches: Launches = DEFAULT,
-        **macros: Any,
-    ) -> None:
+        self, rendezvous: Rendezvous, device: int, *, timeout: float = 30.0, staging: int = STAGING,
+        overlap: bool = True, launches: Launches = DEFAULT, **macros: Any,
+    ) -> None:  # fmt: skip
         """``macros`` reach every kernel: STALL (nanoseconds) and BROKEN are for tests of races."""
         self.rank, self.size, self.device = rendezvous.rank, rendezvous.size, device
-        self._ledger = rendezvous.ledger
         if self.size > MAX_RANKS:
             raise BackendUnavailable(f"peer: expected at most {MAX_RANKS} ranks, got {self.size}")
         info = device_info(device)
@@ -147,16 +104,13 @@ class PeerEngine:
         self._macros = dict(macros, RANKS=self.size)
         self._memories: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._registered = 0
-        self._seen_waits, self._waits_until = 0, 0.0
         self.memory = SymmetricMemory(rendezvous, self._lay_out(staging), device)
         self._contexts: dict[float | None, Array] = {}  # by the deadline of a launch
         self.deadline: float | None = None
 
         def prepare() -> None:
-            self._record = pinned_empty(16, np.uint64, device)
-            self._record[:] = 0
-            self.failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
-            self.timeout = timeout
+            self.record = KernelRecord(rendezvous.ledger, device)
+            self.record.timeout = timeout
             self._loading = create_stream(device)  # never captured by a graph
             self._context = self._context_of(None)
             driver.synchronize(device)
@@ -178,18 +132,9 @@ class PeerEngine:
         self._posts = self._slots + slots * self._slot
         self._boxes = self._posts + CHANNELS * _LINE_BYTES
         others = max(self.size - 1, 1)
-        most = self.blocks * _BOX_PACKETS * _PACKET_BYTES
+        most = self.blocks * BOX_PACKETS * PACKET_BYTES
         self.small, self.relayed = (min(most, limit // others) for limit in (_PACKETS_UP_TO, _RELAYED_UP_TO))
-        return self._boxes + slots * _BOX_PACKETS * 16
-
-    @property
-    def timeout(self) -> float:
-        """Seconds that a kernel waits for another rank."""
-        return float(self._record[_Word.TIMEOUT]) / 1e9
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._record[_Word.TIMEOUT] = int(min(seconds, 1e9) * 1e9)
+        return self._boxes + slots * BOX_PACKETS * 16
 
     @contextmanager
     def within(self, seconds: float | None) -> Iterator[None]:
@@ -204,15 +149,15 @@ class PeerEngine:
     def _context_of(self, seconds: float | None) -> Array:
         """What kernels get: kept for launches, and graphs, that use it.  Its last word is the deadline of a launch."""
         if seconds not in self._contexts:
-            record = int(self._record.__array_interface__["data"][0])
+            record = self.record.address
             words = [*self.memory.pointers, record, self.rank]
             shape = (len(words) + 2,)
             context = Array.empty(shape, "uint64", self.device, stream=self._loading, label="peer context")
             if seconds is None:
-                words += [record + _Word.TIMEOUT * self._record.itemsize, 0]
+                words += [record + TIMEOUT * self.record.words.itemsize, 0]
             else:
                 last = context.pointer + context.nbytes - context.dtype.itemsize
-                words += [last, max(int(min(seconds, 1e9) * 1e9), 1)]
+                words += [last, max(nanoseconds(seconds), 1)]
             context.copy_from(np.array(words, np.uint64), stream=self._loading)
             streams.synchronize(self._loading, self.device)
             self._contexts[seconds] = context
@@ -242,10 +187,6 @@ class PeerEngine:
         found = (self._symmetric(pointer, nbytes) for pointer in pointers)
         places = [place and (numbers[place[0]], place[1]) for place in found]
         return f"{launch} at {places}"
-
-    def launch_for(self, send: Any, recv: Any, nbytes: int) -> Launch:
-        """The default launch, by size and by where the buffers lie."""
-        return self.launches.pick(nbytes, self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes))
 
     def bind_all_reduce(
         self, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0,
@@ -396,7 +337,7 @@ class PeerEngine:
         threads = 512 if self.size <= 4 else 256  # of each half of a block; registers grow with the ranks
         whole = equal and nbytes % 16 == 0
         name = "reduce_scatter" if whole else "reduce_scatter_v"
-        launch = Launch(name, min(-(-nbytes // _SHARE), self.blocks), threads)
+        launch = Launch(name, min(-(-nbytes // SHARE), self.blocks), threads)
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         sizes = (count,) if whole else _ends(counts)
@@ -416,23 +357,17 @@ class PeerEngine:
             return None
         return self._bind_packets(replace(launch, algorithm=name), send, recv, count, dtype, op, factor)
 
-    def bind_all_gather(self, send: Any, recv: Any, nbytes: int, *, beside: bool = False) -> Run | None:
-        """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if large or ``beside``.
-
-        None for other memory and for parts that are not a multiple of 16 bytes.  Without ``beside``, also
-        None where ``bind_exchange`` is preferred: for small parts, and for large parts between 2 ranks.
-        """
-        return self._bind_writes("all_gather", send, recv, nbytes, beside)
-
-    def bind_all_to_all(self, send: Any, recv: Any, nbytes: int) -> Run | None:
-        """The all-to-all of ``nbytes`` from each rank to each into symmetric memory; None as in ``bind_all_gather``."""
-        return self._bind_writes("all_to_all", send, recv, nbytes)
-
     def write_algorithm(self, name: str, nbytes: int, beside: bool = False) -> str:
         """The algorithm that writes ``nbytes`` from each rank to symmetric memory of each: ``name``, or "copies"."""
         return "copies" if beside or nbytes * (self.size - 1) >= _COPIES_FROM else name
 
-    def _bind_writes(self, name: str, send: Any, recv: Any, nbytes: int, beside: bool = False) -> Run | None:
+    def bind_writes(self, name: str, send: Any, recv: Any, nbytes: int, beside: bool = False) -> Run | None:
+        """The all_gather or all_to_all (``name``) of ``nbytes`` from each rank, to each, into symmetric memory.
+
+        By copy engines if large or ``beside``.  None for other memory and for parts that are not a multiple of 16
+        bytes.  Without ``beside``, also None where ``bind_exchange`` is preferred: for small parts, and for large
+        parts between 2 ranks.
+        """
         place = self._symmetric(recv, nbytes * self.size)
         small = nbytes <= self.small and nbytes * (self.size - 1) < _DIRECT_FROM
         exchanged = small or (self.size == 2 and nbytes >= _COPIES_FROM)
@@ -443,7 +378,7 @@ class PeerEngine:
             places = [(to + self.rank * nbytes, send + r * stride) for r, to in enumerate(outputs)]
             return self._copies.move(self.bind_barrier(overlap=False), nbytes, places)
         kernel = self.load(KERNELS / "all_gather.cu", name, THREADS=512)
-        blocks = min(-(-nbytes // _SHARE), self.blocks)
+        blocks = min(-(-nbytes // SHARE), self.blocks)
         return self._bind(kernel, blocks, 512, *place, send, nbytes)
 
     def _batches(self, launch: Launch, chunk: int) -> tuple[int, int]:
@@ -478,51 +413,19 @@ class PeerEngine:
         comes from that rank, as it arrives.  ``small``: bytes of the largest piece that travels as packets, the same on
         all ranks.
         """
-        own = sends[self.rank][1], recvs[self.rank][1]
-        others = [nbytes for r in range(self.size) if r != self.rank for _, nbytes in (sends[r], recvs[r])] or [0]
-        if not any((*own, *others)):
-            return _nothing
         small = self.small if small is None else small
-        share = partial(self._share, small)
-        both = [piece for r in range(self.size) for piece in (sends[r], recvs[r])]
-        pieces = [word for pointer, nbytes in both for word in (pointer, nbytes, share(nbytes))]
-        channels = max(-(-nbytes // share(nbytes)) for _, nbytes in both if nbytes)
-        by_packets = all(nbytes <= small for nbytes in others) and max(own) <= self.size * small
-        packets = -(-max(*map(share, others), 1) // (32 * _PACKET_BYTES)) * 32
-        most = _PACKET_THREADS // 2 if self.size > 4 else _PACKET_THREADS
-        if by_packets and not beside:  # each thread sends and receives a packet, or more of them
-            blocks, threads = channels, min(packets, most)
-            several = packets > most and relay == MAX_RANKS
-            macros = {"WHOLE": int(not any(word % _PACKET_BYTES for word in pieces)), "SEVERAL": int(several)}
-        else:  # half of the threads send and half receive, each a packet or a vector of a large piece
-            most, unit = (_PACKET_THREADS, _PACKET_BYTES) if by_packets else (512, 16)
-            blocks = min(channels, BESIDE_BLOCKS) if beside else channels
-            threads = 2 * min(-(-max(share(nbytes) for _, nbytes in both) // (32 * unit)) * 32, most)
-            macros = {"LARGE": 1}
+        launch = exchange_launch(self.rank, self.blocks, small, sends, recvs, beside, relay)
+        if launch is None:
+            return nothing
+        blocks, threads, macros, channels, pieces = launch
         kernel = self.load(KERNELS / "exchange.cu", "exchange", **macros)
-        pieces += [0] * (6 * (MAX_RANKS - self.size))
         places = self._slots, self._slot, self._posts, self._boxes
         return self._bind(kernel, blocks, threads, *places, small, channels, int(messages), relay, *pieces)
 
     def bind_broadcast(self, send: Piece, recv: Piece, root: int) -> Run:
-        """Scatter and all-gather (van de Geijn) at once: root sends a part to each other rank, which sends it on to the
-        rest as it comes.  So root sends each byte once.  ``send`` is root's alone."""
-        rank, size, nbytes = self.rank, self.size, recv[1]
-        part = -(-nbytes // max(size - 1, 1) // 128) * 128
-        starts = [min((r - (r > root)) * part, nbytes) for r in range(size)]
-        lengths = [min(part, nbytes - start) for start in starts]
-        if rank == root:
-            sends = [send if r == root else (send[0] + starts[r], lengths[r]) for r in range(size)]
-            return self.bind_exchange(sends, [recv if r == root else NONE for r in range(size)], small=self.relayed)
-        parts = [(recv[0] + starts[r], lengths[r]) for r in range(size)]
-        sends = [NONE if r in (rank, root) else parts[rank] for r in range(size)]
-        recvs = [NONE if r == rank else parts[rank if r == root else r] for r in range(size)]
-        return self.bind_exchange(sends, recvs, relay=root, small=self.relayed)
-
-    def _share(self, small: int, nbytes: int) -> int:
-        """Bytes that each channel carries of an exchanged piece, which both ranks cut alike."""
-        channels = max(min(-(-nbytes // (_SMALL_SHARE if nbytes <= small else _SHARE)), self.blocks), 1)
-        return -(-nbytes // (channels * 128)) * 128
+        """A broadcast in one exchange (``broadcast_pieces``); ``send`` is root's alone."""
+        sends, recvs, relay = broadcast_pieces(self.rank, self.size, send, recv, root)
+        return self.bind_exchange(sends, recvs, relay=relay, small=self.relayed)
 
     def _bind(
         self, kernel: Any, blocks: int, threads: int, *arguments: Any, overlap: bool = True, cooperative: bool = False
@@ -575,64 +478,9 @@ class PeerEngine:
         kernel = self.load(KERNELS / "barrier.cu", "barrier")
         return self._bind(kernel, 1, 32, overlap=overlap)
 
-    @property
-    def failed(self) -> bool:
-        """Whether a kernel has ended early, which makes the engine unusable.  Reads host memory only."""
-        return bool(self.failure[0])
-
-    def check(self, what: str, arrived: Sequence[int] = (), beside: str = "") -> None:
-        """Raise for a kernel that ended early, naming the ranks that delay it; ``what`` names the operation.
-
-        ``arrived`` are ranks that are known to have begun it; ``beside`` names other communicators of the GPU.  Raises
-        EndedEarly, with the rank it waited for, where the cause is another failure.
-        """
-        if not self.failed:
-            return
-        peer, cause = int(self._record[_Word.PEER]), int(self._record[_Word.CAUSE])
-        world, name = self._ledger.world[peer], self._ledger.names([peer], False)
-        if cause == _ABORTED:
-            raise blaming(EndedEarly(f"{what}: aborted while it waited for {name}"), [world])
-        if cause == _UNEQUAL:
-            wanted, seen = (_piece(int(self._record[word])) for word in (_Word.WANTED, _Word.SEEN))
-            both = sorted((world, self._ledger.world[self.rank]))
-            raise blaming(CollectiveMismatch(f"{what}: expected {wanted} from {name}, got {seen}"), both)
-        if cause == _PEER_ENDED:
-            raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
-        limit = float(self._record[_Word.LIMIT]) / 1e9
-        absent = f"{timeouts.late(name, within=limit)} ({self._where()}{beside})"
-        raise self._ledger.overdue([peer], what, None, absent, arrived=arrived)
-
-    def waits_for(self) -> list[int]:
-        """The rank that a kernel waits for, or waited for within the last second."""
-        word, now = int(self._record[_Word.WAITS]), time.monotonic()
-        if word != self._seen_waits:
-            self._seen_waits, self._waits_until = word, now + _WAITS_SECONDS
-        return [word % 16] if now < self._waits_until else []
-
-    def _where(self) -> str:
-        word = {name: int(self._record[name]) for name in _Word}
-        return (
-            f"channel {word[_Word.CHANNEL]}, phase {word[_Word.PHASE]}: "
-            f"expected flag {word[_Word.WANTED]}, got {word[_Word.SEEN]}"
-        )
-
-    def last_wait(self, seconds: float) -> str:
-        """What a kernel that is being aborted waited for; searches for at most that long."""
-        deadline = time.monotonic() + seconds
-        while not self.failed:
-            if time.monotonic() > deadline:
-                return "no kernel of this GPU was waiting"
-            time.sleep(0.001)
-        name = self._ledger.names([int(self._record[_Word.PEER])], False)
-        return f"the GPU waited for {name} ({self._where()})"
-
-    def abort(self) -> None:
-        """Let every kernel that waits, now or later, end within a moment.  Its result is undefined."""
-        self._record[_Word.ABORT] = 1
-
     def close(self) -> None:
         """Free the slab once all ranks' devices are done; without the others after ``abort`` or a failure."""
-        if self.failed or self._record[_Word.ABORT]:
+        if self.record.failed or self.record.aborted:
             driver.synchronize(self.device)
             self.memory.abort()
         else:
@@ -641,14 +489,6 @@ class PeerEngine:
         self._copies.close()
 
 
-def _piece(word: int) -> str:
-    return f"{word % (1 << 31)} bytes of a {'message' if word >> 31 else 'collective'}"
-
-
 def _ends(counts: Sequence[int]) -> tuple[int, ...]:
     """The end of each part in elements, and 0 for ranks that do not exist: the parameters of a kernel."""
     return (*accumulate(counts), *[0] * (MAX_RANKS - len(counts)))
-
-
-def _nothing(stream: Any, *arrays: int) -> None:
-    """Queues nothing, for operations without work."""

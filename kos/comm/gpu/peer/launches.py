@@ -1,4 +1,4 @@
-"""Launches of the all-reduce kernels of ``kos.comm.gpu.peer.engine`` by size, as stored in a tuning table."""
+"""Launches of the kernels of ``peer``: their occupancy, and those of an all-reduce by size, as in a tuning table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kos.errors import InvalidArgument
 
@@ -15,6 +15,17 @@ ALGORITHMS = (*PACKETS, "direct", "push", "specialized", "copies")
 T = TypeVar("T")
 _RANGES = {"blocks": (0, 128), "threads": (32, 1024), "tile": (256, 65536), "pieces": (1, 8)}
 _KINDS = ("symmetric", "ordinary")
+
+
+class Occupancy(NamedTuple):
+    """The blocks of a launch, all resident at once, and how many such blocks a multiprocessor can hold."""
+
+    blocks: int
+    blocks_per_sm: int
+
+    def merged(self, other: Occupancy) -> Occupancy:
+        """The occupancy of a communicator that launches both, one after another."""
+        return Occupancy(max(self.blocks, other.blocks), min(self.blocks_per_sm, other.blocks_per_sm))
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
 from kos.comm.reduction import ReduceOp
-from kos.comm.scheduled import wrong_message
-from kos.comm.schedules.execute import Request
+from kos.comm.transport import Request, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.errors import CollectiveMismatch, KosError
 

@@ -1,29 +1,33 @@
-"""ScheduledBackend: runs every operation over a transport, which moves messages between two ranks.
+"""Transport: moves messages between the ranks of a group in host memory, and knows what becomes of these ranks.
 
-A subclass provides a ``Transport`` (``schedules/execute.py``) and, optionally, native calls: ``mock`` does, and
-``HostBackend`` (``host/backend.py``) for ranks that are processes.  This class stages the reduction (16-bit floats
-accumulate in fp32), tries ``native``, and otherwise runs a schedule over the transport.  So every such backend has
-every operation, with the same semantics.
+``HostBackend`` (``host/backend.py``) has one: ``tcp``, ``mpi`` or ``mock``.  A transport has ``name``, ``probe`` and
+three methods for messages; all others have a default.
+
+``ScheduledCalls`` runs every operation over these messages.  It stages the reduction (16-bit floats accumulate in
+fp32), tries a native call of the transport, and otherwise runs a schedule.  So every transport has every operation,
+with the same semantics.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
-from kos.comm.backend import Backend
+from kos.comm.backend import Probe
+from kos.comm.control.base import Rendezvous
+from kos.comm.control.mpi_job import Backoff
 from kos.comm.failures import Ledger, blaming
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
-from kos.comm.prepared import Prepared
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
-from kos.comm.schedules.execute import Request, Transport, execute
-from kos.comm.work import Steps, Work
-from kos.errors import CollectiveMismatch, InvalidArgument
+from kos.comm.schedules.execute import execute
+from kos.comm.work import Engine, Steps, Work
+from kos.errors import CollectiveError, CollectiveMismatch, KosError
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
@@ -38,44 +42,63 @@ _ORDERED = {**_DEFAULTS, "all_reduce": "two_shot", "reduce": "one_shot", "reduce
 _SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
-class ScheduledBackend(Backend):
-    """Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
+class Request(Protocol):
+    """A send or receive in flight.  Those of a transport have the ``tag`` of their message, too."""
 
-    transport: Transport
+    def done(self) -> bool:
+        """Whether the buffer may be reused (send) or read (receive).  Never blocks; raises.
 
-    def prepare(self, o: Operation) -> Prepared:
-        options, buffer = o.options, o.send or o.recv
-        if buffer is not None and buffer.device is not None:
-            raise InvalidArgument(
-                f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
-                f"{buffer.place}; {self.gpu_array_hint}"
-            )
-        if options.algorithm != AUTO and self.size > 1:
-            runnable(o.name, options.algorithm, self.size, root=o.root or 0)
-        return Prepared(o.without_memory(), self, self.launch)
-
-    def launch(self, work: Work[Any]) -> Steps | None:
-        """Begin ``work``; returns the steps that are left, None if it is complete."""
-        if self.ledger.board.last is not None:
-            self.ledger.board.clear_failure()
-        return self._run_over_transport(work)
-
-    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
-
-    # Optional methods of a subclass.
-
-    def agree(self, work: Work[Any]) -> Callable[[], bool] | None:
-        """Compare this call with the other ranks' calls of the same sequence number.
-
-        Returns a function that polls whether every rank has arrived, and raises CollectiveMismatch if their calls
-        differ.  Returns None if this backend cannot compare calls.
+        It advances all messages of this rank, since a wait may poll only one request.  A send is done only if its
+        message arrives without further calls of this rank, which may compute for a long time.  Bytes that wait in a
+        buffer of the transport are not sent yet.
         """
-        return None
 
-    def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
-        """The backend's own call for one staged collective, or None to run a schedule."""
-        return None
+
+class Transport(ABC):
+    """Non-blocking messages; those of one pair of ranks under one tag arrive in the order they were sent."""
+
+    name: str
+    """The name in errors and in ``Communicator.backend_name``."""
+    processes: ClassVar[bool] = False
+    """Whether the ranks are processes that share memory within a host, where that is possible."""
+    on_gpu: ClassVar[bool] = False
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
+        """Connects the ranks of ``rendezvous``.  Collective."""
+        self.rank, self.size, self.ledger, self.engine = rendezvous.rank, rendezvous.size, rendezvous.ledger, engine
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        """Whether it can serve this group, as far as this rank can see.  Never raises."""
+
+    @abstractmethod
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        """Begin to send a contiguous 1-D array, which stays unchanged until the request is done."""
+
+    @abstractmethod
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        """Begin to receive into a contiguous 1-D array."""
+
+    @abstractmethod
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        """Cancel those requests; their memory is free afterwards."""
+
+    # Optional: how it runs.
+
+    def open(self, backend: Any) -> None:  # noqa: B027
+        """Called once ``backend``, a HostBackend, has opened the memory that ranks share.  Collective."""
+
+    def idle(self) -> Any:
+        """How a wait polls or sleeps, as in ``Backend``."""
+        return Backoff()
+
+    def check_threads(self) -> None:  # noqa: B027
+        """Raise BackendUnavailable if only the program's thread may advance operations."""
+
+    def tag(self, sequence: int) -> int:
+        """The tag of the messages of a collective."""
+        return COLLECTIVE_TAGS + sequence % COLLECTIVE_TAGS
 
     def choose(self, o: Operation, collective: str, nbytes: int) -> str:
         """The schedule of a call."""
@@ -85,12 +108,96 @@ class ScheduledBackend(Backend):
             return "halving_doubling"
         return (_ORDERED if o.options.deterministic else _DEFAULTS)[collective]
 
+    def native(self, work: Work[Any], spaces: Mapping[str, Array], collective: str) -> Steps | None:
+        """The library's own call for one staged collective, or None to run a schedule."""
+        return None
+
+    def is_native(self, collective: str, nbytes: int) -> bool:
+        """Whether ``native`` runs a call on float32, for ``Communicator.explain``."""
+        return False
+
+    def launch(self, work: Work[Any], run: Callable[[Work[Any]], Steps]) -> Steps:
+        """The steps of ``work``, which ``run(work)`` returns."""
+        return run(work)
+
+    def synchronize(self, backend: Any) -> None:  # noqa: B027
+        """The program waits for all operations of ``backend``."""
+
+    def successor(self, rendezvous: Rendezvous) -> Callable[[Rendezvous, Engine], Transport]:
+        """What makes the transport of a group of these ranks; after a loss, of the survivors."""
+        return type(self)
+
+    # Optional: which ranks are late, and whether calls match.
+
+    def agree(self, work: Work[Any], local: Callable[[], bool] | None) -> Callable[[], bool] | None:
+        """Compare this collective with the other ranks' collectives of the same sequence number.
+
+        Returns a function that polls whether every rank has arrived, and raises CollectiveMismatch if their calls
+        differ.  ``local`` is that function for the ranks of this host, where they share memory.  Returns None if calls
+        cannot be compared.
+        """
+        return local
+
+    def complete(self, work: Work[Any]) -> None:  # noqa: B027
+        """A collective that ``agree`` compared is complete on this rank."""
+
+    def absent(self, work: Work[Any]) -> list[int]:
+        """The ranks that are known not to have begun a collective."""
+        return []
+
+    def awaited(self, tag: int) -> list[int]:
+        """The peers of the messages in flight with that tag."""
+        return []
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message with that tag from or to that rank is in flight; the default takes a send for received."""
+        return receives
+
+    def report_two_threads(self, error: CollectiveError) -> bool:
+        """As in ``Backend``."""
+        return True
+
+    # Optional: failures.
+
+    def explain(self, work: Work[Any], error: Exception) -> Exception:
+        """The error of kos for ``error`` of ``work``."""
+        return error
+
+    def find_failure(self) -> KosError | None:
+        """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
+        return None
+
+    def report_failure(self, failure: KosError, sequence: int) -> None:  # noqa: B027
+        """Make the other ranks raise the failure from collective ``sequence`` on."""
+
+    def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:  # noqa: B027
+        """Report that this rank begins no operation from collective ``sequence`` on, why, and what caused that."""
+
+    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
+        """End all messages without the other ranks; returns the reason as ``report_end``, which follows, reports it.
+
+        ``failure`` is the first one of this group, ``cause`` what caused the end.
+        """
+        return reason
+
+    def close(self, begun: int, failed: bool) -> None:  # noqa: B027
+        """Free the resources after ``begun`` collectives, with the other ranks unless one has ``failed``."""
+
+
+class ScheduledCalls:
+    """The operations of one rank over ``transport``, whose messages go through ``messages``.
+
+    ``messages`` is the transport itself, or the shared memory of the group's host, which has the same methods.
+    """
+
+    def __init__(self, transport: Transport, messages: Any) -> None:
+        self.rank, self.size, self.transport, self.messages = transport.rank, transport.size, transport, messages
+
     # The operations.
 
-    def _run_over_transport(self, work: Work[Any], all_arrived: Callable[[], bool] | None = None) -> Steps:
-        """``all_arrived``: the poll of ``agree``, if the ranks already compare this call."""
+    def run(self, work: Work[Any], all_arrived: Callable[[], bool] | None) -> Steps:
+        """The steps of ``work``; ``all_arrived`` is the poll of ``Transport.agree``."""
         carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{work.name}" if work.collective else "_message")
-        all_arrived = all_arrived or (self.agree(work) if work.collective else None)
         if all_arrived is None:
             yield from carry(work)
             return
@@ -101,31 +208,32 @@ class ScheduledBackend(Backend):
                 all_arrived()  # raises if the wait would never end
                 yield
         except BaseException:
-            tag = self._tag(work)
-            self.transport.cancel(lambda message: message.tag == tag)
+            tag = self.tag(work)
+            self.messages.cancel(lambda message: message.tag == tag)
             raise
+
+    def tag(self, work: Work[Any]) -> int:
+        """The tag of the messages of a collective."""
+        return self.transport.tag(work.sequence)
 
     def _carry(self, work: Work[Any], collective: str, **spaces: Array) -> Steps:
         """Run one staged collective, by a native call or a schedule."""
-        o = work.operation
         if self.size == 1:
             if "input" in spaces:
                 np.copyto(spaces["output"], spaces["input"])
             return
-        native = self.native(work, spaces, collective)
+        native = self.transport.native(work, spaces, collective)
         if native is not None:
             yield from native
             return
         nbytes = max(space.nbytes for space in spaces.values())
         if nbytes == 0:
             return
-        algorithm = self.choose(o, collective, nbytes)
+        o = work.operation
+        algorithm = self.transport.choose(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
-        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(work))
-
-    def _tag(self, work: Work[Any]) -> int:
-        return COLLECTIVE_TAGS + work.sequence % COLLECTIVE_TAGS
+        yield from execute(schedule, self.rank, self.messages, spaces, combine, self.tag(work))
 
     def _all_reduce(self, work: Work[Any]) -> Steps:
         """Also reduce and scans; ranks without a result keep their input, and partial sums go to a copy."""
@@ -166,7 +274,7 @@ class ScheduledBackend(Backend):
         o = work.operation
         send = self._pieces(work.send if o.send is not None else None, o.send_counts, o.root)
         recv = self._pieces(work.recv if o.recv is not None else None, o.recv_counts, o.root)
-        yield from self._exchange(work, send, recv)
+        yield from self._send_pieces(work, send, recv)
 
     _all_gather_v = _gather_v = _scatter_v = _all_to_all_v
 
@@ -182,14 +290,14 @@ class ScheduledBackend(Backend):
         x, out, reduction = _reducing(work)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._exchange(work, _split(staged, work.operation.send_counts or ()), list(parts))
+        yield from self._send_pieces(work, _split(staged, work.operation.send_counts or ()), list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
 
     def _barrier(self, work: Work[Any]) -> Steps:
-        native = self.native(work, {}, "barrier") if self.size > 1 else None
-        yield from self._disseminate(self._tag(work)) if native is None else native
+        native = self.transport.native(work, {}, "barrier") if self.size > 1 else None
+        yield from self._disseminate(self.tag(work)) if native is None else native
 
     _split = _duplicate = _barrier  # the rendezvous makes the groups, but does not compare these calls
 
@@ -197,8 +305,8 @@ class ScheduledBackend(Backend):
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
         empty, distance = np.empty(0, np.uint8), 1
         while distance < self.size:
-            send = self.transport.isend(empty, (self.rank + distance) % self.size, tag)
-            recv = self.transport.irecv(empty, (self.rank - distance) % self.size, tag)
+            send = self.messages.isend(empty, (self.rank + distance) % self.size, tag)
+            recv = self.messages.irecv(empty, (self.rank - distance) % self.size, tag)
             yield from _wait_for(recv, send)  # receive first: over MPI it is matched only when it is polled
             distance *= 2
 
@@ -208,9 +316,9 @@ class ScheduledBackend(Backend):
 
         def post() -> Iterator[Request]:
             if message.src is not None:
-                yield self.transport.irecv(work.recv, message.src, message.recv_tag)
+                yield self.messages.irecv(work.recv, message.src, message.recv_tag)
             if message.dst is not None:
-                yield self.transport.isend(work.send, message.dst, message.tag)
+                yield self.messages.isend(work.send, message.dst, message.tag)
 
         return self._finish(post())
 
@@ -229,18 +337,18 @@ class ScheduledBackend(Backend):
             if wrong is not None:
                 raise wrong
         except BaseException:  # such as a timeout: cancel only these requests, not others with their tag
-            self.transport.cancel(lambda each: each in requests)
+            self.messages.cancel(lambda each: each in requests)
             raise
 
-    def _exchange(self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
+    def _send_pieces(self, work: Work[Any], send: Sequence[Array | None], recv: Sequence[Array | None]) -> Steps:
         """Send piece j to rank j and receive piece j from rank j, all at once; None: no message.
 
         Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
         """
-        tag, transport = self._tag(work), self.transport
+        tag, messages = self.tag(work), self.messages
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
-        requests = [transport.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
-        requests += [transport.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
+        requests = [messages.irecv(x, peer, tag) for peer in peers if (x := recv[peer]) is not None]
+        requests += [messages.isend(x, peer, tag) for peer in peers if (x := send[peer]) is not None]
         mine, own = send[self.rank], recv[self.rank]
         if mine is not None and own is not None:
             np.copyto(own, mine.copy())

@@ -1,0 +1,55 @@
+"""Waiting for a GPU to become idle after an abort.
+
+Kernels of other communicators may keep the GPU busy, since they wait for the same rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import wait
+
+from kos.comm import watchdog
+from kos.comm.backend import Backend
+from kos.comm.control import mpi_job
+from kos.comm.failures import again
+
+log = logging.getLogger(__name__)
+
+_ABORT_SECONDS = 20.0
+_HALTED_SECONDS = 1.0
+"""How long a failed communicator waits for the GPU before others that wait for the same stopped rank fail too."""
+ENDED = "what was in flight was ended, and its results are undefined"
+
+_aborting: dict[Backend, float] = {}
+"""Failed backends that wait for their GPU to become idle, and when each began."""
+
+
+def wait_for_idle(backend: Backend, drain: Callable[[], None]) -> None:
+    """Run ``drain``, which waits until the GPU is idle, on a thread; the others are checked meanwhile."""
+    began = _aborting[backend] = time.monotonic()
+    drained = mpi_job.on_thread(drain)
+    drained.add_done_callback(lambda _: _aborting.pop(backend, None))
+    while not wait([drained], watchdog.TICK).done:
+        if time.monotonic() > began + _ABORT_SECONDS:
+            log.error("rank %d: the GPU did not end its work within %g s", backend.rank, _ABORT_SECONDS)
+            return
+        watchdog.check_others()
+
+
+def raise_if_stuck(backend: Backend, now: float) -> None:
+    """Raise if another communicator failed because of a rank of this one, and the GPU does not become idle.
+
+    In that case this communicator waits for the rank in calls whose start the watchdog does not see, such as those
+    of a replayed graph.
+    """
+    ledger = backend.ledger
+    for other, began in list(_aborting.items()):
+        failure = other.broken
+        ranks = set() if failure is None else set(failure.ranks) & set(ledger.world)
+        patience = _HALTED_SECONDS if all(map(ledger.board.halted, ranks)) else backend.timeout
+        if ranks and other.device == backend.device and now - began > patience:
+            assert failure is not None
+            cause = str(failure).removesuffix(f"; {ENDED}")
+            raise again(failure, f"the GPU was not idle {patience:g} s after another communicator failed: {cause}")
