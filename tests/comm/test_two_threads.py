@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -160,8 +161,13 @@ def test_a_signal_handler_is_the_same_thread() -> None:
 
 def at_once(comm: kos.Communicator) -> None:
     """The threads of the ranks begin in different orders, so each rank waits in another call than its peer."""
-    calls = [lambda: comm.all_reduce(np.ones(2)), comm.barrier]
-    for error in outcomes(*(calls if comm.rank == 0 else reversed(calls))):
+    first, second = [lambda: comm.all_reduce(np.ones(2)), comm.barrier][:: 1 if comm.rank == 0 else -1]
+
+    def later() -> None:
+        time.sleep(0.1)  # else both ranks may begin with the same call, and end it before they make the other
+        second()
+
+    for error in outcomes(first, later):
         assert error is not None and f"two threads call {comm.name} at once" in str(error)
     with pytest.raises(CollectiveError, match="two threads call .* at once"):
         comm.barrier()
