@@ -65,7 +65,8 @@ def into_a_batch(comm: kos.Communicator) -> None:
 
 
 @pytest.mark.parametrize("program", [two_sums, beside_a_thread, in_flight])
-def test_spawn_fails(program: Callable[[kos.Communicator], None]) -> None:
+def test_spawn_fails(program: Callable[[kos.Communicator], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.testing.watch._DELAY_SECONDS", 0.2)  # a thread may be late on a busy machine
     with pytest.raises(CollectiveError, match=AT_ONCE):
         spawn(program, 2)
 
