@@ -33,8 +33,9 @@ tokens a rank.  Its busbw is what the busiest rank sends to others, or receives 
 
 ``barrier`` is measured only if it is named, without a size: its rows show one element, which no call moves.
 
-``limit_us`` is the physical limit of the row.  Host: every rank must read its input and write its output, so it
-is the time of a plain copy of as many bytes, by all ranks at once, in slots, batches and mode as the row's, plus
-one flag's way to another rank and back.  GPU, of ``n`` ranks: launch of an empty kernel in a graph + half a flag's
-round trip + busbw factor x bytes / bandwidth of a pair, all measured in the same run (``limits.py``).
+``limit_us`` is the physical limit of the row.  On hosts every rank must read its input and write its output.  So
+it is the time in which all ranks at once copy as many bytes, plus one flag's way to another rank and back.  Slots,
+batches and mode are those of the row.  On GPUs it is the sum of three times: the launch of an empty kernel in a
+graph, half a flag's round trip, and busbw factor x bytes / bandwidth of a pair.  All are measured in the same run
+(``limits.py``).
 """

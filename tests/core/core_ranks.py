@@ -15,7 +15,7 @@ import pytest
 
 from kos import _core
 from tests.comm.tcp_ranks import run_threads
-from tests.core.group import CoreGroup, segment_bytes
+from tests.core.group import CoreError, CoreGroup, segment_bytes
 from tests.forked import Forked, fork_server
 
 needs_core = pytest.mark.skipif(_core.native is None, reason=str(_core.unavailable))
@@ -93,3 +93,23 @@ def on_processes(size: int, function: Callable[..., Any], folder: Path, *argumen
         log = (folder / f"{rank}.log").read_text()
         assert not log, f"rank {rank}: {log}"
     return [json.loads(result.read_text()) if result.exists() else None for result in results]
+
+
+def said_by_a_child(group: CoreGroup, calls: Sequence[Callable[[], Any]], beside: Callable[[], Any]) -> str:
+    """The kinds of CoreError that ``calls`` raise in a forked child; the parent runs ``beside`` after its end."""
+    reader, writer = os.pipe()
+    if not (child := os.fork()):
+        said = set()
+        for call in calls:
+            try:
+                call()
+            except CoreError as error:
+                said.add(error.kind)
+        os.write(writer, "\n".join(said).encode())
+        group.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    beside()
+    with os.fdopen(reader) as pipe:
+        return pipe.read()

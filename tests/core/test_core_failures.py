@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kos._core import native
-from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads
+from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads, said_by_a_child
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core
@@ -117,26 +117,15 @@ def forks(_: CoreGroup) -> str:
     with groups(2) as (a, b):
         x, y = np.ones(3), np.ones(3)
         work = a.start(x)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if not child:
-            said = set()
-            for call in (work.wait, work.done, lambda: a.all_reduce(np.ones(3)), lambda: b.start(np.ones(3))):
-                try:
-                    call()
-                except CoreError as error:
-                    said.add(error.kind)
-            os.write(writer, "\n".join(said).encode())
-            a.close()
-            os._exit(0)
-        os.waitpid(child, 0)
-        os.close(writer)
-        b.all_reduce(y)
-        work.wait()
-        assert (x == 2).all() and (y == 2).all()
-        assert run_threads(lambda: a.all_reduce(x), lambda: b.all_reduce(y)) == [x, y] and x[0] == 4
-        with os.fdopen(reader) as pipe:
-            return pipe.read()
+
+        def beside() -> None:
+            b.all_reduce(y)
+            work.wait()
+            assert (x == 2).all() and (y == 2).all()
+            assert run_threads(lambda: a.all_reduce(x), lambda: b.all_reduce(y)) == [x, y] and x[0] == 4
+
+        calls = [work.wait, work.done, lambda: a.all_reduce(np.ones(3)), lambda: b.start(np.ones(3))]
+        return said_by_a_child(a, calls, beside)
 
 
 def forks_beside_a_wait(_: CoreGroup) -> int:

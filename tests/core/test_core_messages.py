@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -18,7 +17,16 @@ import pytest
 from kos._core import native
 from kos.comm.host.shared.segment import PID, STARTED
 from kos.dtypes import DTYPES
-from tests.core.core_ranks import group, groups, needs_core, on_processes, run_threads, segment, together
+from tests.core.core_ranks import (
+    group,
+    groups,
+    needs_core,
+    on_processes,
+    run_threads,
+    said_by_a_child,
+    segment,
+    together,
+)
 from tests.core.group import CoreError, CoreGroup
 
 pytestmark = needs_core
@@ -463,23 +471,12 @@ def forks(_: CoreGroup) -> str:
         assert run_threads(a.connect, b.connect) == [True, True]
         x, y = data(500_000, 3), np.zeros(500_000, np.uint8)
         work, theirs = send(a, x, 1), recv(b, y[:5], 0, 8)
-        reader, writer = os.pipe()
-        if not (child := os.fork()):
-            said = set()
-            for call in (work.wait, theirs.done, lambda: send(a, x, 1), lambda: recv(b, y, 0)):
-                try:
-                    call()
-                except CoreError as error:
-                    said.add(error.kind)
-            os.write(writer, "\n".join(said).encode())
-            a.close()
-            os._exit(0)
-        os.waitpid(child, 0)
-        os.close(writer)
-        end(work, recv(b, y, 0), theirs, send(a, x[:5], 1, 8))
-        assert (x[5:] == y[5:]).all()
-        with os.fdopen(reader) as pipe:
-            return pipe.read()
+
+        def beside() -> None:
+            end(work, recv(b, y, 0), theirs, send(a, x[:5], 1, 8))
+            assert (x[5:] == y[5:]).all()
+
+        return said_by_a_child(a, [work.wait, theirs.done, lambda: send(a, x, 1), lambda: recv(b, y, 0)], beside)
 
 
 def test_a_forked_process_is_refused_and_its_parent_goes_on(tmp_path: Path) -> None:

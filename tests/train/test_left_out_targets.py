@@ -71,17 +71,21 @@ def test_the_micro_batch_size_does_not_matter(
             np.testing.assert_allclose(_losses(other, key), _losses(rows[0], key), rtol=1e-5)
 
 
-def test_the_loss_is_the_mean_over_all_that_remain(left_out: None, text: Path, tmp_path: Path) -> None:
-    config = _config(text, None)
-    data = run.load_data(config)
-    tokens, targets, *_ = data.batch(0)
+def mean_loss(config: Any, tokens: np.ndarray, targets: np.ndarray) -> float:
+    """Of the initial weights, over the targets that are not left out, in float64."""
     shape = config.model_config_for(256)
     model, weights = Model(shape, numpy_ops), Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
     init_weights(shape, weights, config.seed)
     logits = model.logits(weights, tokens).astype(np.float64)
     odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     kept = targets >= 0
-    expected = -np.take_along_axis(odds, np.where(kept, targets, 0)[..., None], -1)[..., 0][kept].mean()
+    return float(-np.take_along_axis(odds, np.where(kept, targets, 0)[..., None], -1)[..., 0][kept].mean())
+
+
+def test_the_loss_is_the_mean_over_all_that_remain(left_out: None, text: Path, tmp_path: Path) -> None:
+    config = _config(text, None)
+    tokens, targets, *_ = run.load_data(config).batch(0)
+    expected = mean_loss(config, tokens, targets)
     rows = _train(text, tmp_path, 2, steps=1, micro_batch_size=2)
     assert rows[0]["loss"] == pytest.approx(expected, rel=1e-5)
 

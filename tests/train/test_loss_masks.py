@@ -21,10 +21,6 @@ from kos.train.data import prepared
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.cpu import CpuDevice
-from kos.train.model.initial import init_weights
-from kos.train.model.model import Model
-from kos.train.model.parameters import Parameters
-from kos.train.ops import numpy as numpy_ops
 from kos.train.run import Trainer
 from tests.train.emulated_runs import SMALL as ON_HOST
 from tests.train.emulated_runs import emulated
@@ -32,6 +28,7 @@ from tests.train.emulated_runs import train as train_on_host
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 from tests.train.test_corpus import token_bytes
+from tests.train.test_left_out_targets import mean_loss
 from tests.train.test_loop import _config, _losses, _train
 from tests.train.test_tokenizers import byte_level_bpe
 
@@ -248,17 +245,6 @@ def test_a_mask_of_another_length_is_refused(tmp_path: Path, size: int) -> None:
             spawn(lambda comm: Trainer(config, comm).run(), ranks, timeout=100)
 
 
-def _mean_loss(config: Any, tokens: np.ndarray, targets: np.ndarray) -> float:
-    """Of the initial weights, over the targets that count, in float64."""
-    shape = config.model_config_for(256)
-    model, weights = Model(shape, numpy_ops), Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
-    init_weights(shape, weights, config.seed)
-    logits = model.logits(weights, tokens).astype(np.float64)
-    odds = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    kept = targets >= 0
-    return float(-np.take_along_axis(odds, np.where(kept, targets, 0)[..., None], -1)[..., 0][kept].mean())
-
-
 def test_training_and_validation_are_means_over_what_counts(pairs: Path, tmp_path: Path) -> None:
     """Of the whole batch, and of all validation windows, however many count in each."""
     config = _config(pairs, None, documents="cross")
@@ -266,7 +252,7 @@ def test_training_and_validation_are_means_over_what_counts(pairs: Path, tmp_pat
     val = [data.windows(data.val, starts) for starts in data.val_starts()]
     assert len({int((batch.targets >= 0).sum()) for batch in val}) > 1
     batches = [data.batch(0), Batch(*(np.concatenate(each) for each in zip(*((x[0], x[1]) for x in val), strict=True)))]
-    expected = [_mean_loss(config, batch.tokens, batch.targets) for batch in batches]
+    expected = [mean_loss(config, batch.tokens, batch.targets) for batch in batches]
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
         rows = _train(pairs, out, ranks, steps=1, micro_batch_size=2, documents="cross")
