@@ -138,10 +138,10 @@ def training() -> Any:
 def loss_curve() -> Any:
     """The run of ``make train``."""
     figure, [[axes]] = new(2.7)
-    rows = load("train-tiny-xeon-2")["rows"]
+    rows = load("train-tiny-epyc-2")["rows"]
     axes.plot([row["step"] for row in rows], [row["loss"] for row in rows], color=KOS_LIGHT, linewidth=1.0,
               label="training loss")  # fmt: skip
-    checks = [(0, load("train-tiny-xeon-2")["val_loss_before"])]
+    checks = [(0, load("train-tiny-epyc-2")["val_loss_before"])]
     checks += [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
     axes.plot(*zip(*checks, strict=True), color=KOS, marker="o", label="validation loss")
     for step, loss in (checks[0], checks[-1]):

@@ -130,7 +130,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-cpu": training.training_cpu,
     "training-files": partial(
         provenance, "train-h200-1", "train-h200-4", "train-h200-8", "train-h200-8-float32-grads", "train_cpu-epyc",
-        "train-epyc-zen4-1", "train-epyc-zen4-2", "train-tiny-xeon-2", "baby-h200", "power-h200-1",
+        "train-epyc-zen4-1", "train-epyc-zen4-2", "train-tiny-epyc-2", "baby-h200", "power-h200-1",
     ),
     "profile-124m": partial(training.profile, "profile-124m-h200-1"),
     "profile-1b": partial(training.profile, "profile-1b-h200-1"),
