@@ -208,6 +208,13 @@ def test_documents_of_token_files(tmp_path: Path) -> None:
             assert np.array_equal(batch.document_starts, wanted) and wanted.any()
 
 
+def test_documents_begin_beyond_the_largest_int32() -> None:
+    start = 2**31 - 3
+    tokens = Tokens([np.arange(8)], np.array([0, start + 2, start + 5]))
+    assert tokens.document_starts(start, np.zeros(8)).tolist() == [0, 0, 2, 2, 2, 5, 5, 5]
+    assert tokens.document_starts(start + 5, np.zeros(2)).tolist() == [0, 0]
+
+
 def test_a_token_that_ends_documents() -> None:
     tokens = Tokens([np.arange(8)], Separator(3, ends=True))
     assert tokens.document_starts(0, np.array([1, 3, 5, 3, 3, 6])).tolist() == [0, 0, 2, 2, 4, 5]

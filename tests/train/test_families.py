@@ -334,6 +334,8 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
         ("mistral", {}),
         ("smollm3", {}),
         ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 3}),
+        ("smollm3", {"no_rope_layers": [0, 1, 0, 1], "use_sliding_window": True, "sliding_window": 3,
+                     "max_window_layers": 28}),
     ):
         ours = huggingface.from_huggingface({"model_type": kind, "num_hidden_layers": 4, **least, **more})
         theirs = transformers.AutoConfig.for_model(kind, num_hidden_layers=4, **least, **more)
@@ -360,6 +362,9 @@ def test_what_transformers_works_out_for_settings_that_are_missing() -> None:
         ("qwen3", {"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
         ("qwen3", {"layer_types": [FULL, "x"]}, "layer_types: expected 2 of full_attention and sliding_att"),
         ("qwen3", {"layer_types": [FULL, SLIDING]}, "sliding_window: expected a number of tokens (layer_types), got"),
+        ("qwen2", {"layer_types": [SLIDING] * 2}, "sliding_window: expected a number of tokens (layer_types), got"),
+        ("smollm3", {"no_rope_layers": 5}, "expected no_rope_layers to be a list, got 5"),
+        ("smollm3", {"no_rope_layer_interval": "4"}, "expected no_rope_layer_interval to be an integer, got '4'"),
     ],
 )
 def test_others_are_refused_by_name(kind: str, change: dict[str, Any], message: str) -> None:

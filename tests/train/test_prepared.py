@@ -94,6 +94,19 @@ def test_what_changed_is_tokenised_again(folder: Path, encoded: list[int]) -> No
     assert encoded
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+def test_what_the_path_of_data_tells_of_a_split_is_part_of_it(tmp_path: Path, tokens: bool) -> None:
+    """Files below ``--data`` are split by their paths, and these differ between a folder and the one above it."""
+    inner = tmp_path / "data" / "train_part"
+    inner.mkdir(parents=True)
+    for name, text in (("a", TEXT), ("b", TEXT + TEXT)):
+        path = inner / f"{name}.{'bin' if tokens else 'txt'}"
+        path.write_bytes(token_bytes([*range(len(text))]) if tokens else text.encode())
+    said = [(data.held_out, *map(len, (data.train, data.val))) for data in map(_load, [inner, inner.parent])]
+    shutil.rmtree(inner / ".kos")
+    assert _load(inner.parent).held_out == said[1][0] != said[0][0] and said[0][1:] != said[1][1:]
+
+
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 9)])
 def test_what_is_kept_in_part_is_made_again(folder: Path, encoded: list[int], damage: Any) -> None:
     whole = _tokens(_load(folder))

@@ -44,6 +44,8 @@ _REQUIRED = {
     ),
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
 }
+_KINDS = {"no_rope_layers": list, "layer_types": list, "no_rope_layer_interval": int, "max_window_layers": int}
+_NAMED = {list: "a list", int: "an integer"}
 _LLAMAS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
 """What transformers takes for settings that are not there."""
 _DTYPES = ("F64", "F32", "F16", "BF16")
@@ -84,6 +86,9 @@ def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
         if not isinstance(settings.get(key), int):
             raise CheckpointError(f"{source}: expected an integer {key}, got {settings.get(key)!r}")
     given = {key: value for key, value in settings.items() if value is not None}
+    for key, expected in _KINDS.items():
+        if not isinstance(given.get(key, expected()), expected):
+            raise CheckpointError(f"{source}: expected {key} to be {_NAMED[expected]}, got {given[key]!r}")
     for key, values in _FIXED[kind].items():
         if given.get(key, values[0]) not in values:
             raise CheckpointError(f"{source}: expected {key} {values[0]!r}, got {given[key]!r}")
@@ -109,12 +114,13 @@ def _of_family(family: type[LlamaConfig], settings: dict[str, Any]) -> dict[str,
         settings["no_rope_layers"] = [] if all(flags[: len(layers)]) else flags[: len(layers)]
     if "layer_types" in family.takes:
         window = settings.get("sliding_window") if settings["use_sliding_window"] else None
-        first, rotated = settings.get("max_window_layers", 0), settings.get("no_rope_layers")
+        first = settings["max_window_layers"] if "max_window_layers" in family.defaults else 0
+        rotated = settings.get("no_rope_layers")
         windowed = [layer >= first and (rotated is None or (bool(rotated) and not rotated[layer])) for layer in layers]
         types = settings.get("layer_types") or [SLIDING if each and window else FULL for each in windowed]
         alike = isinstance(types, list) and len(set(map(str, types))) == 1 and types[0] in (FULL, SLIDING)
         settings["sliding_window"] = None if alike and types[0] == FULL else window
-        settings["layer_types"] = [] if alike else types
+        settings["layer_types"] = [] if alike and (window or types[0] == FULL) else types
     names = [name for name in ModelSection.model_fields if name not in FAMILY_SETTINGS or name in family.takes]
     return {name: settings[name] for name in names if settings.get(name) is not None}
 

@@ -91,14 +91,15 @@ class Tokens:
 
     def document_starts(self, start: int, window: NDArray[Any]) -> NDArray[np.int32]:
         """Where the document of each token of ``window``, from ``start`` on, begins in it: 0 if it began before."""
-        at = np.arange(len(window), dtype=np.int32)
         if isinstance(self.documents, Separator):
+            at = np.arange(len(window), dtype=np.int32)
             begins = window == self.documents.token
             if self.documents.ends:
                 begins[1:] = begins[:-1]
             return np.maximum.accumulate(np.where(begins, at, 0), dtype=np.int32)
         assert self.documents is not None
-        begun = self.documents[np.searchsorted(self.documents, start + at, side="right") - 1]
+        places = np.arange(start, start + len(window))
+        begun = self.documents[np.searchsorted(self.documents, places, side="right") - 1]
         return np.maximum(begun - start, 0).astype(np.int32)
 
 
@@ -308,7 +309,7 @@ def _load_tokens(
         about["counted"] = sum(int(np.count_nonzero(piece >= 0)) for piece in _pieces(shards)) if masked else 0
         return {"sha256": _fingerprint(every, show), "masked": masked, **about}
 
-    with prepared(corpus.files, ["tokens", separator, config.loss_on], make, corpus.val_files) as (_, about):
+    with prepared(corpus.files, ["tokens", separator, config.loss_on, corpus.below], make, corpus.val_files) as (_, about):
         return Tokens(shards, separator), Tokens(val_shards, separator), tokenizer, about
 
 
@@ -354,7 +355,7 @@ def _load_text(
     tokenizer = None if spec == "chars" else make_tokenizer(spec)
     how: list[Any] = ["chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}]
     template = read_chat_template(spec)
-    how += [config.split_special_tokens, config.text_field, config.loss_on]
+    how += [config.split_special_tokens, config.text_field, config.loss_on, corpus.below]
     how += [template.source, template.special] if template else []
     sources = (config.data, corpus.files), (config.val_data, corpus.val_files)
     how += [name for name, files in sources if not files]  # others are known by their files

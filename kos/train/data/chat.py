@@ -48,8 +48,9 @@ class ChatTemplate:
                 before = self._render(messages[: number - 1], where)
                 asked = self._render(messages[: number - 1], where, add_generation_prompt=True)
             if number < len(messages):
-                ending = self._render(messages[:number], where)[self._end(messages[:number], number, where) :]
-                stop = self._end(messages, number, where) + len(ending)
+                so_far = self._render(messages[:number], where)
+                ending = so_far[self._end(so_far, messages[:number], number, where) :]
+                stop = self._end(whole, messages, number, where) + len(ending)
             start = _common(whole, asked)
             if not (max(done, len(before)) <= start <= stop and whole[:stop].endswith(ending)):
                 expected = "a chat template that does not change a turn for those after it"
@@ -58,11 +59,11 @@ class ChatTemplate:
             done = stop
         return [*parts, (whole[done:], False)]
 
-    def _end(self, messages: Sequence[Any], number: int, where: str) -> int:
-        """Where the content of a message, counted from 1, ends in the text of ``messages``."""
+    def _end(self, text: str, messages: Sequence[Any], number: int, where: str) -> int:
+        """Where the content of a message, counted from 1, ends in ``text``, which is that of ``messages``."""
         message = messages[number - 1]
         marked = [*messages[: number - 1], {**message, "content": message["content"] + MARK}, *messages[number:]]
-        return _common(self._render(messages, where), self._render(marked, where))
+        return _common(text, self._render(marked, where))
 
     def _render(self, messages: Sequence[Any], where: str, add_generation_prompt: bool = False) -> str:
         try:

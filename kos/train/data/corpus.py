@@ -72,6 +72,7 @@ class _Source:
     paths: Sequence[Path]  # empty for data without files of its own
     read: Callable[[], list[File]]
     vocab_size: int | None = None
+    below: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class Corpus:
     read: Callable[[], Splits]
     vocab_size: int | None = None  # of tokens; None: text
     val_files: Sequence[Path] = ()  # of --val-data
+    below: Sequence[str] = ()  # the paths of files below --data, which tell their splits
 
     @cached_property
     def splits(self) -> Splits:
@@ -125,7 +127,7 @@ def read_corpus(
             val_files = other.read()
         return split(data, files, val_files, f"{val_data} (--val-data)")
 
-    return Corpus(source.name, source.paths, read, source.vocab_size, other.paths if other else ())
+    return Corpus(source.name, source.paths, read, source.vocab_size, other.paths if other else (), source.below)
 
 
 @contextmanager
@@ -165,9 +167,11 @@ def _find(data: str, show: Show, lines: Lines) -> _Source:
 def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, lines: Lines) -> _Source:
     """The source of several files, or of one token file.  The path of a file below ``home`` tells its split."""
 
+    def below(path: Path) -> str:
+        return path.name if home is None else str(path.relative_to(home))
+
     def file(path: Path, content: Sequence[Any]) -> File:
-        below = path.name if home is None else str(path.relative_to(home))
-        return File(below, "" if home is None else split_of(below), path, content)
+        return File(below(path), "" if home is None else split_of(below(path)), path, content)
 
     def read_texts() -> list[File]:
         files = []
@@ -195,13 +199,14 @@ def _of_files(name: str, paths: Sequence[Path], home: Path | None, show: Show, l
         sizes = [each.content[0].itemsize for each in files]
         if other := next((path for path, size in zip(tokens, sizes, strict=True) if size != sizes[0]), None):
             raise DataError(f"--data {other}: expected the token format of {tokens[0].name}, got another")
-        return _Source(name, [*tokens, *masks], lambda: files, VOCAB_SIZES[sizes[0]])
+        names = [] if home is None else [*map(below, tokens)]
+        return _Source(name, [*tokens, *masks], lambda: files, VOCAB_SIZES[sizes[0]], names)
     if converted := [path for path in texts if is_converted(path)]:
         _log.warning("skipped, since their converted files are there: %s", _names([str(path) for path in converted]))
         texts = sorted({*texts} - {*converted})
     for path in texts:
         check_kind(path)
-    return _Source(name, texts, read_texts)
+    return _Source(name, texts, read_texts, below=[*map(below, texts)])
 
 
 def split_of(name: str) -> str:
