@@ -391,7 +391,7 @@ int kos_mail_start(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING or KOS_
 int kos_mail_step(kos_group *g, kos_work *w);
 void kos_mail_post(kos_group *g, kos_work *w);  // a Work that will not move in memory any more
 void kos_mail_cancel(kos_group *g, kos_work *w);
-void kos_mail_advance(kos_group *g);            // takes what has arrived, sends what was queued
+void kos_mail_advance(kos_group *g);            // takes what has arrived
 int kos_mail_arrived(const kos_group *g);       // whether a message has arrived; needs no GIL
 
 // call.c

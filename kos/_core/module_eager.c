@@ -105,10 +105,12 @@ static known **find(Operation *o, const call_key *key) {
 
 // Keeps a call as Node.remember describes it: (native Prepared, Prepared, description, send, recv, result, objects).
 static void remember(Operation *o, const call_key *key, PyObject *how) {
+    if (*find(o, key))
+        return;  // a call within this one has been kept
     if (o->used == KNOWN / 2)
         forget(o);
     PyObject *objects;
-    known **place = find(o, key), *k = *place ? NULL : PyMem_Calloc(1, sizeof *k);
+    known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k);
     if (!k || !PyArg_ParseTuple(how, "OOOiiiO", &k->call, &k->prepared, &k->description, &k->send, &k->recv, &k->result,
                                 &objects)) {
         PyMem_Free(k);
@@ -202,11 +204,13 @@ static PyObject *run(Group *g, const known *k, PyObject *const *args) {
     return value;
 }
 
-// Calls the method, and remembers how it went if the call has a key.
+// Calls the method, and remembers how it went if the call has a key.  ``asked`` is the thread that waits for this.
 static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, Py_ssize_t positional, PyObject *names) {
     PyObject *given = PyTuple_New(positional), *options = PyDict_New(), *result = NULL;
     PyObject *node = Py_NewRef(o->group->objects[NODE]);
-    int error = !given || !options || PyObject_SetAttr(node, s_asked, key->words ? Py_True : Py_False);
+    PyObject *asked = PyLong_FromUnsignedLong(key->words ? PyThread_get_thread_ident() : 0);
+    int error = !given || !options || !asked || PyObject_SetAttr(node, s_asked, asked);
+    Py_XDECREF(asked);
     for (Py_ssize_t a = 0; !error && a < positional; a++)
         PyTuple_SetItem(given, a, Py_NewRef(args[a]));
     for (Py_ssize_t a = 0; !error && names && a < PyTuple_Size(names); a++)
@@ -217,7 +221,10 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
         PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name, given, options, result, NULL);
         if (how && how != Py_None)
             remember(o, key, how);
-        PyErr_Clear();  // the call itself has succeeded
+        if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
+            PyErr_Clear();  // the call itself has succeeded
+        else if (PyErr_Occurred())
+            Py_CLEAR(result);  // a signal's handler has raised
         Py_XDECREF(how);
     }
     Py_DECREF(node);
@@ -238,6 +245,8 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
     make_key(&key, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
     const known *k = key.words ? *find(o, &key) : NULL;
     PyObject *result = k ? run(o->group, k, args) : NULL;
+    if (k || o->group->off)
+        key.words = 0;  // nothing to remember
     return result || PyErr_Occurred() ? result : ask(o, &key, args, positional, names);
 }
 

@@ -333,3 +333,70 @@ def test_nothing_holds_the_arrays_or_the_communicator(comm: kos.Communicator, /)
 def test_more_calls_than_are_kept(comm: kos.Communicator, /) -> None:
     for _, count in itertools.product(range(3), range(1, 100)):
         assert (comm.all_reduce(np.ones(count)) == comm.size).all()
+
+
+def test_a_call_is_never_kept_as_another() -> None:
+    """Calls of batches, by a schedule, and that raise come between a call that is kept and its arguments."""
+
+    def body(comm: Any) -> None:
+        x, y = np.ones(4), np.empty(4)
+        if comm.rank == 0:
+            for dst in (1, 2):
+                with comm.batch():
+                    comm.send(x, dst)
+                    comm.recv(y, dst)
+            with pytest.raises(InvalidArgument):
+                comm.send(x, 3)
+            for value, dst in ((42.0, 2), (43.0, 1), (44.0, 2)):
+                comm.send(np.full(4, value), dst)
+        else:
+            with comm.batch():
+                comm.recv(y, 0)
+                comm.send(x, 0)
+            for value in {1: (43.0,), 2: (42.0, 44.0)}[comm.rank]:
+                assert comm.recv(y, 0).tolist() == [value] * 4
+        for _ in range(3):
+            z = comm.all_reduce(x.copy(), algorithm="ring")
+            comm.all_reduce_init(x.copy()).start().wait()
+            before = hits(comm)
+            z = comm.all_reduce(z, algorithm="ring")
+            assert hits(comm) == before, "a call by a schedule ran in the core"
+
+    TCPRanks(3).run(body)
+
+
+def test_threads_do_not_keep_each_others_calls() -> None:
+    """While a thread waits in a send, another one sends the same array to another rank."""
+
+    def body(comm: Any) -> None:
+        x = np.zeros(1_000_000)  # each send waits for its receive
+        if comm.rank == 0:
+            other = threading.Thread(target=lambda: (time.sleep(0.1), comm.send(x, 2)))
+            other.start()
+            comm.send(x, 1)
+            other.join()
+            comm.send(x + 1, 1)
+            comm.send(x + 2, 2)
+        else:
+            time.sleep(0.3 * comm.rank)
+            assert [comm.recv(x, 0)[0] for _ in range(2)] == [0.0, comm.rank]
+
+    TCPRanks(3).run(body)
+
+
+def test_a_known_call_beside_others_keeps_the_table() -> None:
+    """As many signatures as are kept; then each again, beside an outstanding Work."""
+
+    def body(comm: Any) -> None:
+        arrays = [np.ones(n) for n in range(1, 33)]
+        for x in arrays * 2:
+            comm.all_reduce(x)
+        work = comm.all_reduce(np.ones(3), async_op=True)
+        comm.all_reduce(arrays[0])
+        work.wait()
+        before = hits(comm)
+        for x in arrays:
+            comm.all_reduce(x)
+        assert hits(comm) - before == len(arrays)
+
+    TCPRanks(2).run(body)

@@ -207,7 +207,8 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            raise ConfigError(f"{where}: expected {'none' if expected is None else expected}, which the model in {folder} has, got {got}")
+            wanted = "none" if expected is None else expected
+            raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
     return str(folder / "config.json"), {"model": shape}
 
 

@@ -309,7 +309,8 @@ def _load_tokens(
         about["counted"] = sum(int(np.count_nonzero(piece >= 0)) for piece in _pieces(shards)) if masked else 0
         return {"sha256": _fingerprint(every, show), "masked": masked, **about}
 
-    with prepared(corpus.files, ["tokens", separator, config.loss_on, corpus.below], make, corpus.val_files) as (_, about):
+    how = ["tokens", separator, config.loss_on, corpus.below]
+    with prepared(corpus.files, how, make, corpus.val_files) as (_, about):
         return Tokens(shards, separator), Tokens(val_shards, separator), tokenizer, about
 
 

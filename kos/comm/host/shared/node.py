@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from time import time_ns
 from typing import Any
 
@@ -52,8 +53,8 @@ class Node:
     def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
         self.calls, self._core, self._works = calls, calls.core, engine.active
         self.batch = False  # whether other calls begin at once, which this one may need
-        self.asked = False  # whether to keep the next call for ``remember``
-        self._last: Work[Any] | None = None
+        self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
+        self._last: tuple[int, Work[Any]] | None = None  # that call, and its thread
         self.ledger, self.size = calls.ledger, calls.segment.size
         self._board = self.ledger.board
         self.active: set[SegmentMessage] = set()
@@ -106,8 +107,8 @@ class Node:
             if left is None:
                 prepared = work.prepared
                 begin, puts, gets = prepared.route
-                if self.asked:
-                    self.asked, self._last = False, work
+                if self.asked and self.asked == get_ident():
+                    self.asked, self._last = 0, (self.asked, work)
                 if self._board.last is not None:
                     self._board.clear_failure()
                 waits = prepared.waits and not self.batch and not self._works
@@ -139,13 +140,18 @@ class Node:
     def remember(
         self, name: str, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | None:
-        """How the core runs calls like the last one, of these arguments; None if it cannot (``module_eager.c``).
+        """How the core runs calls like this thread's last, of these arguments; None if it cannot (``module_eager.c``).
+
+        It cannot if that call has not come to ``start``: it is in a batch, or runs by a schedule.
 
         The Prepared of the core and that of kos, what the recorder has of the call, and which arguments are its input,
         output and result, -1 for none; then the objects by whose identity it compares calls, which must live on.
         """
-        work, self._last = self._last, None
-        if work is None or not isinstance(prepared := work.prepared, Prepared) or prepared.name != name:
+        asked, self.asked, last, self._last = self.asked, 0, self._last, None
+        if asked or last is None or last[0] != get_ident():
+            return None
+        work = last[1]
+        if not isinstance(prepared := work.prepared, Prepared) or prepared.name != name:
             return None
         options = prepared.operation.options
         if not (prepared.lasting and prepared.waits) or prepared.launch != self.start or options.purpose:
