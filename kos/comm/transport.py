@@ -196,16 +196,17 @@ class ScheduledCalls:
     # The operations.
 
     def run(self, work: Work[Any], all_arrived: Callable[[], bool] | None) -> Steps:
-        """The steps of ``work``; ``all_arrived`` is the poll of ``Transport.agree``."""
-        carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{work.name}" if work.collective else "_message")
-        if all_arrived is None:
-            yield from carry(work)
+        """The steps of ``work``; ``all_arrived`` is the poll of ``Transport.agree``, None if calls are not compared."""
+        if not work.collective:
+            yield from self._message(work)
             return
+        carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{work.name}")
         try:
-            while not all_arrived():  # before data moves: MPI cannot receive a message that is too long
+            while all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
                 yield
             for _ in carry(work):
-                all_arrived()  # raises if the wait would never end
+                if all_arrived is not None:
+                    all_arrived()  # raises if the wait would never end
                 yield
         except BaseException:
             tag = self.tag(work)

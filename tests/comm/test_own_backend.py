@@ -8,6 +8,7 @@ import socket
 import struct
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,29 @@ from kos.comm.control.mpi_job import Backoff
 from kos.comm.schedules import registry
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves
-from kos.comm.transport import Transport
+from kos.comm.transport import ScheduledCalls, Transport
+from kos.errors import KosError
 from kos.testing.conformance import cases, run
 from kos.testing.conformance.__main__ import main
 from kos.testing.conformance.values import LARGE, assert_bits, in_rank_order, inputs
 from tests.comm.tcp_ranks import TIMEOUT, run_ranks
 
 SEND, PROGRESS = "sends_need_no_further_call", "one_poll_advances_all_messages"
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_collective_that_ends_early_cancels_its_messages(compared: bool) -> None:
+    """Whether or not the transport compares calls."""
+    cancelled: list[Any] = []
+    transport: Any = SimpleNamespace(rank=0, size=2, tag=lambda sequence: 100 + sequence, cancel=cancelled.append)
+    calls: Any = ScheduledCalls(transport, transport)
+    calls._barrier = lambda work: iter([None, None])
+    work: Any = SimpleNamespace(name="barrier", collective=True, sequence=5)
+    steps = calls.run(work, (lambda: True) if compared else None)
+    next(steps)
+    with pytest.raises(KosError, match="ended"):
+        steps.throw(KosError("ended"))
+    assert [cancelled[0](SimpleNamespace(tag=tag)) for tag in (105, 106)] == [True, False]
 
 
 class Peer:
