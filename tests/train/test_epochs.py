@@ -25,7 +25,8 @@ from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 from tests.train.test_data import make
 from tests.train.test_loop import SMALL, _losses
-from tests.train.test_loss_masks import _mean_loss, pairs
+from tests.train.test_left_out_targets import mean_loss
+from tests.train.test_loss_masks import pairs
 
 __all__ = ["emulated", "pairs"]
 
@@ -107,7 +108,7 @@ def test_the_last_batch_is_a_mean_over_what_it_has(text: Path, tmp_path: Path, r
     assert data.steps_per_epoch == 1 and int((data.batch(0).targets >= 0).all(1).sum()) == 3
     rows = _train(path, tmp_path / "out", ranks, val_data=str(text), eval_batches=0, micro_batch_size=2)
     assert len(rows) == 1
-    assert rows[0]["loss"] == pytest.approx(_mean_loss(config, data.batch(0).tokens, data.batch(0).targets), rel=1e-5)
+    assert rows[0]["loss"] == pytest.approx(mean_loss(config, data.batch(0).tokens, data.batch(0).targets), rel=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])

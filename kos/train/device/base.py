@@ -110,20 +110,14 @@ class Device(Runner):
 
     # --- validation --------------------------------------------------------------------------------------
 
-    @cached_property
-    def _val_count(self) -> int:
-        """The targets of validation that the loss counts, on all ranks.  Collective over dp the first time."""
-        starts, dp = self.data.val_starts(), self.mesh.dp
-        own = sum(counted(self.data.windows(self.data.val, batch)) for batch in starts[dp.rank :: dp.size])
-        return max(1, sum_over(dp, own))
-
     def evaluate(self) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
         weights, starts, dp, first = self.whole_weights(), self.data.val_starts(), self.mesh.dp, self.step.models[0]
         most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
         count = float(starts.shape[1] * self.data.seq_len)
         if self.data.masks_targets:
-            count = self._val_count / len(starts)
+            own = sum(counted(self.data.windows(self.data.val, batch)) for batch in starts[dp.rank :: dp.size])
+            count = max(1, sum_over(dp, own)) / len(starts)
         pieces = [
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
