@@ -24,8 +24,8 @@ from tests.train.emulated_runs import emulated
 from tests.train.refusal import refused
 from tests.train.sharded import tensors_of_run
 from tests.train.test_data import make
-from tests.train.test_loop import SMALL, _losses
 from tests.train.test_left_out_targets import mean_loss
+from tests.train.test_loop import SMALL, _losses
 from tests.train.test_loss_masks import pairs
 
 __all__ = ["emulated", "pairs"]
