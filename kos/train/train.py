@@ -21,6 +21,7 @@ from kos.comm.reduction import ReduceOp
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
 from kos.train.layers.context import LOOKUPS, Weights
+from kos.train.layers.fp8 import Fp8Weights, weight_store
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight
 from kos.train.model.parameters import Parameters
@@ -172,6 +173,8 @@ class Step:
             apart = Parameters(table, gradients.flat.dtype, None, gradients.zeros, multiple)
             longest = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
             lookups = TreeSum(mesh.dp, steps, apart, make_buckets(apart.flat.size, multiple, longest, longest), ops)
+        self.store = weight_store(self.models, gradients, ops) if config.dtype == "fp8" else {}
+        """Memory for the weights of linear layers in 8 bits, if they are."""
         tied_apart = model.tie_word_embeddings and first != last
         self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
 
@@ -190,6 +193,11 @@ class Step:
         self.norm()
         self.optimizer.update(self.gradients, self.micro_batches)
 
+    def as_read(self, weights: Weights) -> Weights:
+        """What passes read of ``weights`` until they change."""
+        model = self.models[0]
+        return Fp8Weights(weights, self.store, model.ops, model.arena) if self.store else weights
+
     def norm(self) -> None:
         """The norm of the gradient of all ranks."""
         world, parallel = self.mesh.world, self.parallel
@@ -199,7 +207,7 @@ class Step:
 
     def passes(self) -> None:
         """Forward and backward of every micro-batch of this rank, and the sums over all that hold the same weights."""
-        weights = self.parallel.gather(self.weights) if self.parallel.sharded else self.weights
+        weights = self.as_read(self.parallel.gather(self.weights) if self.parallel.sharded else self.weights)
         for action, received in self.pipeline.inputs():
             self.act(action, weights, received)
         self.sums.finish()

@@ -147,8 +147,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     top_k: int = option(40, ge=0)
     """Sample among the N likeliest tokens; 0 takes all."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = option("auto")
-    """Compute in float32 or bfloat16; auto takes bfloat16 on GPUs."""
+    dtype: Literal["auto", "float32", "bfloat16", "fp8"] = option("auto")
+    """Compute in float32, bfloat16 or fp8 (products of layers in 8 bits, all else in bfloat16); auto takes bfloat16 on
+    GPUs. CPUs emulate fp8."""
     master_weights: Literal["float32", "none"] = option("float32")
     """Weights that AdamW updates on GPUs: float32, or none for bfloat16 weights with stochastic rounding."""
     grad_dtype: Literal["float32", "bfloat16"] = option("float32")
@@ -235,8 +236,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         if on_cpu and dtype == "bfloat16":
             raise ConfigError(f"--dtype: expected float32 on the CPU, got {dtype}")
         for name in ("master_weights", "grad_dtype"):
-            if (got := getattr(self, name)) != "float32" and dtype != "bfloat16":
-                raise ConfigError(f"{flag_of(name)}: expected float32 with --dtype {dtype}, got {got}")
+            if (got := getattr(self, name)) != "float32" and (on_cpu or dtype == "float32"):
+                where = " on the CPU" * (dtype == "fp8")
+                raise ConfigError(f"{flag_of(name)}: expected float32 with --dtype {dtype}{where}, got {got}")
         if self.grad_dtype != "float32" and self.deterministic:
             raise ConfigError(f"--grad-dtype: expected float32 with --deterministic, got {self.grad_dtype}")
         batch, micro = self.batch_size, self.micro_batch_size
@@ -260,9 +262,16 @@ class TrainConfig(Section, use_attribute_docstrings=True):
         return self.model_copy(update=chosen)
 
     @property
+    def compute_dtype(self) -> str:
+        """Of activations, and of the weights that passes read: what fp8 leaves is bfloat16, on CPUs float32."""
+        if self.dtype != "fp8":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
     def master_dtype(self) -> str:
         """Of the weights that AdamW updates."""
-        return self.dtype if self.master_weights == "none" else self.master_weights
+        return self.compute_dtype if self.master_weights == "none" else self.master_weights
 
     def learning_rate(self) -> LearningRate:
         """The schedule that gives the learning rate of each step."""

@@ -19,6 +19,7 @@ from kos.train.data.corpus import Show
 from kos.train.device.base import Device
 from kos.train.device.machine import free_memory
 from kos.train.device.memory_plan import GIB, DryRun, MemoryPlan, plan_buckets
+from kos.train.layers.fp8 import store_bytes
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
@@ -47,6 +48,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
     saved = files.host_bytes(mesh.world.rank, config.save_async)
     uses = {
         f"weights, gradients, {about}": 8 * count + state,
+        "weights of layers, fp8, and transposed": store_bytes(run.store),
         "gradients summed in order": 4 * count * waiting,
         "activations": activations,
         "tensors to be saved": saved,

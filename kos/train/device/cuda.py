@@ -92,15 +92,15 @@ class CudaDevice(Device):
         gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, buckets.multiple)
         gradients.zeros = ops.zeros  # arrays made like these need not be visible to other ranks
         self.step = step = Step(
-            config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.dtype], buckets, HEAD_ROWS
+            config, model, parts, mesh, self.pipeline, ops, gradients, DTYPES[config.compute_dtype], buckets, HEAD_ROWS
         )
         self._fix_arenas()
         dtype, copy = config.master_dtype, None
         master = OwnedSlices(gradients, step.parallel.parts(), dtype) if buckets.sharded else gradients.like(dtype)
         if buckets.sharded:
-            copy = Parameters(shapes, config.dtype, groups, self._zeros, buckets.multiple)
-        elif config.dtype != dtype:
-            copy = gradients.like(config.dtype)
+            copy = Parameters(shapes, config.compute_dtype, groups, self._zeros, buckets.multiple)
+        elif config.compute_dtype != dtype:
+            copy = gradients.like(config.compute_dtype)
         step.weights = master if copy is None else copy
         step.optimizer = CudaOptimizer(
             config.update_rule(), ops, master, copy, config.learning_rate(),
@@ -174,7 +174,7 @@ class CudaDevice(Device):
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
             trial = make_stage(config, model, trying, local, dry, head_rows=HEAD_ROWS, recompute=config.recompute)
             trial.arena.reserve(self.plan.arena)
-            weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), trying.zeros)
+            weights = Parameters(model.parameter_shapes(local), config.compute_dtype, model.fused_groups(local), trying.zeros)
             gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(weights, random, trying)

@@ -15,6 +15,7 @@ from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config.options import TrainConfig
 from kos.train.data.batch import Batch
+from kos.train.layers.fp8 import store_bytes
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Local
@@ -115,8 +116,8 @@ class DryRun(Step):
             buckets = buckets._replace(nbytes=1 << 62, least=1 << 62)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         gradients = Parameters(shapes, config.grad_dtype, groups, dry.zeros, buckets.multiple)
-        self.weights, head_rows = gradients.like(config.dtype), HEAD_ROWS if config.device == "cuda" else None
-        pipeline, dtype = Pipeline(mesh.pp, schedule), dry.dtype(config.dtype)
+        self.weights, head_rows = gradients.like(config.compute_dtype), HEAD_ROWS if config.device == "cuda" else None
+        pipeline, dtype = Pipeline(mesh.pp, schedule), dry.dtype(config.compute_dtype)
         super().__init__(config, model, parts, mesh, pipeline, ops or dry, gradients, dtype, buckets, head_rows)
         pieces = self.models[0].context.pieces
         shape = (config.micro_batch_size or 1) * pieces, config.seq_len // (mesh.cp.size * pieces)
@@ -144,16 +145,17 @@ class DryRun(Step):
         """The most bytes that passes take from the scratch arena, and a micro-batch from its own."""
         arena = self.models[0].arena
         actions = [action for action in self.pipeline.actions if action.micro_batch == 0]
+        weights = self.as_read(self.weights)
         for action, received in self.pipeline.inputs(actions):
-            self.act(action, self.weights, received)
+            self.act(action, weights, received)
         for model in self.models:
             with self.dry.step(arena):
                 x = None if model.local.first else self.dry.zeros(*self.message)
-                x = model.evaluate_stage(self.weights, self._batch, x)
+                x = model.evaluate_stage(weights, self._batch, x)
                 if model.local.last:
-                    model.evaluate_loss(self.weights, self._batch, x, self.report[:1])
+                    model.evaluate_loss(weights, self._batch, x, self.report[:1])
         from_host = 6 * self._batch.tokens.nbytes + ALIGNMENT * 6  # fields of validation, copied from the host
-        itemsize = DTYPES[self.config.dtype].itemsize
+        itemsize = DTYPES[self.config.compute_dtype].itemsize
         of_matrices = (rule.scratch_bytes(held, itemsize, most) for rule, held, most in self.matrices())
         return max(arena.peak + from_host, *of_matrices, 0), max(flight.arena.peak for flight in self.free)
 
@@ -171,11 +173,11 @@ def plan_memory(
     assert config.micro_batch_size is not None
     ranks, accumulation_steps = mesh.dense.replicas.size, schedule.micro_batches
     waiting = waiting_subtrees(mesh.dp.rank, accumulation_steps) if config.deterministic else 0
-    count, itemsize = run.gradients.flat.size, DTYPES[config.dtype].itemsize
+    count, itemsize = run.gradients.flat.size, DTYPES[config.compute_dtype].itemsize
     lookups = 0 if run.sums.lookups is None else run.sums.lookups.gradients.flat.size
     held, share = elements(run.held), f", 1/{ranks} (ZeRO-1)" * buckets.sharded
     master, (about, state) = config.master_dtype, run.state_bytes()
-    has_copy = buckets.sharded or config.dtype != master
+    has_copy = buckets.sharded or config.compute_dtype != master
     tokens = config.micro_batch_size * config.seq_len // mesh.cp.size
     rows = min(HEAD_ROWS, tokens)
     logits = rows * len(run.parts[0].vocabulary) * itemsize * any(part.last for part in run.parts)
@@ -188,8 +190,9 @@ def plan_memory(
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
     arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
     uses = {
-        **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
+        **({f"weights, {config.compute_dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
+        "weights of layers, fp8, and transposed": store_bytes(run.store),
         f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
@@ -203,9 +206,9 @@ def plan_memory(
         "--recompute norms or block": config.recompute == "none",
         "--recompute block": config.recompute == "norms",
         "--zero 1": not config.zero and ranks > 1,
-        "--grad-dtype bfloat16": config.dtype != config.grad_dtype and accumulation_steps == 1
+        "--grad-dtype bfloat16": config.compute_dtype != config.grad_dtype and accumulation_steps == 1
         and not config.deterministic,
-        "--master-weights none": config.dtype != master,
+        "--master-weights none": config.compute_dtype != master,
     }  # fmt: skip
     if free is None:
         free, _ = call(cu.cuMemGetInfo)

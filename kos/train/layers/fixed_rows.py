@@ -31,17 +31,17 @@ class RowProducts(FixedProducts):
         bias: Array | None = None,
     ) -> None:  # fmt: skip
         for rows in self.each(len(x)):
-            self.ops.linear(x[rows], weight, out[rows], None if residual is None else residual[rows], bias)
+            self.of_layers.linear(x[rows], weight, out[rows], None if residual is None else residual[rows], bias)
 
     def input_gradient(self, weight: Array, d_out: Array, dx: Array, stacked: Stacked) -> None:
         for rows in self.each(len(d_out)):
-            self.ops.linear_input_gradient(d_out[rows], weight, dx[rows])
+            self.of_layers.linear_input_gradient(d_out[rows], weight, dx[rows])
 
     def weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, stacked: Stacked) -> None:
         rows = self.each(len(x))
 
         def of_piece(piece: int, out: Array) -> None:
-            self.ops.linear_weight_gradient(d_out[rows[piece]], x[rows[piece]], out, False, self.arena)
+            self.of_layers.linear_weight_gradient(d_out[rows[piece]], x[rows[piece]], out, False, self.arena)
 
         self.sum_pieces(of_piece, d_weight)
 

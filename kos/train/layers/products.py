@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
@@ -24,8 +25,16 @@ class Products:
     bias_after_sum = False
     """Whether the bias of a row-parallel matrix is added to the sum over ranks; else one rank's term has it."""
 
+    fp8: Any = None
+    """The products of linear layers in 8 bits (``kos.train.layers.fp8``), if they are."""
+
     def __init__(self, ops: Ops, tp: TensorParallel, arena: Arena) -> None:
         self.ops, self.tp, self.arena = ops, tp, arena
+
+    @property
+    def of_layers(self) -> Any:
+        """What has the products of linear layers: ``linear``, ``linear_input_gradient``, ``linear_weight_gradient``."""
+        return self.fp8 or self.ops
 
     # --- Linear and Norm -----------------------------------------------------------------------------------
 
@@ -34,15 +43,15 @@ class Products:
         bias: Array | None = None,
     ) -> None:  # fmt: skip
         """out = x weight^T + residual + bias, of this rank's features."""
-        self.ops.linear(x, weight, out, residual, bias)
+        self.of_layers.linear(x, weight, out, residual, bias)
 
     def input_gradient(self, weight: Array, d_out: Array, dx: Array, stacked: Stacked) -> None:
         """dx = d_out weight, of this rank's features."""
-        self.ops.linear_input_gradient(d_out, weight, dx)
+        self.of_layers.linear_input_gradient(d_out, weight, dx)
 
     def weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, stacked: Stacked) -> None:
         """d_weight = d_out^T x."""
-        self.ops.linear_weight_gradient(d_out, x, d_weight, accumulate, self.arena)
+        self.of_layers.linear_weight_gradient(d_out, x, d_weight, accumulate, self.arena)
 
     def bias_gradient(self, d_out: Array, d_bias: Array, accumulate: bool, stacked: Stacked) -> None:
         """d_bias = the sum of the rows of ``d_out``.

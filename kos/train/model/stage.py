@@ -8,8 +8,9 @@ from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.layers import fixed_rows
-from kos.train.layers.fixed import FixedContext, FixedProducts, Split
+from kos.train.layers.fixed import LEAST_CHUNK, FixedContext, FixedProducts, Split
 from kos.train.layers.fixed_rows import RowContext, RowProducts
+from kos.train.layers.fp8 import Fp8Linear
 from kos.train.layers.products import Products
 from kos.train.model.gpt2 import GPT2Config
 from kos.train.model.llama import LlamaConfig
@@ -28,15 +29,16 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
     if not config.deterministic or isinstance(model, GPT2Config):
         return None
     tp, cp, sizes = mesh.tp.size, mesh.cp.size, (model.num_attention_heads, model.num_key_value_heads)
-    if config.device == "cpu":
+    if config.device == "cpu" and config.dtype != "fp8":
         split = Split.of((*sizes, model.intermediate_size, model.vocab_size), config.seq_len)
         split.check(tp, cp, config.seq_len)
         return split
+    where, least = ("on GPUs", fixed_rows.LEAST_ROWS_CHUNK) if config.device != "cpu" else ("in fp8", LEAST_CHUNK)
     if tp > 1:
         why = "where sums over features are not split"
-        raise ConfigError(f"--deterministic: expected --tp 1 on GPUs, {why}, got {tp}")
-    split = Split.of((1,), config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
-    split.check(1, cp, config.seq_len, fixed_rows.LEAST_ROWS_CHUNK)
+        raise ConfigError(f"--deterministic: expected --tp 1 {where}, {why}, got {tp}")
+    split = Split.of((1,), config.seq_len, least)
+    split.check(1, cp, config.seq_len, least)
     return split if split.tokens > 1 else None
 
 
@@ -49,7 +51,10 @@ def make_stage(
     arena = arena or ops.make_arena()
     products, context = Products(ops, tensor, arena), ContextParallel(ops, mesh.cp)
     if (split := split_of(config, model, mesh)) is not None:
-        of_products, of_context = (FixedProducts, FixedContext) if config.device == "cpu" else (RowProducts, RowContext)
+        on_cpu = config.device == "cpu"
+        of_products = FixedProducts if on_cpu and config.dtype != "fp8" else RowProducts
         products = of_products(ops, tensor, arena, split, mesh.cp)
-        context = of_context(products)
+        context = FixedContext(products) if on_cpu else RowContext(products)
+    if config.dtype == "fp8":
+        products.fp8 = Fp8Linear(products)
     return Model(model, ops, local=local, tensor=tensor, context=context, products=products, **options)

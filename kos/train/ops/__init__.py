@@ -121,6 +121,23 @@ class Ops(Protocol):
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
 
+    def quantize(self, x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
+        """rows (N, F) = x / scale in 8 bits, of x (N, F), and columns (F, N) = rows^T; either may be None.
+
+        Their dtype is float8_e4m3fn or float8_e5m2. ``scale`` (1,), float32, becomes the smallest power of two with
+        which every number of ``x``, rounded to bfloat16, is in the format's range: none is saturated. If ``x`` has one
+        that is not finite, it becomes NaN, and so does all that is computed with it. Where all are 0 it is 1.
+        """
+
+    def scaled_product(
+        self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
+        bias: Array | None, arena: Arena,
+    ) -> None:  # fmt: skip
+        """out (M, N) = scale_a scale_b a (M, K) b (N, K)^T + residual (M, N) + bias (N,), of 8-bit a and b.
+
+        ``residual`` may be ``out``. On a GPU sizes are multiples of 16, and a and b are not both float8_e5m2.
+        """
+
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         """out (F,) = sum of the rows of x (N, F): a bias's gradient."""
 

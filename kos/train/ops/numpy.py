@@ -19,6 +19,7 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
 from kos.train.ops.numpy_attention import attend, attend_backward, ones
+from kos.train.ops.numpy_fp8 import quantize, scaled_product
 
 Array = np.ndarray
 IGNORE = -1  # the target that is left out of the loss

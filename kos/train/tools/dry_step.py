@@ -197,8 +197,8 @@ class TimedDryRun(DryRun):
         def moved(name: str, count: int, state: Sequence[str]) -> None:
             """The passes over so many weights and what is kept of them."""
             master, kept = self.dry.zeros((count,), config.master_dtype), [self.dry.zeros((count,), x) for x in state]
-            same = config.dtype == config.master_dtype and not self.parallel.sharded
-            copy = master if same else self.dry.zeros((count,), config.dtype)
+            same = config.compute_dtype == config.master_dtype and not self.parallel.sharded
+            copy = master if same else self.dry.zeros((count,), config.compute_dtype)
             clock.operate(name, *cost(rule.kernel, (master, gradients.flat, *kept, copy), len(kept)))
 
         own = [kept for kept in self.state.values() if not isinstance(kept.rule, MatrixRule)]
@@ -206,8 +206,8 @@ class TimedDryRun(DryRun):
         for each, held, most in self.matrices():
             moved(each.kernel, held.flat.size, [held.flat.dtype])
             for batch in each.batches(held, most):
-                x = self.dry.zeros((len(batch), *batch[0].shape), config.dtype)
+                x = self.dry.zeros((len(batch), *batch[0].shape), config.compute_dtype)
                 if batch[0].part != batch[0].shape:
-                    self.mesh.tp.comm.all_gather(self.dry.zeros((len(batch), *batch[0].part), config.dtype), x)
+                    self.mesh.tp.comm.all_gather(self.dry.zeros((len(batch), *batch[0].part), config.compute_dtype), x)
                 clock.operate("orthogonalize", *cost("orthogonalize", (x,)))
         self._log("update", start)

@@ -1,0 +1,168 @@
+"""``--dtype fp8``: the products of linear layers in 8 bits.
+
+What it is in place of: torchao's Float8Linear, or Transformer Engine with its recipe "current scaling". The forward's
+product and both of the backward take their two operands in 8 bits; sums, outputs and everything else stay as they are.
+
+- *Formats*: E4M3 for activations and weights, E5M2 for gradients (Micikevicius et al. 2022, arXiv:2209.05433).
+- *Scales*: one power of two a tensor, from that tensor alone. A step does not depend on an earlier one's scales, and no
+  number saturates.
+- *Transposed copies*: on Hopper both operands of an 8-bit product lie along the sum (TN). A product and those of its
+  backward sum over features, outputs and tokens, so most tensors are needed twice: ``rows`` and, transposed,
+  ``columns``. One pass writes both.
+- *Weights* are quantized when a step first reads them (``Fp8Weights``), so with ZeRO-1 a weight's gather is waited for
+  as late as without.
+
+Another choice of scales, such as one a row or a block, changes ``Quantized.scale``'s shape and the two operations of
+``Ops``: ``quantize`` and ``scaled_product``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from kos.errors import ConfigError
+from kos.memory.arena import Arena
+from kos.train.layers.context import Weights
+from kos.train.layers.products import Products
+from kos.train.ops import Array, Ops
+
+FORWARD = np.dtype(ml_dtypes.float8_e4m3fn)
+"""The format of activations and weights."""
+
+BACKWARD = np.dtype(ml_dtypes.float8_e5m2)
+"""The format of gradients."""
+
+MULTIPLE = 16
+"""cuBLASLt's 8-bit products take only sizes that are multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix (N, F) in 8 bits: ``rows`` times ``scale`` (1,), and the same transposed in ``columns`` (F, N)."""
+
+    rows: Any
+    columns: Any
+    scale: Array
+    raw: Any = None
+    """What was quantized, where something reads it."""
+
+    def __getitem__(self, rows: slice) -> Quantized:
+        return Quantized(self.rows[rows], None, self.scale)
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: Any, take: Any, rows: bool = True, columns: bool = True) -> Quantized:
+        """Memory of ``take(shape, dtype)`` for a matrix of ``shape``."""
+        return cls(
+            take(shape, dtype) if rows else None, take(shape[::-1], dtype) if columns else None,
+            take((1,), np.dtype(np.float32)),
+        )  # fmt: skip
+
+
+class Fp8Linear:
+    """The products of a linear layer, by the names that ``Ops`` has for those of ``products``.
+
+    Weights are ``Quantized``, other operands may be.
+    """
+
+    def __init__(self, products: Products) -> None:
+        self._products = products
+
+    def quantized(
+        self, x: Array, dtype: Any, arena: Arena, rows: bool = True, columns: bool = True
+    ) -> Quantized:
+        """``x`` in 8 bits, in ``arena``."""
+        if isinstance(x, Quantized):
+            return x
+        made = Quantized.empty(tuple(x.shape), dtype, arena.take, rows, columns)
+        self._products.ops.quantize(x, made.rows, made.columns, made.scale, self._products.arena)
+        return Quantized(made.rows, made.columns, made.scale, x)
+
+    def linear(
+        self, x: Array, weight: Quantized, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """``Ops.linear``."""
+        ops, arena = self._products.ops, self._products.arena
+        with arena.scope():
+            x = self.quantized(x, FORWARD, arena, columns=False)
+            ops.scaled_product(x.rows, x.scale, weight.rows, weight.scale, out, residual, bias, arena)
+
+    def linear_input_gradient(self, d_out: Array, weight: Quantized, dx: Array) -> None:
+        """``Ops.linear_input_gradient``."""
+        ops, arena = self._products.ops, self._products.arena
+        with arena.scope():
+            d = self.quantized(d_out, BACKWARD, arena, columns=False)
+            ops.scaled_product(d.rows, d.scale, weight.columns, weight.scale, dx, None, None, arena)
+
+    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+        """``Ops.linear_weight_gradient``."""
+        ops = self._products.ops
+        with arena.scope():
+            d = self.quantized(d_out, BACKWARD, arena, rows=False)
+            x = self.quantized(x, FORWARD, arena, rows=False)
+            before = d_weight if accumulate else None
+            ops.scaled_product(d.columns, d.scale, x.columns, x.scale, d_weight, before, None, arena)
+
+
+class Fp8Weights(Mapping[str, Array]):
+    """The weights of a step: those that ``store`` has memory for are quantized when they are first read.
+
+    The others are those of ``weights``.
+    """
+
+    def __init__(self, weights: Weights, store: Mapping[str, Quantized], ops: Ops, arena: Arena) -> None:
+        self._weights, self._store, self._ops, self._arena = weights, store, ops, arena
+        self._missing = set(store)
+
+    def __getitem__(self, name: str) -> Any:
+        found = self._store.get(name)
+        if found is None:
+            return self._weights[name]
+        if name in self._missing:
+            self._missing.remove(name)
+            self._ops.quantize(self._weights[name], found.rows, found.columns, found.scale, self._arena)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def linears(layers: Iterable[Iterable[Any]]) -> Iterator[Any]:
+    """The linear layers of lists of sublayers."""
+    for layer in layers:
+        for sublayer in layer:
+            yield from (sublayer.column, sublayer.row)
+
+
+def weight_store(models: Iterable[Any], weights: Weights, ops: Ops) -> dict[str, Quantized]:
+    """Memory for the weights of the linear layers of ``models``, whose shapes are those of ``weights``."""
+    names = [linear.name for model in models for linear in linears(model.layers)]
+    return {name: Quantized.empty(tuple(weights[name].shape), FORWARD, ops.zeros) for name in names}
+
+
+def store_bytes(store: Mapping[str, Quantized]) -> int:
+    """The bytes of both copies of all weights."""
+    return sum(int(each.rows.nbytes + each.columns.nbytes) for each in store.values())
+
+
+def check_sizes(layers: Iterable[Iterable[Any]], tp: int, tokens: Mapping[str, int]) -> None:
+    """ConfigError if a product of these layers has a size that is no multiple of ``MULTIPLE``.
+
+    ``tokens`` has by their description the numbers of tokens that a rank multiplies at once.
+    """
+    sizes = dict(tokens)
+    for linear in linears(layers):
+        split = linear.rows, linear.columns
+        for dim, (size, of) in enumerate(zip(split, ("rows", "columns"), strict=True)):
+            own = size // tp if dim == linear.dim else size
+            sizes[f"the {of} of {linear.name}" + f" on a rank of --tp {tp}" * (own != size)] = own
+    for what, size in sizes.items():
+        if size % MULTIPLE:
+            raise ConfigError(f"--dtype fp8: expected {what} to be a multiple of {MULTIPLE}, got {size}")
