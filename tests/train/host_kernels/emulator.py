@@ -33,6 +33,10 @@ PTX = [
         r'asm\("cvt\.rn\.bf16x2[^;]*?;" : "=r"\((\w+)\)[^;]*;',
         r"\1 = to_bfloat16(low) | unsigned(to_bfloat16(high)) << 16;",
     ),
+    (
+        r'asm\("cvt\.rn\.satfinite\.(e\dm\d)x2\.f32[^;]*?;" : "=h"\(out\) : "f"\(high\), "f"\(low\)\);',
+        r"out = to_\1(low) | to_\1(high) << 8;",
+    ),
     (r'asm\("(?:cvt\.rn\.f16x2|\{\.reg \.f16)[^"]*"[^;]*;', "abort();"),  # float16 is not emulated
     (r'asm\("ex2[^;]*?;" : "=f"\(y\) : "f"\(x\)\);', "y = exp2f(x);"),
     (r'asm\("ex2[^;]*?;"[^;]*;', "y = exp2f(fmaf(x, log2e, -shift * log2e));"),
@@ -182,10 +186,13 @@ class HostOps(CudaOps):
         converted = [x if isinstance(x, HostMap) else kind(x) for kind, x in zip(types[name], values, strict=True)]
         getattr(code, f"run_{name}")(x, y, block, *converted)
 
-    def matmul(self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None, alpha=1.0, beta=1.0):
+    def matmul(
+        self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None, alpha=1.0, beta=1.0, scales=()
+    ):
         left, right = (x.numpy().astype(np.float32) for x in (a, b))
         result = (left.mT if transpose_a else left) @ (right.mT if transpose_b else right)
-        result *= np.float32(alpha)
+        for factor in (alpha, *(scale.numpy()[0] for scale in scales)):
+            result *= np.float32(factor)
         for more, factor in ((c, beta), (bias, 1.0)):
             if more is not None:
                 result += np.float32(factor) * more.numpy().astype(np.float32)

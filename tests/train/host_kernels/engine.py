@@ -134,7 +134,7 @@ class QueuedOps(HostOps):
 
 def _numpy(name, arguments):
     """An operation of numpy's dialect on copies that lie in memory as it wants, and back."""
-    arrays = []
+    arrays = {}
 
     def there(x):
         if isinstance(x, tuple):
@@ -143,16 +143,17 @@ def _numpy(name, arguments):
             return Arena()
         if not isinstance(x, Array):
             return x
-        dtype = np.float32 if x.dtype.name == "bfloat16" else x.dtype.numpy
-        arrays.append((x, np.array(on_host(x), dtype, order="F" if name in COLUMN_MAJOR else "C")))
-        return arrays[-1][1]
+        if id(x) not in arrays:  # an output may be an input too
+            dtype = np.float32 if x.dtype.name == "bfloat16" else x.dtype.numpy
+            arrays[id(x)] = x, np.array(on_host(x), dtype, order="F" if name in COLUMN_MAJOR else "C")
+        return arrays[id(x)][1]
 
     values = [there(x) for x in arguments]
     for place in KEYS_AND_VALUES.get(name, ()):
         values[place] = values[place].T
     with np.errstate(all="ignore"):  # as in ``reference.step``: a trial of kernels computes on memory as it is
         getattr(reference, name)(*values)
-    for array, copy in arrays:
+    for array, copy in arrays.values():
         on_host(array)[...] = copy
 
 
@@ -437,7 +438,7 @@ def host_engine(monkeypatch) -> None:
         on_device(lambda: ctypes.memset(target, value, nbytes))
 
     streams = SimpleNamespace(handle=lambda stream: 0, synchronize=lambda stream, device: not_captured("waiting"))
-    about = SimpleNamespace(name="host", uuid="host")
+    about = SimpleNamespace(name="host", uuid="host", compute_capability=(9, 0))
 
     def pinned_empty(shape, dtype, device):
         return np.full(shape, -1, getattr(dtype, "numpy", dtype))

@@ -180,6 +180,27 @@ static unsigned short to_bfloat16(float x) {  // to nearest even
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+// To nearest even, in 8 bits with so many of mantissa; what is larger than the largest number becomes it.
+static unsigned to_8_bits(float x, int mantissa, int bias, float most, unsigned nan) {
+    if (x != x) return nan;
+    const unsigned sign = __float_as_uint(x) >> 31 << 7;
+    float size = fabsf(x);
+    int exponent = size == 0 ? 0 : ilogbf(fminf(size, most));
+    if (exponent < 1 - bias) exponent = 1 - bias;
+    size = fminf(ldexpf(rintf(ldexpf(fminf(size, 2 * most), mantissa - exponent)), exponent - mantissa), most);
+    if (size < ldexpf(1, 1 - bias)) return sign | unsigned(ldexpf(size, mantissa + bias - 1));
+    exponent = ilogbf(size);
+    return sign | unsigned(exponent + bias) << mantissa | unsigned(ldexpf(size, mantissa - exponent)) - (1u << mantissa);
+}
+static unsigned to_e4m3(float x) { return to_8_bits(x, 3, 7, 448, 0x7f); }
+static unsigned to_e5m2(float x) { return to_8_bits(x, 2, 15, 57344, 0x7f); }
+static unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    const unsigned long long both = a | (unsigned long long)b << 32;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i) out |= unsigned(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return out;
+}
+
 #include "tensor_cores.h"
 
 static void fiber_main() {

@@ -35,7 +35,8 @@ FINALISTS = 4  # at most of those near, each for SETTLE and MEASURE: a shape tak
 SHORT = 0.1  # ms: what the host may not queue as fast as it runs is chosen by brief runs
 SETTLE, MEASURE = 80, 80  # ms: of runs in which the GPU finds its clock under the power limit, then of those that count
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t), by cuBLASLt's promise to be stored as it is
-_DATA_TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType_t
+_DATA_TYPES = {"float32": 0, "bfloat16": 14, "float8_e4m3fn": 28, "float8_e5m2": 29}  # cudaDataType_t
+_SCALED = {"float8_e4m3fn", "float8_e5m2"}
 _COMPUTE_32F, _SCALE_32F = 68, 0
 
 
@@ -73,22 +74,25 @@ class Matmul:
     def __call__(
         self, a: Array, b: Array, out: Array, *, transpose_a: bool = False, transpose_b: bool = False,
         c: Array | None = None, bias: Array | None = None, alpha: float = 1.0, beta: float = 1.0,
+        scales: tuple[Array, Array] | None = None, fast: bool = False,
     ) -> None:  # fmt: skip
         """``a`` (M, K), or (K, M) if transposed; ``b`` (K, N) likewise; ``c`` like ``out``, and may be it.
 
         ``bias`` (N,), of the dtype of ``out``, is added to each row.
+        Operands of 8 bits need ``scales`` (1,) of both, float32, and ``transpose_b`` alone: on Hopper there is no other
+        order of memory.  ``fast`` lets the tensor cores add up their products with fewer bits.
         """
         if not out.size:
             return
         key = (a.shape, b.shape, a.dtype, out.dtype, transpose_a, transpose_b, c is not None,
                *(self._alignment(x) for x in (a, b, out if c is None else c, out)),
-               *(() if bias is None else ("bias",)))  # fmt: skip
+               *(() if bias is None else ("bias",)), *(("fast",) if fast else ()))  # fmt: skip
         plan = self._plans.get(key)
         try:
             if plan is None:
-                plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c, bias)
-            elif bias is not None:
-                self._set(plan.operation, "BIAS_POINTER", bias.pointer, np.uint64)
+                plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c, bias, scales, fast)
+            else:
+                self._set_pointers(plan.operation, bias, scales)
             self._run(plan, plan.algorithm.ctypes.data, a, b, c, out, alpha, beta)
         except self.lt.cuBLASLtError as error:
             raise driver.library_error("a matrix product by cuBLASLt", error) from error
@@ -114,9 +118,17 @@ class Matmul:
         attribute = getattr(self.lt.MatmulDescAttribute, name)
         self.lt.matmul_desc_set_attribute(operation, attribute, content.ctypes.data, content.nbytes)
 
+    def _set_pointers(self, operation: int, bias: Array | None, scales: tuple[Array, Array] | None) -> None:
+        """Those of operands that a plan does not take at each call."""
+        if bias is not None:
+            self._set(operation, "BIAS_POINTER", bias.pointer, np.uint64)
+        if scales is not None:  # as the operands, they change places
+            self._set(operation, "B_SCALE_POINTER", scales[0].pointer, np.uint64)
+            self._set(operation, "A_SCALE_POINTER", scales[1].pointer, np.uint64)
+
     def _plan(
         self, key: tuple[Any, ...], a: Array, b: Array, out: Array, transpose_a: bool, transpose_b: bool,
-        c: Array | None, bias: Array | None,
+        c: Array | None, bias: Array | None, scales: tuple[Array, Array] | None, fast: bool,
     ) -> Plan:  # fmt: skip
         m, k = a.shape[:-3:-1] if transpose_a else a.shape[-2:]
         k_of_b, n = b.shape[:-3:-1] if transpose_b else b.shape[-2:]
@@ -128,8 +140,7 @@ class Matmul:
                 f"matmul: expected (M, K) (K, N) -> (M, N), got {a.shape}{'^T' * transpose_a} "
                 f"{b.shape}{'^T' * transpose_b} -> {out.shape}"
             )
-        if a.dtype is not b.dtype or not {a.dtype.name, out.dtype.name} <= _DATA_TYPES.keys():
-            raise InvalidArgument(f"matmul: expected float32 or bfloat16, got {a.dtype}, {b.dtype} -> {out.dtype}")
+        _check_types(a, b, out, scales is not None, transpose_b and not transpose_a)
         lt = self.lt
         operation = lt.matmul_desc_create(_COMPUTE_32F, _SCALE_32F)
         self._set(operation, "TRANSA", transpose_b, np.int32)
@@ -138,7 +149,9 @@ class Matmul:
             if (bias.shape, bias.dtype) != ((n,), out.dtype):
                 raise InvalidArgument(f"matmul: expected a bias {out.dtype}({n},), got {bias.dtype}{bias.shape}")
             self._set(operation, "EPILOGUE", lt.Epilogue.BIAS, np.uint32)
-            self._set(operation, "BIAS_POINTER", bias.pointer, np.uint64)
+        if fast:
+            self._set(operation, "FAST_ACCUM", 1, np.int8)
+        self._set_pointers(operation, bias, scales)
         first, second, result = (self._layout(x) for x in (b, a, out))
         plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
         name = " ".join(map(str, key))
@@ -254,6 +267,24 @@ class Matmul:
         if brief[first] < SHORT or not near:
             return candidates[first]
         return candidates[min(first, *near, key=lasting)]
+
+
+def _check_types(a: Array, b: Array, out: Array, scaled: bool, along_sum: bool) -> None:
+    """InvalidArgument for dtypes, or an order of 8-bit operands, that no product has."""
+    of_a, of_b, of_out = a.dtype.name, b.dtype.name, out.dtype.name
+    narrow = of_a in _SCALED and of_b in _SCALED
+    right = of_out in ("float32", "bfloat16") and (
+        scaled and along_sum and "float8_e4m3fn" in (of_a, of_b) if narrow
+        else not scaled and a.dtype is b.dtype and of_a in ("float32", "bfloat16")
+    )  # fmt: skip
+    if not right:
+        scales = f"{'with' if scaled else 'without'} scales"
+        raise InvalidArgument(
+            "matmul: expected float32 or bfloat16, or float8 that lies along the sum, with scales, "
+            f"got {of_a}, {of_b} -> {of_out} {scales}"
+        )
+    if narrow and (sizes := [size for size in (*a.shape, *b.shape) if size % 16]):
+        raise InvalidArgument(f"matmul: expected sizes of float8 operands that are multiples of 16, got {sizes[0]}")
 
 
 @functools.cache

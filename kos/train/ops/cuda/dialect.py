@@ -26,7 +26,7 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
-from kos.train.ops.cuda import attention
+from kos.train.ops.cuda import attention, fp8
 from kos.train.ops.cuda.cublaslt import Matmul
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -224,6 +224,15 @@ class CudaOps:
 
     def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
+
+    def quantize(self, x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
+        fp8.quantize(self, x, rows, columns, scale, arena)
+
+    def scaled_product(
+        self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
+        bias: Array | None, arena: Arena,
+    ) -> None:  # fmt: skip
+        fp8.scaled_product(self, a, scale_a, b, scale_b, out, residual, bias)
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         rows, columns = x.shape
