@@ -68,6 +68,12 @@ class FixedProducts(Products):
         self.split, self.cp = split, cp
         self.parts, self.pieces = split.features // tp.size, split.tokens // cp.size
 
+    def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> None:
+        """None: a piece of the tokens has a scale of its own."""
+
+    def gradient(self, d_out: Array, keep: Arena) -> Array:
+        return d_out
+
     # --- sums ------------------------------------------------------------------------------------------
 
     def tree(self, leaf: Callable[[int, Array], None], out: Array, first: int = 0, count: int = 0) -> None:

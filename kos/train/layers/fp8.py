@@ -37,6 +37,7 @@ FORWARD = np.dtype(ml_dtypes.float8_e4m3fn)
 BACKWARD = np.dtype(ml_dtypes.float8_e5m2)
 """The format of gradients."""
 
+SCALE = np.dtype(np.float32)
 MULTIPLE = 16
 """cuBLASLt's 8-bit products take only sizes that are multiples of it."""
 
@@ -54,14 +55,6 @@ class Quantized:
     def __getitem__(self, rows: slice) -> Quantized:
         return Quantized(self.rows[rows], None, self.scale)
 
-    @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: Any, take: Any, rows: bool = True, columns: bool = True) -> Quantized:
-        """Memory of ``take(shape, dtype)`` for a matrix of ``shape``."""
-        return cls(
-            take(shape, dtype) if rows else None, take(shape[::-1], dtype) if columns else None,
-            take((1,), np.dtype(np.float32)),
-        )  # fmt: skip
-
 
 class Fp8Linear:
     """The products of a linear layer, by the names that ``Ops`` has for those of ``products``.
@@ -73,39 +66,53 @@ class Fp8Linear:
         self._products = products
 
     def quantized(
-        self, x: Array, dtype: Any, arena: Arena, rows: bool = True, columns: bool = True
+        self, x: Any, dtype: Any, rows: Arena | None = None, columns: Arena | None = None
     ) -> Quantized:
-        """``x`` in 8 bits, in ``arena``."""
+        """``x`` in 8 bits: in ``rows``, and transposed in ``columns``, if they are given."""
         if isinstance(x, Quantized):
             return x
-        made = Quantized.empty(tuple(x.shape), dtype, arena.take, rows, columns)
-        self._products.ops.quantize(x, made.rows, made.columns, made.scale, self._products.arena)
-        return Quantized(made.rows, made.columns, made.scale, x)
+        n, f = x.shape
+        of_rows, of_columns = rows and rows.take((n, f), dtype), columns and columns.take((f, n), dtype)
+        scale = (columns or rows).take((1,), SCALE)  # type: ignore[union-attr]
+        self._products.ops.quantize(x, of_rows, of_columns, scale, self._products.arena)
+        return Quantized(of_rows, of_columns, scale, x)
+
+    def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Quantized:
+        """``Products.empty_transposed``."""
+        return Quantized(None, arena.take(shape[::-1], FORWARD), arena.take((1,), SCALE))
+
+    def gradient(self, d_out: Array, keep: Arena) -> Quantized:
+        """``Products.gradient``."""
+        return self.quantized(d_out, BACKWARD, self._products.arena, keep)
 
     def linear(
-        self, x: Array, weight: Quantized, out: Array, residual: Array | None = None, bias: Array | None = None
-    ) -> None:
-        """``Ops.linear``."""
+        self, x: Array, weight: Quantized, out: Array, residual: Array | None = None, bias: Array | None = None,
+        transposed: Quantized | None = None,
+    ) -> None:  # fmt: skip
+        """``Ops.linear``. ``transposed``: see ``Products.empty_transposed``."""
         ops, arena = self._products.ops, self._products.arena
         with arena.scope():
-            x = self.quantized(x, FORWARD, arena, columns=False)
-            ops.scaled_product(x.rows, x.scale, weight.rows, weight.scale, out, residual, bias, arena)
+            if transposed is None:
+                x_8 = self.quantized(x, FORWARD, arena)
+            else:
+                x_8 = Quantized(arena.take(tuple(x.shape), FORWARD), transposed.columns, transposed.scale)
+                ops.quantize(x, x_8.rows, x_8.columns, x_8.scale, arena)
+            ops.scaled_product(x_8.rows, x_8.scale, weight.rows, weight.scale, out, residual, bias, arena)
 
-    def linear_input_gradient(self, d_out: Array, weight: Quantized, dx: Array) -> None:
+    def linear_input_gradient(self, d_out: Any, weight: Quantized, dx: Array) -> None:
         """``Ops.linear_input_gradient``."""
         ops, arena = self._products.ops, self._products.arena
         with arena.scope():
-            d = self.quantized(d_out, BACKWARD, arena, columns=False)
+            d = self.quantized(d_out, BACKWARD, arena)
             ops.scaled_product(d.rows, d.scale, weight.columns, weight.scale, dx, None, None, arena)
 
-    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+    def linear_weight_gradient(self, d_out: Any, x: Any, d_weight: Array, accumulate: bool, arena: Arena) -> None:
         """``Ops.linear_weight_gradient``."""
         ops = self._products.ops
         with arena.scope():
-            d = self.quantized(d_out, BACKWARD, arena, rows=False)
-            x = self.quantized(x, FORWARD, arena, rows=False)
+            d, x_8 = self.quantized(d_out, BACKWARD, None, arena), self.quantized(x, FORWARD, None, arena)
             before = d_weight if accumulate else None
-            ops.scaled_product(d.columns, d.scale, x.columns, x.scale, d_weight, before, None, arena)
+            ops.scaled_product(d.columns, d.scale, x_8.columns, x_8.scale, d_weight, before, None, arena)
 
 
 class Fp8Weights(Mapping[str, Array]):
@@ -144,7 +151,11 @@ def linears(layers: Iterable[Iterable[Any]]) -> Iterator[Any]:
 def weight_store(models: Iterable[Any], weights: Weights, ops: Ops) -> dict[str, Quantized]:
     """Memory for the weights of the linear layers of ``models``, whose shapes are those of ``weights``."""
     names = [linear.name for model in models for linear in linears(model.layers)]
-    return {name: Quantized.empty(tuple(weights[name].shape), FORWARD, ops.zeros) for name in names}
+    shapes = {name: tuple(weights[name].shape) for name in names}
+    return {
+        name: Quantized(ops.zeros(shape, FORWARD), ops.zeros(shape[::-1], FORWARD), ops.zeros((1,), SCALE))
+        for name, shape in shapes.items()
+    }
 
 
 def store_bytes(store: Mapping[str, Quantized]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kos.train.layers.context import PassContext
 from kos.train.layers.placement import Placement
@@ -83,8 +83,9 @@ class ColumnLinear(Linear):
         ends = [0, *accumulate(rows // shards for rows in self.members.values())]
         return [*map(slice, ends, ends[1:])]
 
-    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array) -> None:
-        ctx.products.linear(ctx.weights[self.name], x_ND, out_NF, self.stacked(ctx.tp.size), None, self._bias(ctx))
+    def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array, transposed: Any = None) -> None:
+        stacked, bias = self.stacked(ctx.tp.size), self._bias(ctx)
+        ctx.products.linear(ctx.weights[self.name], x_ND, out_NF, stacked, None, bias, transposed)
 
     def backward(self, ctx: PassContext, d_out_NF: Array, dx_nD: Array) -> Callable[[], object]:
         """Begin to compute ``dx_nD``, whose sum over ranks overlaps the second half of the product.
@@ -108,15 +109,16 @@ class RowLinear(Linear):
     dim = 1
 
     def forward(
-        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half
-    ) -> Callable[[], None]:
+        self, ctx: PassContext, x_NF: Array, term_ND: Array, out_nD: Array, residual_nD: Array, half: Half,
+        transposed: Any = None,
+    ) -> Callable[[], None]:  # fmt: skip
         """For ``half``: out_nD = residual_nD + this rank's rows of x weight^T, summed over the ranks' features.
 
         The returned function completes ``out_nD``. Until then the product is in ``term_ND``.
         """
         (rows, own), products, weight, bias = half, ctx.products, ctx.weights[self.name], self._bias(ctx)
         if ctx.tp.size == 1:
-            products.linear(weight, x_NF, out_nD, None, residual_nD, bias)
+            products.linear(weight, x_NF, out_nD, None, residual_nD, bias, transposed)
             return lambda: None
         of_term = bias if ctx.tp.axis.rank == 0 and not products.bias_after_sum else None
         products.linear(weight, x_NF[rows], term_ND[rows], None, None, of_term)

@@ -36,14 +36,25 @@ class Products:
         """What has the products of linear layers: ``linear``, ``linear_input_gradient``, ``linear_weight_gradient``."""
         return self.fp8 or self.ops
 
+    # --- operands in 8 bits, where all rows of a tensor are multiplied at once ---------------------------------
+
+    def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Any:
+        """Memory in which ``linear`` saves its input (N, F) for the weight's gradient, if that is less than the input's."""
+        return self.fp8.empty_transposed(shape, arena) if self.fp8 and self.tp.size == 1 else None
+
+    def gradient(self, d_out: Array, keep: Arena) -> Any:
+        """What ``input_gradient`` and ``weight_gradient`` take in place of ``d_out``; the latter's part is in ``keep``."""
+        return self.fp8.gradient(d_out, keep) if self.fp8 else d_out
+
     # --- Linear and Norm -----------------------------------------------------------------------------------
 
     def linear(
         self, weight: Array, x: Array, out: Array, stacked: Stacked, residual: Array | None = None,
-        bias: Array | None = None,
+        bias: Array | None = None, transposed: Any = None,
     ) -> None:  # fmt: skip
-        """out = x weight^T + residual + bias, of this rank's features."""
-        self.of_layers.linear(x, weight, out, residual, bias)
+        """out = x weight^T + residual + bias, of this rank's features. ``transposed``: see ``empty_transposed``."""
+        more = () if transposed is None else (transposed,)
+        self.of_layers.linear(x, weight, out, residual, bias, *more)
 
     def input_gradient(self, weight: Array, d_out: Array, dx: Array, stacked: Stacked) -> None:
         """dx = d_out weight, of this rank's features."""
@@ -59,7 +70,7 @@ class Products:
         Of a row-parallel matrix all ranks have all rows: one of them adds them up, for the sum over ranks.
         """
         if stacked is not None or self.tp.axis.rank == 0:
-            self.ops.sum_rows(d_out, d_bias, accumulate, self.arena)
+            self.ops.sum_rows(getattr(d_out, "raw", d_out), d_bias, accumulate, self.arena)
         elif not accumulate:
             self.ops.zero(d_bias)
 

@@ -30,6 +30,11 @@ class Saved(NamedTuple):
     columns_NW: Array
     inner_NF: Array | None
     of_core: Any = None
+    normed_8: Any = None
+    """In place of ``normed_nD``: transposed, in 8 bits (``Products.empty_transposed``)."""
+
+    inner_8: Any = None
+    """The same of ``inner_NF``."""
 
 
 class Sublayer:
@@ -58,19 +63,23 @@ class Sublayer:
         """Write ``inner_NF`` in a backward, from ``columns_NW``."""
         raise NotImplementedError
 
-    def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
-        """Write the gradient of the core's input."""
+    def core_backward(self, ctx: PassContext, saved: Saved, inner: Any, d_inner: Array, d_columns: Array) -> None:
+        """Write the gradient of the core's input. ``inner``: None if only its copy in 8 bits was saved."""
         raise NotImplementedError
 
     # --- forward -------------------------------------------------------------------------------------------
 
     def save(self, ctx: PassContext, x_nD: Array, seq_len: int, arena: Arena, cheap: Arena | None) -> Saved:
         """Memory for what a forward writes: in ``arena``, and what is cheap to compute again in ``cheap``, if given."""
-        tokens, dtype, of_inner = len(x_nD) * ctx.tp.size, x_nD.dtype, cheap if self.cheap else arena
+        tokens, dtype = len(x_nD) * ctx.tp.size, x_nD.dtype
+        eight = [cheap and ctx.products.empty_transposed((tokens, f), cheap)
+                 for f in (self.column.columns, self.row.columns // ctx.tp.size)]  # fmt: skip
+        of_normed, of_inner = (None if made else cheap for made in eight)
+        of_inner = of_inner if self.cheap else arena
         return Saved(
-            x_nD, self.norm.statistics(ctx, x_nD, arena), cheap and cheap.take(x_nD.shape, dtype),
+            x_nD, self.norm.statistics(ctx, x_nD, arena), of_normed and of_normed.take(x_nD.shape, dtype),
             self._empty_columns(ctx, tokens, dtype, arena), of_inner and self.empty_inner(ctx, tokens, dtype, of_inner),
-            self.save_core(ctx, tokens, seq_len, dtype, arena),
+            self.save_core(ctx, tokens, seq_len, dtype, arena), *eight,
         )  # fmt: skip
 
     def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
@@ -87,14 +96,14 @@ class Sublayer:
 
     def compute(self, ctx: PassContext, saved: Saved, x_ND: Array, half: Half, last: bool) -> Iterator[None]:
         """The first product and the core. Yields where a turn ends."""
-        self.column.forward(ctx, x_ND[half.rows], saved.columns_NW[half.rows])
+        self.column.forward(ctx, x_ND[half.rows], saved.columns_NW[half.rows], saved.normed_8)
         yield from self.core(ctx, saved, half, last)
 
     def leave(
         self, ctx: PassContext, saved: Saved, exchange_ND: Array, out_nD: Array, half: Half
     ) -> Callable[[], None]:
         """The second product, and begin its sum over ranks. The returned function waits, and adds to the stream."""
-        return self.row.forward(ctx, saved.inner_NF, exchange_ND, out_nD, saved.x_nD, half)
+        return self.row.forward(ctx, saved.inner_NF, exchange_ND, out_nD, saved.x_nD, half, saved.inner_8)
 
     # --- backward ------------------------------------------------------------------------------------------
 
@@ -106,27 +115,29 @@ class Sublayer:
         input gradient, that of the first the gather of ``dx_nD``.
         """
         tp, arena, keep, deferred = ctx.tp, ctx.arena, ctx.keep, ctx.pending is not None
-        (x, statistics, normed, columns, inner, _), finished = saved, list[str]()
+        (x, statistics, normed, columns, inner, _, normed_8, inner_8), finished = saved, list[str]()
         tokens, dtype = len(columns), dx_nD.dtype
         with arena.scope():
-            if normed is None:
+            if normed is None and not normed_8:
                 normed = self.norm.normed(ctx, x, keep, statistics)
-            gathered = tp.start_gather(normed, tp.empty_rows(normed, keep))
-            if inner is None:
+            gathered = (lambda: normed_8) if normed_8 else tp.start_gather(normed, tp.empty_rows(normed, keep))
+            if inner is None and not inner_8:
                 inner = self.empty_inner(ctx, tokens, dtype, keep)
                 self.again(ctx, saved, inner)
             d_inner = self.empty_inner(ctx, tokens, dtype, arena)
             if deferred and d_out_ND is dx_nD:  # the rest of the backward adds to dx_nD
                 d_out_ND = keep.take(dx_nD.shape, dtype)
                 ctx.ops.copy(dx_nD, d_out_ND)
-            self.row.backward(ctx, d_out_ND, d_inner)
+            d_out = ctx.products.gradient(d_out_ND, keep)
+            self.row.backward(ctx, d_out, d_inner)
             d_columns = self._empty_columns(ctx, tokens, dtype, keep)
             self.core_backward(ctx, saved, inner, d_inner, d_columns)
+            d_columns = ctx.products.gradient(d_columns, keep)
             with arena.scope():
                 d_normed_nD = arena.take(dx_nD.shape, dtype)
                 with arena.scope():
                     summed = self.column.backward(ctx, d_columns, d_normed_nD)
-                    ctx.weight_gradient(self.row, d_out_ND, inner)
+                    ctx.weight_gradient(self.row, d_out, inner_8 or inner)
                     summed()
                 of_norm = ctx.into._replace(final=finished.append)  # final after the matrix, in their order in memory
                 self.norm.backward(ctx._replace(into=of_norm), d_normed_nD, x, statistics, dx_nD)

@@ -249,8 +249,8 @@ class Ops(Protocol):
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
         """out (N, F) = silu(gate) up; ``gate_up`` (N, 2F) holds gate, then up."""
 
-    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
-        """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote."""
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
+        """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote, if that was saved."""
 
     def gelu(self, x: Array, out: Array, arena: Arena) -> None:
         """out (N, F) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GPT-2's approximation by tanh."""

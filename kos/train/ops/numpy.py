@@ -481,8 +481,14 @@ def swiglu(gate_up: Array, out: Array, arena: Arena) -> None:
             t *= up
 
 
-def swiglu_backward(d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
     """With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out (out + s (up - out))."""
+    if out is None:
+        with arena.scope():
+            out = empty_columns(arena, *d_out.shape, d_out.dtype)
+            swiglu(gate_up, out, arena)
+            swiglu_backward(d_out, gate_up, out, d_gate_up, arena)
+        return
     gates, ups = _columns(gate_up).reshape(2, -1)
     d_gates, d_ups = _columns(d_gate_up).reshape(2, -1)
     hiddens, d_hiddens = _columns(out).reshape(-1), _columns(d_out).reshape(-1)

@@ -44,7 +44,7 @@ def cost(name: str, arguments: tuple[Any, ...], state: int = len(AdamW.state)) -
     elif name.startswith("rope"):  # of each row the first heads, in place
         x, _, head_dim, heads = arguments[:4]
         nbytes = 2 * len(x) * heads * head_dim * x.dtype.itemsize
-    elif name == "swiglu_backward":
+    elif name == "swiglu_backward" and arguments[2] is not None:
         nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
     elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]

@@ -144,7 +144,7 @@ class CudaOps:
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
         self._elementwise("swiglu", out, gate_up, out, row=out.shape[1], COLUMNS=out.shape[1])
 
-    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array | None, d_gate_up: Array, arena: Arena) -> None:
         columns = d_out.shape[1]
         self._elementwise("swiglu_backward", d_out, d_out, gate_up, d_gate_up, row=columns, COLUMNS=columns)
 
