@@ -292,8 +292,8 @@ class Trainer:
         for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
             if not math.isfinite(value) and not config.skip_outliers:
                 tensor = device.not_finite(step)
-                forward = ", but what the forward breaks is in all" if name == "loss" else ""
-                where = f" (first in the gradient of {tensor}{forward})" if tensor else ""
+                forward = ", but what the forward breaks is in all" if name == "loss" and config.dtype != "fp8" else ""
+                where = f" (first in {tensor}{forward})" if tensor else ""
                 raise self._not_finite(step + 1, name, value, where)
         tokens = config.batch_size * config.seq_len
         row: dict[str, Any] = {

@@ -1,24 +1,205 @@
-"""``--dtype fp8``: on an emulated GPU, whose layers are those of the CPU's emulation."""
+"""Runs with ``--dtype fp8``: on CPUs, and on an emulated GPU, where the products are the CPU's emulation."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.train.emulated_runs import SMALL, column, emulated, text, train
+from kos.errors import ConfigError, TrainingError
+from kos.train.config.options import TrainConfig
+from kos.train.device import cuda as engine_module
+from kos.train.device.cpu import CpuDevice
+from kos.train.device.cuda import CudaDevice
+from kos.train.ops import numpy as reference
+from kos.train.parallel.mesh import Layout
+from tests.train import test_layouts as on_cpus
+from tests.train import test_layouts_on_host as layouts
+from tests.train.emulated_runs import SMALL, column, text, train
+from tests.train.emulated_runs import emulated as emulated_runs
+from tests.train.host_kernels.engine import on_host
+from tests.train.sharded import tensors_of_run
+from tests.train.test_deterministic import length
+from tests.train.test_layouts import named
+from tests.train.test_layouts_on_host import HEAD_ALONE, emulated
 
-__all__ = ["emulated", "text"]
+__all__ = ["emulated", "emulated_runs", "text"]
 
-MODEL = {**SMALL["model"], "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8}
-RUN = {"model": MODEL, "seq_len": 16, "dtype": "fp8", "lr": 1e-3}
+MODEL: dict[str, Any] = {**SMALL["model"], "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+RUN: dict[str, Any] = {"model": MODEL, "seq_len": 16, "dtype": "fp8", "lr": 1e-3}
+NEAR = 5e-3
+"""Relative difference of losses of a few steps that are quantized otherwise, or not at all."""
+
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": 256, "tie_word_embeddings": True, "num_key_value_heads": 4,
+}  # fmt: skip
 
 
-def test_steps_are_those_of_the_cpu(emulated, text, tmp_path):
-    cpu = train(text, tmp_path / "cpu", "cpu", **RUN)
-    gpu = train(text, tmp_path / "gpu", **RUN)
-    exact = train(text, tmp_path / "float32", "cpu", **RUN | {"dtype": "float32"})
-    print(column(cpu), column(gpu), column(exact), column(cpu, "grad_norm"), column(gpu, "grad_norm"))
+@pytest.fixture
+def sixteens(monkeypatch):
+    """Sizes that cuBLASLt takes, in the tests of layouts too."""
+    monkeypatch.setitem(on_cpus.SHAPE, "intermediate_size", 32)
+
+
+@pytest.mark.parametrize("shape", [MODEL, GPT2], ids=["llama", "gpt2"])
+def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys):
+    """Which rounds activations not to bfloat16; and not those of float32."""
+    settings = {**RUN, "model": shape}
+    cpu, gpu = (train(text, tmp_path / device, device, **settings) for device in ("cpu", "cuda"))
+    exact = train(text, tmp_path / "float32", "cpu", **settings | {"dtype": "float32"})
     for name in ("loss", "val_loss"):
         np.testing.assert_allclose(column(gpu, name), column(cpu, name), rtol=1e-3)
-    print(column(cpu), column(gpu), column(exact), column(cpu, "grad_norm"), column(gpu, "grad_norm"))
-    assert column(cpu) != column(exact)
+        np.testing.assert_allclose(column(cpu, name), column(exact, name), rtol=NEAR)
+        assert not set(column(cpu, name)) & set(column(exact, name))
+    np.testing.assert_allclose(column(gpu, "grad_norm"), column(cpu, "grad_norm"), rtol=0.05)
+    assert "weights of layers, fp8, and transposed" in capsys.readouterr().out
+
+
+def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
+    """Bit for bit: a step depends on no scale of an earlier one."""
+    whole, tensors = train(text, tmp_path / "whole", **RUN), tensors_of_run(tmp_path / "whole")
+    for name, changes in {
+        "eager": {"graph": False}, "norms": {"recompute": "norms"}, "block": {"recompute": "block"},
+        "rest": {"resume": str(tmp_path / "whole" / "checkpoints" / "step-2")},
+    }.items():  # fmt: skip
+        rows = train(text, tmp_path / name, **RUN, **changes)
+        assert column(rows) == column(whole)[-len(rows) :], name
+        assert tensors_of_run(tmp_path / name) == tensors, name
+
+
+@pytest.mark.parametrize(
+    ("broken", "value", "first"),
+    [
+        ("mlp.down_proj", np.inf, "the weights of model.layers.1.mlp.down_proj"),
+        ("input_layernorm", 3e38, "the input of model.layers.1.self_attn.qkv_proj"),
+    ],
+)
+@pytest.mark.parametrize(("device", "ranks"), [("cuda", 1), ("cuda", 2), ("cpu", 1)])
+def test_a_value_that_is_not_finite_stops_the_run(
+    emulated_runs, text, tmp_path, monkeypatch, broken, value, first, device, ranks
+):
+    """Saturating would hide it. The first tensor with one is named, with the step."""
+    kind = CudaDevice if device == "cuda" else CpuDevice
+    start_step, name = kind.start_step, f"model.layers.1.{broken}.weight"
+
+    def started(self, step, stop):
+        if step == 2 and name in self.step.weights:
+            weights = self.step.weights[name]
+            (on_host(weights) if device == "cuda" else weights).reshape(-1)[0] = value
+        start_step(self, step, stop)
+
+    monkeypatch.setattr(kind, "start_step", started)
+    settings = {**RUN, "eval_every": 0, "save_every": 0, "ranks": ranks, "pp": ranks}
+    with pytest.raises(TrainingError, match=rf"step 3: expected a finite loss, got nan \(first in {first}.weight\);"):
+        train(text, tmp_path, device, **settings)
+
+
+def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, monkeypatch):
+    real = reference.swiglu_backward
+
+    def broken(d_out, gate_up, out, d_gate_up, arena):
+        real(d_out, gate_up, out, d_gate_up, arena)
+        d_gate_up[3, 5] = np.inf
+
+    monkeypatch.setattr(reference, "swiglu_backward", broken)
+    expected = "the gradient of the output of model.layers.1.mlp.gate_up_proj.weight"
+    with pytest.raises(TrainingError, match=rf"step 1: expected a finite gradient norm, got nan \(first in {expected}\);"):
+        train(text, tmp_path, **RUN)
+
+
+LAYOUTS = [
+    (Layout(tp=2), {}),
+    (Layout(tp=2), {"recompute": "block", "zero": 1}),
+    (Layout(tp=2), {"family": "qwen3", "tied": True, "recompute": "norms"}),
+    (Layout(dp=2, tp=2), {"zero": 1, "graph": False}),
+    (Layout(cp=2), {"documents": "pack"}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True, "layers": HEAD_ALONE}),
+    pytest.param(Layout(pp=2, tp=2), {"pp_schedule": "interleaved"}, marks=pytest.mark.slow),
+    pytest.param(Layout(cp=2, tp=2), {"seq_len": 128}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes"), LAYOUTS, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
+def test_layout(emulated, sixteens, layout, changes):
+    """Near one rank's: ranks of tp have scales of their own, and other sums round weights otherwise."""
+    how = {"seq_len": 64, "dtype": "fp8", "lr": 1e-3, "layers": layouts.layers_of(layout), **changes}
+    layers = how.pop("layers")
+    alone = {key: how[key] for key in ("documents", "family", "seq_len", "dtype", "lr", "tied") if key in how}
+    (expected,) = layouts.train(Layout(), layers, **alone)
+    for rank, got in enumerate(layouts.train(layout, layers, **how)):
+        np.testing.assert_allclose(got["rows"][:, 0], expected["rows"][:, 0], rtol=NEAR, err_msg=f"rank {rank}")
+        np.testing.assert_allclose(got["rows"][:, 1], expected["rows"][:, 1], rtol=0.05, err_msg=f"rank {rank}")
+        assert got["loss"] == pytest.approx(expected["loss"], rel=NEAR)
+
+
+FIXED = [
+    (Layout(dp=2), {"tied": True, "zero": 1}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "tied": False, "graph": False}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(cp=2), {"tied": True}),
+    (Layout(pp=2, cp=2), {"tied": True, "zero": 1, "pp_schedule": "zero-bubble-v"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes"), FIXED, ids=lambda x: named(x) if isinstance(x, Layout) else str(x))
+def test_deterministic(emulated, sixteens, layout, changes, monkeypatch):
+    """The bits of one rank."""
+    layouts.check_deterministic(layout, {"seq_len": 128, "dtype": "fp8", **changes}, monkeypatch)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2), Layout(cp=2), Layout(dp=2, cp=2)], ids=named)
+def test_deterministic_on_cpus(sixteens, layout):
+    how: dict[str, Any] = {"dtype": "fp8", "deterministic": True, "seq_len": length(2), "batch_size": 4, "steps": 2}
+    (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
+    for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
+        assert got["rows"].tobytes() == alone["rows"].tobytes() and got["loss"] == alone["loss"]
+        assert all(value.tobytes() == alone["weights"][name].tobytes() for name, value in got["weights"].items())
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(tp=2), Layout(pp=2), Layout(cp=2)], ids=named)
+def test_layout_on_cpus(sixteens, layout):
+    how: dict[str, Any] = {"dtype": "fp8", "seq_len": 64, "lr": 1e-3}
+    (alone,) = on_cpus.train(Layout(), CpuDevice, 2, True, **how)
+    for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
+        np.testing.assert_allclose(got["rows"][:, 0], alone["rows"][:, 0], rtol=NEAR)
+        assert got["loss"] == pytest.approx(alone["loss"], rel=NEAR)
+
+
+def test_what_is_refused(emulated, sixteens, monkeypatch):
+    """By name, on every rank."""
+
+    def refused(expected: str, layout: Layout, **changes: Any) -> None:
+        with pytest.raises(ConfigError, match=expected):
+            layouts.train(layout, 1, **{"dtype": "fp8", "seq_len": 64, **changes})
+
+    refused(r"--dtype fp8: expected --seq-len 40 / 1 to be a multiple of 16, got 40", Layout(), seq_len=40)
+    refused(r"expected --seq-len 32 / 4 to be a multiple of 16, got 8", Layout(tp=2), seq_len=32)
+    refused(r"expected --tp 1 on GPUs.* got 2", Layout(tp=2), deterministic=True)
+    refused(r"the columns of model.layers.0.self_attn.o_proj.weight on a rank of --tp 4 .* 8", Layout(tp=4), seq_len=128)
+    about = engine_module.device_info(0)
+    about.compute_capability, about.name = (8, 0), "A100"
+    refused(r"--dtype fp8: expected a GPU of compute capability 8.9 or more, got 8.0 \(A100\)", Layout(dp=2))
+
+
+def test_an_untried_gpu_is_allowed(emulated_runs, text, tmp_path, caplog):
+    engine_module.device_info(0).compute_capability = (8, 9)
+    train(text, tmp_path, **RUN | {"steps": 1, "eval_batches": 0})
+    assert "--dtype fp8 has not been tried on GPUs of compute capability 8.9" in caplog.text
+
+
+def test_settings():
+    config = TrainConfig.from_preset("tiny", dtype="fp8")
+    on_cpu, on_gpu = config.for_world(1), config.for_world(1, "cuda")
+    assert [on_cpu.compute_dtype, on_gpu.compute_dtype, on_gpu.master_dtype] == ["float32", "bfloat16", "float32"]
+    narrow = TrainConfig.from_preset("tiny", dtype="fp8", master_weights="none")
+    assert narrow.for_world(1, "cuda").master_dtype == "bfloat16"
+    with pytest.raises(ConfigError, match="--master-weights: expected float32 with --dtype fp8 on the CPU, got none"):
+        narrow.for_world(1)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2), Layout(pp=2)], ids=named)
+def test_the_plan_counts_all(emulated, sixteens, layout, monkeypatch):
+    layouts.test_allocated_memory_is_within_the_plan(emulated, layout, {"dtype": "fp8"}, monkeypatch)

@@ -16,6 +16,7 @@ from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, counted, sum_over
 from kos.train.data.corpus import Show
 from kos.train.layers.context import Weights
+from kos.train.layers.fp8 import first_of
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
@@ -69,7 +70,22 @@ class Device(Runner):
         return {}
 
     def not_finite(self, step: int) -> str | None:
-        """The first tensor whose gradient was not finite in this step, which no later step followed."""
+        """In words, the first tensor that was not finite in this step, which no later step followed."""
+        watched = [model.fp8 for model in self.step.models if model.fp8]
+        for each in watched:
+            each.watch(True)
+        tensor, found = self.gradient_not_finite(step), ""
+        for each in watched:
+            each.watch(False)
+            found = found or each.first
+        if watched:
+            model, every = self.step.models[0].config, self.mesh.world.all_gather_bytes(found.encode())
+            if first := first_of(map(bytes.decode, every), model.layers(range(model.num_hidden_layers))):
+                return first
+        return tensor and f"the gradient of {tensor}"
+
+    def gradient_not_finite(self, step: int) -> str | None:
+        """The first tensor whose gradient was not finite in this step; in fp8 its passes are computed again."""
         raise NotImplementedError
 
     def sampling_ops(self) -> Ops:

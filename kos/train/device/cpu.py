@@ -158,7 +158,9 @@ class CpuDevice(Device):
     def finish_step(self, step: int) -> StepResult:
         return self._result
 
-    def not_finite(self, step: int) -> str | None:
+    def gradient_not_finite(self, step: int) -> str | None:
+        if self.config.dtype == "fp8":
+            self.step.passes()
         gradients, parts = self.step.gradients, self.step.optimizer.parts
         bad = [np.flatnonzero(~np.isfinite(gradients.flat[part])) + part.start for part, _ in parts]
         at = min((int(where[0]) for where in bad if where.size), default=-1)

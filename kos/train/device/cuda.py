@@ -279,7 +279,7 @@ class CudaDevice(Device):
         after = dict(zip(SCALARS, map(float, result.scalars), strict=True))
         return self.result(result.answers, after["norm"], after["lr"], result.seconds())
 
-    def not_finite(self, step: int) -> str | None:
+    def gradient_not_finite(self, step: int) -> str | None:
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
         self.step.passes()
         self.step.norm()

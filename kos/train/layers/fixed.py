@@ -135,7 +135,7 @@ class FixedProducts(Products):
 
     def linear(
         self, weight: Array, x: Array, out: Array, stacked: Stacked, residual: Array | None = None,
-        bias: Array | None = None,
+        bias: Array | None = None, transposed: Any = None,
     ) -> None:  # fmt: skip
         if stacked is None:
             columns, w = self.columns(x), self._by_columns(weight)

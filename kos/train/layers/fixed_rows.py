@@ -8,6 +8,7 @@ causal mask, then to those of every other piece, in a fixed order. Features are 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from kos.memory.arena import Arena
 from kos.train.layers.fixed import FixedContext, FixedProducts
@@ -28,7 +29,7 @@ class RowProducts(FixedProducts):
 
     def linear(
         self, weight: Array, x: Array, out: Array, stacked: Stacked, residual: Array | None = None,
-        bias: Array | None = None,
+        bias: Array | None = None, transposed: Any = None,
     ) -> None:  # fmt: skip
         for rows in self.each(len(x)):
             self.of_layers.linear(x[rows], weight, out[rows], None if residual is None else residual[rows], bias)

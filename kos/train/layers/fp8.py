@@ -38,6 +38,7 @@ BACKWARD = np.dtype(ml_dtypes.float8_e5m2)
 """The format of gradients."""
 
 SCALE = np.dtype(np.float32)
+WEIGHTS, INPUT, GRADIENT = "the weights", "the input", "the gradient of the output"
 MULTIPLE = 16
 """cuBLASLt's 8-bit products take only sizes that are multiples of it."""
 
@@ -52,6 +53,9 @@ class Quantized:
     raw: Any = None
     """What was quantized, where something reads it."""
 
+    name: str = ""
+    """Of a weight."""
+
     def __getitem__(self, rows: slice) -> Quantized:
         return Quantized(self.rows[rows], None, self.scale)
 
@@ -64,6 +68,16 @@ class Fp8Linear:
 
     def __init__(self, products: Products) -> None:
         self._products = products
+        self.watching, self.first = False, ""
+
+    def watch(self, watching: bool) -> None:
+        """While ``watching``, which waits for the device, ``first`` becomes the first operand that is not finite."""
+        self.watching = watching
+        self.first = "" if watching else self.first
+
+    def _look(self, kind: str, weight: Quantized, operand: Quantized) -> None:
+        if self.watching and not self.first and not np.isfinite(self._products.ops.to_host(operand.scale)[0]):
+            self.first = f"{kind} of {weight.name}"
 
     def quantized(
         self, x: Any, dtype: Any, rows: Arena | None = None, columns: Arena | None = None
@@ -97,6 +111,8 @@ class Fp8Linear:
             else:
                 x_8 = Quantized(arena.take(tuple(x.shape), FORWARD), transposed.columns, transposed.scale)
                 ops.quantize(x, x_8.rows, x_8.columns, x_8.scale, arena)
+            self._look(WEIGHTS, weight, weight)
+            self._look(INPUT, weight, x_8)
             ops.scaled_product(x_8.rows, x_8.scale, weight.rows, weight.scale, out, residual, bias, arena)
 
     def linear_input_gradient(self, d_out: Any, weight: Quantized, dx: Array) -> None:
@@ -104,6 +120,7 @@ class Fp8Linear:
         ops, arena = self._products.ops, self._products.arena
         with arena.scope():
             d = self.quantized(d_out, BACKWARD, arena)
+            self._look(GRADIENT, weight, d)
             ops.scaled_product(d.rows, d.scale, weight.columns, weight.scale, dx, None, None, arena)
 
     def linear_weight_gradient(self, d_out: Any, x: Any, d_weight: Array, accumulate: bool, arena: Arena) -> None:
@@ -153,9 +170,20 @@ def weight_store(models: Iterable[Any], weights: Weights, ops: Ops) -> dict[str,
     names = [linear.name for model in models for linear in linears(model.layers)]
     shapes = {name: tuple(weights[name].shape) for name in names}
     return {
-        name: Quantized(ops.zeros(shape, FORWARD), ops.zeros(shape[::-1], FORWARD), ops.zeros((1,), SCALE))
+        name: Quantized(ops.zeros(shape, FORWARD), ops.zeros(shape[::-1], FORWARD), ops.zeros((1,), SCALE), name=name)
         for name, shape in shapes.items()
     }
+
+
+def first_of(found: Iterable[str], layers: Iterable[Iterable[Any]]) -> str | None:
+    """Of what the ranks of a model of ``layers`` have ``found``, the first in the order of a step."""
+    order = [linear.name for linear in linears(layers)]
+
+    def place(each: str) -> tuple[bool, int]:
+        kind, _, name = each.rpartition(" of ")
+        return kind == GRADIENT, -order.index(name) if kind == GRADIENT else order.index(name)
+
+    return min(filter(None, found), key=place, default=None)
 
 
 def store_bytes(store: Mapping[str, Quantized]) -> int:

@@ -27,7 +27,8 @@ class MLP(Sublayer):
         ctx.ops.swiglu(columns_NW, inner_NF, ctx.arena)
 
     def core_backward(self, ctx: PassContext, saved: Saved, inner: Array, d_inner: Array, d_columns: Array) -> None:
-        ctx.ops.swiglu_backward(d_inner, saved.columns_NW, inner, d_columns, ctx.arena)
+        out = None if ctx.products.fp8 else inner  # in fp8 it need not be there: the same bits whether it is or not
+        ctx.ops.swiglu_backward(d_inner, saved.columns_NW, out, d_columns, ctx.arena)
 
 
 class GeluMLP(MLP):

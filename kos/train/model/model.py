@@ -105,6 +105,11 @@ class Model:
         for part in (self.tensor, self.context, self._ctx.products):
             part.ops = ops
 
+    @property
+    def fp8(self) -> Any:
+        """The products of linear layers in 8 bits, if they are."""
+        return self._ctx.products.fp8
+
     # --- a rank's stage of the pipeline --------------------------------------------------------------------
 
     def forward(self, weights: Weights, flight: InFlight, batch: Batch, x_nD: Array | None = None) -> Array:
