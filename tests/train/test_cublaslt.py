@@ -192,6 +192,66 @@ def test_several_products_at_once_with_factors(library):
         matmul(a, b, out, transpose_b=True)
 
 
+def eights(*forms, sizes=(32, 48, 64), out="bfloat16", pointer=256):
+    """Operands of 8 bits (M, K) and (N, K), their scales, and a result."""
+    m, n, k = sizes
+    shapes = (m, k), (n, k), (m, n)
+    a, b, result = (
+        SimpleNamespace(shape=shape, size=math.prod(shape), dtype=DTYPES[form], pointer=pointer)
+        for shape, form in zip(shapes, (*forms, out), strict=True)
+    )
+    return a, b, result, tuple(SimpleNamespace(pointer=pointer + 16 * i) for i in (1, 2))
+
+
+def test_products_in_8_bits(library):
+    """Both operands lie along the sum, and change places with their scales; these may lie elsewhere in every call."""
+    told, operands, of = [], [], library.MatmulDescAttribute
+    names = {getattr(of, name): name for name in ("TRANSA", "TRANSB", "A_SCALE_POINTER", "B_SCALE_POINTER", "FAST_ACCUM")}
+
+    def tell(operation, attribute, address, size):
+        kind = {1: ctypes.c_int8, 4: ctypes.c_int32, 8: ctypes.c_uint64}[size]
+        told.append((names[attribute], kind.from_address(address).value))
+
+    library.matmul_desc_set_attribute.side_effect = tell
+    library.matmul.side_effect = lambda *arguments: operands.append(arguments[3:6:2])
+    matmul = Matmul(0, 0)
+    for pointer, fast in ((256, False), (512, False), (512, True)):
+        a, b, out, scales = eights("float8_e5m2", "float8_e4m3fn", pointer=pointer)
+        a.pointer += 4096
+        matmul(a, b, out, transpose_b=True, scales=scales, fast=fast)
+        pointers = [("B_SCALE_POINTER", pointer + 16), ("A_SCALE_POINTER", pointer + 32)]
+        transposed = [("TRANSA", 1), ("TRANSB", 0)] * (pointer == 256 or fast)
+        assert told == transposed + [("FAST_ACCUM", 1)] * fast + pointers
+        assert operands.pop() == (pointer, pointer + 4096)
+        told.clear()
+    types = [call.args[0] for call in library.matrix_layout_create.call_args_list[:3]]
+    assert types == [28, 29, 14]  # of b, a and out
+
+
+@pytest.mark.parametrize(("changes", "options"), [
+    ({}, {"scales": False}),
+    ({}, {"transpose_b": False}),
+    ({"forms": ("float8_e5m2", "float8_e5m2")}, {}),
+    ({"forms": ("bfloat16", "bfloat16")}, {}),
+    ({"forms": ("float8_e4m3fn", "bfloat16")}, {}),
+    ({"out": "float8_e4m3fn"}, {}),
+])  # fmt: skip
+def test_products_in_8_bits_that_are_refused(library, changes, options):
+    forms = changes.pop("forms", ("float8_e4m3fn", "float8_e4m3fn"))
+    a, b, out, scales = eights(*forms, sizes=(64, 64, 64), **changes)
+    how = {"transpose_b": True, "scales": True, **options}
+    how["scales"], library.cuBLASLtError = scales if how["scales"] else None, NotSupported
+    with pytest.raises(InvalidArgument, match="matmul: expected float32 or bfloat16, or float8 that lies along the sum"):
+        Matmul(0, 0)(a, b, out, **how)
+
+
+def test_sizes_of_products_in_8_bits(library):
+    a, b, out, scales = eights("float8_e4m3fn", "float8_e4m3fn", sizes=(24, 32, 64))
+    library.cuBLASLtError = NotSupported
+    with pytest.raises(InvalidArgument, match="sizes of float8 operands that are multiples of 16, got 24"):
+        Matmul(0, 0)(a, b, out, transpose_b=True, scales=scales)
+
+
 def test_a_table_is_filled_before_it_is_used(library, monkeypatch):
     """As the engine does, of the operations that it has."""
     cu = SimpleNamespace(CUdevice_attribute=MagicMock(), cuDeviceGetAttribute=None)

@@ -125,8 +125,9 @@ class Ops(Protocol):
         """rows (N, F) = x / scale in 8 bits, of x (N, F), and columns (F, N) = rows^T; either may be None.
 
         Their dtype is float8_e4m3fn or float8_e5m2. ``scale`` (1,), float32, becomes the smallest power of two with
-        which every number of ``x``, rounded to bfloat16, is in the format's range: none is saturated. If ``x`` has one
-        that is not finite, it becomes NaN, and so does all that is computed with it. Where all are 0 it is 1.
+        which every number of ``x``, rounded to bfloat16, is in the format's range: none is saturated. It is at least
+        2^-100. If ``x`` has a number that is not finite, it becomes NaN, and so does all that is computed with it. If
+        all are 0, it is 1.
         """
 
     def scaled_product(

@@ -16,8 +16,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 LARGEST_EXPONENT = {np.dtype(ml_dtypes.float8_e4m3fn): 8, np.dtype(ml_dtypes.float8_e5m2): 15}
 """Of a format whose largest number is 1.75 times two to this power."""
 
-MOST_EXPONENT = 100
-"""A scale is at least 2^-100 and at most 2^100."""
+LEAST_SCALE = -100
+"""The least exponent of a scale: that of a tensor of such small numbers that nothing is lost by rounding them to 0."""
 
 
 def quantize(x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
@@ -42,7 +42,7 @@ def scale_of(largest: float, exponent: int) -> np.float32:
         return np.float32(1)
     bits = int(np.float32(largest).view(np.uint32))
     power = (bits >> 23) - 127 + ((bits & 0x7FFFFF) > 0x600000) - exponent
-    return np.float32(2.0 ** min(max(power, -MOST_EXPONENT), MOST_EXPONENT))
+    return np.float32(2.0 ** max(power, LEAST_SCALE))
 
 
 def scaled_product(

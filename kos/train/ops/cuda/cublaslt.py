@@ -91,7 +91,7 @@ class Matmul:
         try:
             if plan is None:
                 plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c, bias, scales, fast)
-            else:
+            elif bias is not None or scales is not None:
                 self._set_pointers(plan.operation, bias, scales)
             self._run(plan, plan.algorithm.ctypes.data, a, b, c, out, alpha, beta)
         except self.lt.cuBLASLtError as error:
@@ -210,6 +210,8 @@ class Matmul:
     def _alignment(self, array: Array) -> int:
         """The largest power of two up to 256 that divides addresses and the length of a row, in bytes."""
         at = array.pointer if self.multiple is None else self.multiple * array.dtype.itemsize
+        if array.dtype.itemsize == 1:  # an arena's or a store's own, not a part of a layout
+            at = 0
         bits = at | array.shape[-1] * array.dtype.itemsize | 256
         if array.pointer % (bits & -bits):
             raise InvalidArgument(f"matmul: expected an address that is a multiple of {bits & -bits}, got {array}")

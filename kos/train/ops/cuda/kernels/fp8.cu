@@ -11,7 +11,7 @@
 constexpr int TILE_ROWS = 128, TILE_COLUMNS = 64, THREADS = 256;
 constexpr int CHUNKS = TILE_ROWS / 16;  // of 16 rows: 16 bytes of a column
 constexpr int EXPONENT = E5M2 ? 15 : 8;  // the largest number is 1.75 times two to this power
-constexpr int MOST_EXPONENT = 100;
+constexpr int LEAST_SCALE = -100;  // its exponent
 constexpr unsigned INFINITE = 0x7f800000u, LAST_MANTISSA = 0x600000u;
 
 __device__ __forceinline__ unsigned warp_max(unsigned x) {
@@ -51,8 +51,7 @@ extern "C" __global__ void __launch_bounds__(256) largest(const bfloat16* x, uns
 // The exponent of the scale for a largest magnitude with these bits, which is finite.
 __device__ __forceinline__ int exponent_of(unsigned bits) {
     if (!bits) return 0;
-    const int power = int(bits >> 23) - 127 + ((bits & 0x7fffffu) > LAST_MANTISSA) - EXPONENT;
-    return min(max(power, -MOST_EXPONENT), MOST_EXPONENT);
+    return max(int(bits >> 23) - 127 + ((bits & 0x7fffffu) > LAST_MANTISSA) - EXPONENT, LEAST_SCALE);
 }
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(unsigned(exponent + 127) << 23); }
 

@@ -1,0 +1,168 @@
+"""Matrices in 8 bits on a GPU: quantized to the bits of the emulation, products near float64's, runs near the emulation.
+
+``test_fp8_on_host.py`` has the checks of kernels on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.cuda.devices import device_info
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.train.ops import numpy as reference
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.cuda.fp8 import LEAST_CAPABILITY
+from tests.train.fp8_inputs import FORMATS, KINDS, matrix
+from tests.train.test_engine_cuda import column, run, text
+
+__all__ = ["text"]
+
+
+def _missing() -> str | None:
+    if why := cuda.unavailable():
+        return why
+    got = device_info(0).compute_capability
+    return None if got >= LEAST_CAPABILITY else f"compute capability {got}, not {LEAST_CAPABILITY}"
+
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(_missing() is not None, reason=f"needs a GPU: {_missing()}")]
+
+SHAPES = [(16, 16), (272, 144), (128, 64), (2048, 4096)]
+PRODUCTS = [(16, 32, 48), (256, 512, 1024), (2048, 1024, 8192)]
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps(0)
+
+
+@pytest.fixture
+def arena(ops):
+    return ops.make_arena()
+
+
+def _put(ops: Any, x: np.ndarray, dtype: str) -> Array:
+    return Array.from_numpy(np.ascontiguousarray(x.astype(DTYPES[dtype].numpy)), 0, stream=ops.stream)
+
+
+def check_quantize(ops: Any, arena: Arena, x: np.ndarray, form: str) -> None:
+    """Both copies, and each alone, have the bits of the emulation; so has the scale."""
+    expected = [np.zeros(shape, DTYPES[form].numpy) for shape in (x.shape, x.shape[::-1])]
+    scale = np.zeros(1, np.float32)
+    reference.quantize(x, *expected, scale, Arena())
+    given = _put(ops, x, "bfloat16")
+    for which in ((0, 1), (0,), (1,)):
+        made = [ops.zeros(shape, form) for shape in (x.shape, x.shape[::-1])]
+        ours = ops.zeros((1,), "float32")
+        for array in (*made, ours):
+            array.fill_bytes(255, ops.stream)
+        ops.quantize(given, *(made[i] if i in which else None for i in (0, 1)), ours, arena)
+        assert ops.to_host(ours).tobytes() == scale.tobytes()
+        for i in which:
+            assert ops.to_host(made[i]).tobytes() == expected[i].tobytes(), ("rows", "columns")[i]
+
+
+def check_not_finite(ops: Any, arena: Arena, value: float) -> None:
+    """The scale says so, whichever block sees it."""
+    x = np.ones((272, 144), np.float32)
+    for place in ((0, 0), (271, 143), (130, 70)):
+        broken = x.copy()
+        broken[place] = value
+        rows, scale = ops.zeros(x.shape, "float8_e4m3fn"), ops.zeros((1,), "float32")
+        ops.quantize(_put(ops, broken, "bfloat16"), rows, None, scale, arena)
+        assert np.isnan(ops.to_host(scale)[0])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantize(ops, arena, rng, kind, form):
+    for shape in SHAPES:
+        check_quantize(ops, arena, matrix(kind, shape, rng), form)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
+def test_one_value_that_is_not_finite(ops, arena, value):
+    check_not_finite(ops, arena, value)
+
+
+def test_what_is_refused(ops, arena):
+    x, scale = ops.zeros((24, 16), "bfloat16"), ops.zeros((1,), "float32")
+    with pytest.raises(InvalidArgument, match=r"quantize: expected bfloat16 of sizes that are multiples of 16, got"):
+        ops.quantize(x, ops.zeros((24, 16), "float8_e4m3fn"), None, scale, arena)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), PRODUCTS)
+@pytest.mark.parametrize("kind", ["normal", "outliers", "one sign", "zeros", "denormals"])
+@pytest.mark.parametrize(("of_a", "out"), [
+    ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "bfloat16"), ("float8_e5m2", "float32"),
+])  # fmt: skip
+def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out):
+    """Against float64 of the same 8-bit numbers, relative to the sums of magnitudes; alone, added to itself, with more."""
+    a64, b64 = (matrix(each, shape, rng) for each, shape in ((kind, (m, k)), ("normal", (n, k))))
+    operands = []
+    for x, form in ((a64, of_a), (b64, "float8_e4m3fn")):
+        rows, scale = ops.zeros(x.shape, form), ops.zeros((1,), "float32")
+        ops.quantize(_put(ops, x, "bfloat16"), rows, None, scale, arena)
+        operands += [rows, scale]
+        x[:] = ops.to_host(rows).astype(np.float32) * ops.to_host(scale)
+    exact, magnitude = (x.astype(np.float64) @ y.astype(np.float64).T for x, y in ((a64, b64), map(np.abs, (a64, b64))))
+    unit = 2.0**-8 if out == "bfloat16" else 2.0**-13  # of bfloat16's rounding, of Hopper's accumulators
+    result, more, bias = ops.zeros((m, n), out), rng.normal(size=(m, n)), rng.normal(size=n)
+    added, of_bias = _put(ops, more, out), _put(ops, bias, out)
+    cases: list[tuple[Any, Any, Any]] = [(None, None, 0.0), (added, None, ops.to_host(added).astype(np.float64))]
+    if out == "bfloat16":
+        cases.append((added, of_bias, cases[1][2] + ops.to_host(of_bias).astype(np.float64)))
+    for residual, with_bias, plus in cases:
+        ops.scaled_product(*operands, result, residual, with_bias, arena)
+        error = np.abs(ops.to_host(result).astype(np.float64) - exact - plus)
+        assert (error <= unit * (magnitude + np.abs(plus) + np.abs(exact)) + 1e-37).all()
+    ops.copy(added, result)
+    ops.scaled_product(*operands, result, result, None, arena)
+    error = np.abs(ops.to_host(result).astype(np.float64) - exact - cases[1][2])
+    assert (error <= unit * (magnitude + np.abs(cases[1][2]) + np.abs(exact)) + 1e-37).all()
+
+
+def test_a_product_of_what_is_not_finite(ops, arena):
+    rows, scale, out = ops.zeros((32, 32), "float8_e4m3fn"), ops.zeros((1,), "float32"), ops.zeros((32, 32), "bfloat16")
+    x = np.ones((32, 32), np.float32)
+    x[3, 3] = np.inf
+    ops.quantize(_put(ops, x, "bfloat16"), rows, None, scale, arena)
+    ops.scaled_product(rows, scale, rows, scale, out, None, None, arena)
+    assert np.isnan(ops.to_host(out).astype(np.float32)).all()
+
+
+# --- runs ------------------------------------------------------------------------------------------------
+
+FP8 = ["--dtype", "fp8", "--lr", "1e-3"]
+
+
+def test_losses_are_those_of_the_emulation(text, tmp_path):
+    for device in ("cuda", "cpu"):
+        run(text, tmp_path / device, *FP8, "--device", device)
+    for name in ("loss", "grad_norm"):
+        ours, emulated = (column(tmp_path / device, name) for device in ("cuda", "cpu"))
+        np.testing.assert_allclose(ours, emulated, rtol=1e-3 if name == "loss" else 0.05)
+
+
+def test_a_captured_step_has_the_bits_of_an_eager_one(text, tmp_path):
+    """Recomputed and resumed, too."""
+    run(text, tmp_path / "whole", *FP8)
+    rest = ["--resume", tmp_path / "whole" / "checkpoints" / "step-10"]
+    cases = {"eager": ["--no-graph"], "norms": ["--recompute", "norms"], "block": ["--recompute", "block"], "rest": rest}
+    for name, flags in cases.items():
+        run(text, tmp_path / name, *FP8, *flags)
+        losses = column(tmp_path / name)
+        assert losses == column(tmp_path / "whole")[-len(losses) :], name
+
+
+def test_a_value_that_is_not_finite_is_named(text, tmp_path):
+    error = "expected a finite "
+    said = run(text, tmp_path, *FP8, "--lr", "1e30", "--min-lr", "1", error=error)
+    assert " (first in the " in said and ".weight);" in said
