@@ -200,13 +200,14 @@ def eights(*forms, sizes=(32, 48, 64), out="bfloat16", pointer=256):
         SimpleNamespace(shape=shape, size=math.prod(shape), dtype=DTYPES[form], pointer=pointer)
         for shape, form in zip(shapes, (*forms, out), strict=True)
     )
-    return a, b, result, tuple(SimpleNamespace(pointer=pointer + 16 * i) for i in (1, 2))
+    return a, b, result, tuple(SimpleNamespace(pointer=pointer + 16 * i, shape=(1,)) for i in (1, 2))
 
 
 def test_products_in_8_bits(library):
     """Both operands lie along the sum, and change places with their scales; these may lie elsewhere in every call."""
     told, operands, of = [], [], library.MatmulDescAttribute
-    names = {getattr(of, name): name for name in ("TRANSA", "TRANSB", "A_SCALE_POINTER", "B_SCALE_POINTER", "FAST_ACCUM")}
+    every = "TRANSA", "TRANSB", "A_SCALE_POINTER", "B_SCALE_POINTER", "FAST_ACCUM"
+    names = {getattr(of, name): name for name in every}
 
     def tell(operation, attribute, address, size):
         kind = {1: ctypes.c_int8, 4: ctypes.c_int32, 8: ctypes.c_uint64}[size]
@@ -241,8 +242,30 @@ def test_products_in_8_bits_that_are_refused(library, changes, options):
     a, b, out, scales = eights(*forms, sizes=(64, 64, 64), **changes)
     how = {"transpose_b": True, "scales": True, **options}
     how["scales"], library.cuBLASLtError = scales if how["scales"] else None, NotSupported
-    with pytest.raises(InvalidArgument, match="matmul: expected float32 or bfloat16, or float8 that lies along the sum"):
+    with pytest.raises(InvalidArgument, match="matmul: expected float32 or bfloat16, or float8 that lies along"):
         Matmul(0, 0)(a, b, out, **how)
+
+
+def test_finer_scales(library):
+    """The shape of the scales says which they are; cuBLASLt is told, once for a shape."""
+    told, of = [], library.MatmulDescAttribute
+    names = {of.A_SCALE_MODE: "A", of.B_SCALE_MODE: "B"}
+    library.matmul_desc_set_attribute.side_effect = lambda operation, attribute, address, size: told.append(
+        (names.get(attribute), ctypes.c_int32.from_address(address).value)
+    )
+    a, b, out, scales = eights("float8_e4m3fn", "float8_e4m3fn", sizes=(256, 384, 640))
+    matmul = Matmul(0, 0)
+    for of_a, of_b, expected in (
+        ((1,), (1,), []), ((256,), (384,), [("B", 3), ("A", 3)]), ((5, 256), (3, 8), [("B", 4), ("A", 5)]),
+    ):  # fmt: skip
+        scales[0].shape, scales[1].shape = of_a, of_b
+        for _ in range(2):
+            matmul(a, b, out, transpose_b=True, scales=scales)
+        assert [each for each in told if each[0]] == expected
+        told.clear()
+    scales[0].shape, library.cuBLASLtError = (5, 8), NotSupported
+    with pytest.raises(InvalidArgument, match=r"one of the shapes \(1,\), \(256,\), \(5, 256\), \(2, 8\), got"):
+        matmul(a, b, out, transpose_b=True, scales=scales)
 
 
 def test_sizes_of_products_in_8_bits(library):

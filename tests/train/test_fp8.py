@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, m
 
     monkeypatch.setattr(reference, "swiglu_backward", broken)
     expected = "the gradient of the output of model.layers.1.mlp.gate_up_proj.weight"
-    with pytest.raises(TrainingError, match=rf"step 1: expected a finite gradient norm, got nan \(first in {expected}\);"):
+    with pytest.raises(TrainingError, match=rf"step 1: .* gradient norm, got nan \(first in {expected}\);"):
         train(text, tmp_path, **RUN)
 
 
@@ -178,7 +178,8 @@ def test_what_is_refused(emulated, sixteens, monkeypatch):
     refused(r"--dtype fp8: expected --seq-len 40 / 1 to be a multiple of 16, got 40", Layout(), seq_len=40)
     refused(r"expected --seq-len 32 / 4 to be a multiple of 16, got 8", Layout(tp=2), seq_len=32)
     refused(r"expected --tp 1 on GPUs.* got 2", Layout(tp=2), deterministic=True)
-    refused(r"the columns of model.layers.0.self_attn.o_proj.weight on a rank of --tp 4 .* 8", Layout(tp=4), seq_len=128)
+    columns = "the columns of model.layers.0.self_attn.o_proj.weight on a rank of --tp 4 to be .* got 8"
+    refused(columns, Layout(tp=4), seq_len=128)
     about = engine_module.device_info(0)
     about.compute_capability, about.name = (8, 0), "A100"
     refused(r"--dtype fp8: expected a GPU of compute capability 8.9 or more, got 8.0 \(A100\)", Layout(dp=2))

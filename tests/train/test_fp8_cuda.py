@@ -1,4 +1,4 @@
-"""Matrices in 8 bits on a GPU: quantized to the bits of the emulation, products near float64's, runs near the emulation.
+"""Matrices in 8 bits on a GPU: quantized to the emulation's bits, products near float64's, runs near the emulation.
 
 ``test_fp8_on_host.py`` has the checks of kernels on machines without a GPU.
 """
@@ -104,7 +104,7 @@ def test_what_is_refused(ops, arena):
     ("float8_e4m3fn", "bfloat16"), ("float8_e5m2", "bfloat16"), ("float8_e5m2", "float32"),
 ])  # fmt: skip
 def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out):
-    """Against float64 of the same 8-bit numbers, relative to the sums of magnitudes; alone, added to itself, with more."""
+    """Against float64 of the same 8-bit numbers, relative to the sums of magnitudes; alone, added to, with a bias."""
     a64, b64 = (matrix(each, shape, rng) for each, shape in ((kind, (m, k)), ("normal", (n, k))))
     operands = []
     for x, form in ((a64, of_a), (b64, "float8_e4m3fn")):
@@ -154,8 +154,8 @@ def test_losses_are_those_of_the_emulation(text, tmp_path):
 def test_a_captured_step_has_the_bits_of_an_eager_one(text, tmp_path):
     """Recomputed and resumed, too."""
     run(text, tmp_path / "whole", *FP8)
-    rest = ["--resume", tmp_path / "whole" / "checkpoints" / "step-10"]
-    cases = {"eager": ["--no-graph"], "norms": ["--recompute", "norms"], "block": ["--recompute", "block"], "rest": rest}
+    cases: dict[str, list[Any]] = {name: ["--recompute", name] for name in ("norms", "block")}
+    cases |= {"eager": ["--no-graph"], "rest": ["--resume", tmp_path / "whole" / "checkpoints" / "step-10"]}
     for name, flags in cases.items():
         run(text, tmp_path / name, *FP8, *flags)
         losses = column(tmp_path / name)

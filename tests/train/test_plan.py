@@ -365,7 +365,7 @@ def test_bad_requests_are_refused():
         ([], "expected --ranks N of at least 1, got none"),
         (["--ranks", "0"], "of at least 1, got 0"),
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
-        (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 with --plan"),
+        (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 or fp8 with --plan"),
         (["--ranks", "3", "--tp", "2"], r"--tp 2: expected a divisor of 3 \(ranks\), got 2; 2 ranks would do$"),
         (["--ranks", "6", "--dp", "2", "--tp", "2"], "--dp 2 --tp 2: .* 6 .* got 2 × 2 = 4; 4 ranks would do$"),
         (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),

@@ -128,7 +128,8 @@ class Device(Runner):
 
     def evaluate(self) -> float:
         """The mean loss over all targets of the validation windows that are not left out."""
-        weights, starts, dp, first = self.step.as_read(self.whole_weights()), self.data.val_starts(), self.mesh.dp, self.step.models[0]
+        weights, starts = self.step.as_read(self.whole_weights()), self.data.val_starts()
+        dp, first = self.mesh.dp, self.step.models[0]
         most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
         count = float(starts.shape[1] * self.data.seq_len)
         if self.data.masks_targets:

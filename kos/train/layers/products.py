@@ -39,11 +39,11 @@ class Products:
     # --- operands in 8 bits, where all rows of a tensor are multiplied at once ---------------------------------
 
     def empty_transposed(self, shape: tuple[int, int], arena: Arena) -> Any:
-        """Memory in which ``linear`` saves its input (N, F) for the weight's gradient, if that is less than the input's."""
+        """Memory in which ``linear`` saves its input (N, F) for the weight's gradient; None: others save it."""
         return self.fp8.empty_transposed(shape, arena) if self.fp8 and self.tp.size == 1 else None
 
     def gradient(self, d_out: Array, keep: Arena) -> Any:
-        """What ``input_gradient`` and ``weight_gradient`` take in place of ``d_out``; the latter's part is in ``keep``."""
+        """What both gradients take in place of ``d_out``; that of the weight reads memory of ``keep``."""
         return self.fp8.gradient(d_out, keep) if self.fp8 else d_out
 
     # --- Linear and Norm -----------------------------------------------------------------------------------

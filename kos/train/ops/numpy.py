@@ -19,7 +19,8 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import LEAST_NORM, NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, Mask
 from kos.train.ops.numpy_attention import attend, attend_backward, ones
-from kos.train.ops.numpy_fp8 import quantize, scaled_product
+from kos.train.ops.numpy_fp8 import quantize as quantize
+from kos.train.ops.numpy_fp8 import scaled_product as scaled_product
 
 Array = np.ndarray
 IGNORE = -1  # the target that is left out of the loss
@@ -485,7 +486,7 @@ def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: 
     """With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out (out + s (up - out))."""
     if out is None:
         with arena.scope():
-            out = empty_columns(arena, *d_out.shape, d_out.dtype)
+            out = empty_columns(arena, len(d_out), d_out.shape[1], d_out.dtype)
             swiglu(gate_up, out, arena)
             swiglu_backward(d_out, gate_up, out, d_gate_up, arena)
         return

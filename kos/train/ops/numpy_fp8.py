@@ -21,7 +21,7 @@ LEAST_SCALE = -100
 
 
 def quantize(x: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
-    form = (columns if rows is None else rows).dtype
+    form = next(x.dtype for x in (rows, columns) if x is not None)
     with arena.scope():
         rounded, wide = arena.take(x.shape, BFLOAT16), arena.take(x.shape, np.dtype(np.float32))
         np.copyto(rounded, x, casting="unsafe")

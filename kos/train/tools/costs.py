@@ -48,6 +48,10 @@ def cost(name: str, arguments: tuple[Any, ...], state: int = len(AdamW.state)) -
         nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
     elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
+    elif name == "scaled_product":
+        flops = 2.0 * arrays[0].size * len(arrays[2])
+    elif name == "quantize":  # what is quantized is read twice
+        nbytes += int(arguments[0].nbytes)
     elif name.startswith("attention_to"):  # every query to every key
         backward = name == "attention_to_backward"
         out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]

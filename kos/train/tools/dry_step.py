@@ -77,7 +77,7 @@ class Clock:
         if name.startswith("attention"):
             seconds = moving + flops / rates.attention["backward" in name]
         else:
-            seconds = max(moving, flops / rates.linear)
+            seconds = max(moving, flops / (rates.fp8 if name == "scaled_product" else rates.linear))
         self.spent["seconds"] += rates.operation + seconds
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

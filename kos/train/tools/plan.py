@@ -193,11 +193,13 @@ def report(argv: Sequence[str]) -> str:
     if config.device == "cpu":
         rates = cpu_rates(ranks)
     elif config.dtype == "float32":
-        raise ConfigError("--dtype: expected bfloat16 with --plan for GPUs, whose rates are known, got float32")
+        raise ConfigError("--dtype: expected bfloat16 or fp8 with --plan for GPUs, whose rates are known, got float32")
     else:
         config = config.model_copy(update={"device": "cuda"})
         gpu = gpu or gpu_here()
         rates, assumed = gpu_rates(gpu or "H200", model.head_dim), gpu is None
+        if config.dtype == "fp8" and not rates.fp8:
+            raise ConfigError(f"--dtype fp8: expected --gpu of one that multiplies in 8 bits, got {rates.name}")
     legal, refused = plan(config, given, ranks, rates, model)
     if not legal:
         raise ConfigError(f"--plan: expected a layout of {plural(ranks, 'rank')}, got none: {refused[0][1]}")

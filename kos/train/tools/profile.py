@@ -121,6 +121,8 @@ class Profiler:
                 (rows, inner), matrix = arguments[0].shape, arguments[1].shape
                 shape = (rows, *matrix) if name == "linear" else (rows, inner, matrix[1])
                 label += f" {' x '.join(map(str, shape))}"
+            elif name == "scaled_product":
+                label += f" {' x '.join(map(str, (*arguments[0].shape, len(arguments[2]))))}"
             return self.note(label, COMPUTE, lambda: function(*arguments, **options), *moved)
 
         return run

@@ -31,6 +31,7 @@ class Rates(NamedTuple):
     wire: float  # bytes a second to another rank
     latency: float  # seconds of a collective, at least
     overlap: bool  # whether collectives overlap with operations
+    fp8: float = 0.0  # flops a second of products in 8 bits; 0: it has none
 
 
 class Gpu(NamedTuple):
@@ -55,9 +56,10 @@ def gpu_rates(name: str, head_dim: int) -> Rates:
         raise ConfigError(f"--gpu: expected one of {', '.join(GPUS)}, got {name!r}")
     gpu, peak = GPUS[known], PEAK_FLOPS[known]
     forward, backward = GPU["attention"]["128" if head_dim > 64 else "64"]
+    fp8 = GPU["fp8"] * peak if gpu.attention == "hopper" else 0.0
     return Rates(
         known, GPU["linear"] * peak, (forward * peak, backward * peak), GPU["memory"] * gpu.memory,
-        GPU["operation"], GPU["wire"] * gpu.link, GPU["latency"], True,
+        GPU["operation"], GPU["wire"] * gpu.link, GPU["latency"], True, fp8,
     )  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def cpu_rates(ranks: int) -> Rates:
     name = f"the CPU, {cores} core{'s' * (cores > 1)}"
     return Rates(
         name, HOST["linear"] * flops, (HOST["attention"] * flops,) * 2, HOST["memory"] * copied,
-        HOST["operation"], HOST["wire"] * copied / 2, HOST["latency"], False,
+        HOST["operation"], HOST["wire"] * copied / 2, HOST["latency"], False, HOST["linear"] * flops,
     )  # fmt: skip
 
 

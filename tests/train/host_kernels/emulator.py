@@ -187,7 +187,8 @@ class HostOps(CudaOps):
         getattr(code, f"run_{name}")(x, y, block, *converted)
 
     def matmul(
-        self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None, alpha=1.0, beta=1.0, scales=()
+        self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None, alpha=1.0, beta=1.0, scales=(),
+        fast=False,
     ):
         left, right = (x.numpy().astype(np.float32) for x in (a, b))
         result = (left.mT if transpose_a else left) @ (right.mT if transpose_b else right)

@@ -34,6 +34,7 @@ NEAR = 1.15  # times the least brief time: what takes longer is not looked at fo
 FINALISTS = 4  # at most of those near, each for SETTLE and MEASURE: a shape takes about a second at most
 SHORT = 0.1  # ms: what the host may not queue as fast as it runs is chosen by brief runs
 SETTLE, MEASURE = 80, 80  # ms: of runs in which the GPU finds its clock under the power limit, then of those that count
+BLOCK = 128  # elements that share a scale, along one dimension or two
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t), by cuBLASLt's promise to be stored as it is
 _DATA_TYPES = {"float32": 0, "bfloat16": 14, "float8_e4m3fn": 28, "float8_e5m2": 29}  # cudaDataType_t
 _SCALED = {"float8_e4m3fn", "float8_e5m2"}
@@ -79,14 +80,15 @@ class Matmul:
         """``a`` (M, K), or (K, M) if transposed; ``b`` (K, N) likewise; ``c`` like ``out``, and may be it.
 
         ``bias`` (N,), of the dtype of ``out``, is added to each row.
-        Operands of 8 bits need ``scales`` (1,) of both, float32, and ``transpose_b`` alone: on Hopper there is no other
-        order of memory.  ``fast`` lets the tensor cores add up their products with fewer bits.
+        Operands of 8 bits need ``scales`` of both (``scale_mode`` has their shapes), and ``transpose_b`` alone: Hopper
+        has no other order of memory.  ``fast`` lets tensor cores add up their products with fewer bits.
         """
         if not out.size:
             return
         key = (a.shape, b.shape, a.dtype, out.dtype, transpose_a, transpose_b, c is not None,
                *(self._alignment(x) for x in (a, b, out if c is None else c, out)),
-               *(() if bias is None else ("bias",)), *(("fast",) if fast else ()))  # fmt: skip
+               *(() if bias is None else ("bias",)), *(("fast",) if fast else ()),
+               *(scale.shape for scale in scales or () if scale.shape != (1,)))  # fmt: skip
         plan = self._plans.get(key)
         try:
             if plan is None:
@@ -151,6 +153,9 @@ class Matmul:
             self._set(operation, "EPILOGUE", lt.Epilogue.BIAS, np.uint32)
         if fast:
             self._set(operation, "FAST_ACCUM", 1, np.int8)
+        for side, x, scale in zip("BA", (a, b), scales or (), strict=False):
+            if mode := scale_mode(scale.shape, *x.shape):
+                self._set(operation, f"{side}_SCALE_MODE", mode, np.int32)
         self._set_pointers(operation, bias, scales)
         first, second, result = (self._layout(x) for x in (b, a, out))
         plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
@@ -269,6 +274,20 @@ class Matmul:
         if brief[first] < SHORT or not near:
             return candidates[first]
         return candidates[min(first, *near, key=lasting)]
+
+
+def scale_mode(shape: tuple[int, ...], rows: int, columns: int) -> int:
+    """The cublasLtMatmulMatrixScale_t of scales of this shape, of an 8-bit operand (rows, columns).
+
+    0: (1,), one for all. 3: (rows,), one a row. 4: (columns / 128, rows), one for 128 neighbours in a row. 5: (rows /
+    128, columns / 128), one for 128 x 128; the second is rounded up to a multiple of 4. 3 to 5 need Hopper and cuBLAS
+    12.9, and two operands of 5 are not multiplied.
+    """
+    along, across = -(-columns // BLOCK), -(-rows // BLOCK)
+    modes = {(1,): 0, (rows,): 3, (along, rows): 4, (across, -(-along // 4) * 4): 5}
+    if shape not in modes:
+        raise InvalidArgument(f"matmul: expected scales of one of the shapes {', '.join(map(str, modes))}, got {shape}")
+    return modes[shape]
 
 
 def _check_types(a: Array, b: Array, out: Array, scaled: bool, along_sum: bool) -> None:

@@ -1,9 +1,11 @@
 // A matrix in 8 bits, and transposed, with one scale: the power of two that brings its largest magnitude into range.
 //
 // Two passes, for the scale is that of the whole: `largest` leaves the largest magnitude that each block has seen, and
-// every block of `quantize` finds the largest of those while its tile is on the way.  Magnitudes are compared as
-// integers: so the order is exact, and infinity and NaN are the largest.  A tile is 128 rows x 64 columns.  A thread
-// has 8 neighbours of 4 rows: it writes rows as they are, and columns through shared memory, 4 rows to a word.
+// every block of `quantize` finds the largest of those while its tile is on the way.  The first pass goes from the end
+// to the beginning: of what the kernel before wrote the end may be in the L2, and then the beginning for the second.
+// Magnitudes are compared as integers: so the order is exact, and infinity and NaN are the largest.  A tile is 128 rows
+// x 64 columns.  A thread has 8 neighbours of 4 rows: it writes rows as they are, and columns through shared memory, 4
+// rows to a word.
 //
 // -DE5M2 (0: E4M3) -DROWS -DCOLUMNS (whether they are written)
 #include "vectors.cuh"
@@ -40,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(256) largest(const bfloat16* x, uns
     const Quad* at = reinterpret_cast<const Quad*>(x);
     unsigned most = 0;
 #pragma unroll 4
-    for (long i = long(blockIdx.x) * THREADS + threadIdx.x; i < packs; i += long(gridDim.x) * THREADS) {
+    for (long i = packs - 1 - long(blockIdx.x) * THREADS - threadIdx.x; i >= 0; i -= long(gridDim.x) * THREADS) {
         const Quad q = at[i];
         most = max(most, max(max(larger(q.x), larger(q.y)), max(larger(q.z), larger(q.w))));
     }
