@@ -2,10 +2,10 @@
 
 The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
 the device that ``python -m kos.train`` runs, whose flags are taken here too (``--tp 2`` is a layout); torch are the
-``--torch`` variants of ``benchmarks.torch_llama``.  Each is a group of processes of its own, one a rank, which begins
-with the same weights and has a time limit: what fails loses its row only, and ``--json`` is written after each.  kos is
-measured between the variants of torch, each ``--repeats`` times, the median step of ``--steps``; a row's figure is the
-median.  Losses are compared step by step.
+``--torch`` variants of ``benchmarks.torch_llama``.  With ``--compare fp8`` the other is kos with ``--dtype fp8``.
+Each is a group of processes of its own, one a rank, which begins with the same weights and has a time limit: what fails
+loses its row only, and ``--json`` is written after each.  kos is measured between the variants of torch, each
+``--repeats`` times, the median step of ``--steps``; a row's figure is the median.  Losses are compared step by step.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ VARIANTS = {
     "cpu": "eager,eager-whole",
     "cuda": "flash-autocast,cudnn-autocast,flash-master,cudnn-master",
     "picotron": "flash,flash-fused",
+    "fp8": "fp8",
 }
 HEADER = ("hardware", "driver", "versions", "commit")  # what rows of one file have in common
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # relative difference of losses
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3, "fp8": 1e-2}  # relative difference of losses
 WORDS = {
     "flash", "cudnn", "autocast", "master", "fsdp", "graphs", "eager", "compile", "whole", "checkpoint", "async",
-    "alltoall", "fused",
+    "alltoall", "fused", "fp8",
 }  # fmt: skip
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")  # what begins variables that the ranks must not see
 ROW_KEYS = (
@@ -127,11 +128,13 @@ class KosTraining:
 def work(options: argparse.Namespace, config: TrainConfig) -> None:
     """One rank: warm up, say what that took, then measure once for each line that comes."""
     rank = int(os.environ["RANK"])
+    if options.worker == "fp8":
+        config = config.model_copy(update={"dtype": "fp8"})
     config = config.for_world(layout_of(config, int(os.environ["WORLD_SIZE"])).dp, options.device)
     model = model_of(config)
     training: Any
     stamps = None
-    if options.worker == "kos":
+    if options.worker in ("kos", "fp8"):
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
         stamps = idle.Stamps(training.device) if options.idle else None
     elif options.compare == "picotron":
@@ -323,7 +326,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             "batch_size": config.batch_size // layout.dp,
             "seq_len": config.seq_len,
             "ranks": options.ranks,
-            "implementation": "kos" if group.name == "kos" else options.compare,
+            "implementation": "kos" if group.name in ("kos", "fp8") else options.compare,
             "variant": variant if group.name == "kos" else group.name,
             "tokens_per_second": speed,
             "step_ms": 1e3 * seconds,
@@ -407,7 +410,8 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
         epilog="All other flags are those of python -m kos.train.",
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--compare", choices=("torch", "picotron"), help="library to compare with kos")
+    about = "library to compare with kos, or kos itself with --dtype fp8"
+    parser.add_argument("--compare", choices=("torch", "picotron", "fp8"), help=about)
     parser.add_argument("--picotron", metavar="PATH", help="the clone of huggingface/picotron for --compare picotron")
     parser.add_argument("--torch", metavar="VARIANT,…", help=f"on CPUs {VARIANTS['cpu']}, on GPUs {VARIANTS['cuda']}")
     parser.add_argument("--ranks", type=int, help="processes of each; default: mpirun's, or 1")
@@ -435,10 +439,10 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
     if config.device == "auto" or not any(word.startswith("--device") for word in rest):
         options.device = "cpu" if unavailable() else "cuda"
     options.threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
-    options.torch = options.torch or VARIANTS[options.device if options.compare != "picotron" else options.compare]
+    options.torch = options.torch or VARIANTS.get(options.compare, VARIANTS[options.device])
     if unknown := set(options.torch.replace(",", "-").split("-")) - WORDS:
         raise ConfigError(f"--torch: expected words of {', '.join(sorted(WORDS))}, got {', '.join(sorted(unknown))}")
-    if options.compare and config.model.model_type != "llama":
+    if options.compare in ("torch", "picotron") and config.model.model_type != "llama":
         raise ConfigError(f"--compare {options.compare}: expected a llama, got {config.model.model_type}")
     if options.compare == "picotron" and not options.picotron:
         raise ConfigError("--compare picotron: expected --picotron PATH, got none")
@@ -464,7 +468,7 @@ def run(arguments: list[str]) -> int:
     config.for_world(layout_of(config, options.ranks).dp, options.device)
     if options.device == "cuda" and not options.worker and (why := unavailable()):
         raise ConfigError(f"--device cuda: expected a GPU, got none: {why}")
-    if options.compare and importlib.util.find_spec("torch") is None:
+    if options.compare in ("torch", "picotron") and importlib.util.find_spec("torch") is None:
         raise ConfigError(f"--compare {options.compare}: expected PyTorch (pip install torch), got none")
     if options.worker:
         work(options, config)
@@ -487,7 +491,8 @@ def run(arguments: list[str]) -> int:
         print_scaling(rows, options.json)
     if first_step_only(options, rows[0]["variant"]):
         print("picotron has no fp32 copy of its bfloat16 weights: its losses are compared at the first step only")
-    allowed = TOLERANCE["float32" if options.device == "cpu" else "bfloat16"]
+    of_device = "float32" if options.device == "cpu" else "bfloat16"
+    allowed = TOLERANCE["fp8" if options.compare == "fp8" else of_device]
     apart = [row["variant"] for row in rows if not row["loss_difference"] <= allowed]
     if apart:
         print(f"expected losses within {allowed:g} of kos, relative; beyond it: {', '.join(apart)}")

@@ -1,0 +1,236 @@
+"""Matrix products in 8 bits beside bfloat16, of the linear layers of a model: ``python -m benchmarks.fp8 --json FILE``.
+
+Three tables, of the shapes of ``--preset`` with ``--tokens`` tokens, on one GPU:
+
+- *products*: the three products of every linear layer with operands that are there. TFLOP/s in bfloat16; with one scale
+  a tensor, sums accurate (what ``--dtype fp8`` runs) or fast; with a scale a row; with scales of 1 x 128 beside
+  128 x 128; with scales of 1 x 128 beside 1 x 128. What cuBLASLt does not have is left out, with its reason.
+- *casts*: quantizing a tensor in both orders of memory, in microseconds and GB/s.
+- *layers*: the three products of a linear layer as training runs them, casts included. The weights' cast is apart, for
+  it is made once a step. The last row is the sum.
+
+All kinds of a row take turns: each runs for ``--settle`` milliseconds, in which the GPU finds its clock under the power
+limit, then for ``--measure`` milliseconds that count; the figure is the median of ``--repeats`` turns. cuBLASLt's
+algorithms are searched as training does. A preset takes about three minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos import cuda
+from kos.bench import report
+from kos.commands import program
+from kos.cuda import streams
+from kos.dtypes import DTYPES
+from kos.errors import KosError
+from kos.files import check_writable, replace_file
+from kos.memory.array import Array
+from kos.train.config.presets import PRESETS
+from kos.train.layers.fp8 import BACKWARD, FORWARD, Fp8Linear, Quantized
+from kos.train.layers.products import Products
+from kos.train.ops.cuda.cublaslt import BLOCK
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.parallel.tensor import TensorParallel
+
+KINDS = ("bf16", "tensor", "tensor fast", "rows", "1x128 128x128", "1x128 1x128")
+PRODUCTS = ("forward", "input gradient", "weight gradient")
+Figures = dict[str, float | None]
+"""By kind; None: cuBLASLt does not have it."""
+
+
+def layers_of(preset: str) -> dict[str, tuple[int, int]]:
+    """The matrices of a layer of a preset, (out, in)."""
+    of = PRESETS[preset].values["model"]
+    hidden, inner = of["hidden_size"], of["intermediate_size"]
+    head = of.get("head_dim") or hidden // of["num_attention_heads"]
+    heads, kv_heads = (of[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
+    return {
+        "qkv": (heads + 2 * kv_heads, hidden), "o": (hidden, heads), "gate_up": (2 * inner, hidden),
+        "down": (hidden, inner),
+    }  # fmt: skip
+
+
+def product_sizes(out: int, columns: int, tokens: int) -> dict[str, tuple[int, int, int]]:
+    """(M, N, K) of each product of a layer (out, columns)."""
+    return dict(zip(PRODUCTS, ((tokens, out, columns), (tokens, columns, out), (out, columns, tokens)), strict=True))
+
+
+class Bench:
+    """The operations, and how they are timed."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.ops = CudaOps(0, search=True)
+        self.products = Products(self.ops, TensorParallel(self.ops), self.ops.make_arena())
+        self.fp8 = Products(self.ops, TensorParallel(self.ops), self.ops.make_arena())
+        self.fp8.fp8 = Fp8Linear(self.fp8)
+        self.rng, self.reasons = np.random.default_rng(0), dict[str, str]()
+
+    def normal(self, *shape: int, dtype: str = "bfloat16") -> Array:
+        """Normal numbers, the first of which are repeated: the power that a product draws depends on them."""
+        count = math.prod(shape)
+        drawn = np.resize(self.rng.standard_normal(min(count, 1_000_003), np.float32), count)
+        return Array.from_numpy(drawn.astype(DTYPES[dtype].numpy).reshape(shape), 0, stream=self.ops.stream)
+
+    def quantized(self, x: Array, dtype: Any) -> Quantized:
+        n, f = x.shape
+        made = Quantized(self.ops.zeros((n, f), dtype), self.ops.zeros((f, n), dtype), self.ops.zeros((1,), np.float32))
+        self.ops.quantize(x, made.rows, made.columns, made.scale, self.fp8.arena)
+        return made
+
+    def milliseconds(self, run: Callable[[], Any], at_least: float, once: float) -> float:
+        """Of one of as many runs as take ``at_least`` milliseconds, if one takes ``once``."""
+        times = max(1, math.ceil(at_least / once))
+        return streams.milliseconds(lambda: [run() for _ in range(times)], self.ops.stream) / times
+
+    def turns(self, runs: dict[str, Callable[[], Any]]) -> Figures:
+        """The milliseconds of each."""
+        found: dict[str, list[float]] = {}
+        once: dict[str, float] = {}
+        for kind, run in runs.items():
+            try:
+                run()  # the search, too
+                once[kind] = max(1e-3, streams.milliseconds(run, self.ops.stream))
+                found[kind] = []
+            except KosError as error:
+                self.reasons.setdefault(kind, str(error))
+        for _ in range(self.options.repeats):
+            for kind, timed in found.items():
+                self.milliseconds(runs[kind], self.options.settle, once[kind])
+                timed.append(self.milliseconds(runs[kind], self.options.measure, once[kind]))
+        return {kind: statistics.median(found[kind]) if kind in found else None for kind in runs}
+
+    def product(self, m: int, n: int, k: int, gradient: bool, wide: bool) -> Figures:
+        """TFLOP/s of out (m, n) = a (m, k) b (n, k)^T by kind; a is a gradient, or out of float32."""
+        a, b, out = self.normal(m, k), self.normal(n, k), self.ops.zeros((m, n), "float32" if wide else "bfloat16")
+        a8, b8 = self.quantized(a, BACKWARD if gradient else FORWARD), self.quantized(b, FORWARD)
+        along = k // BLOCK
+        ones = {shape: self.ops.zeros(shape, np.float32) for shape in (
+            (m,), (n,), (along, m), (along, n), (n // BLOCK, -(-along // 4) * 4))}  # fmt: skip
+        for scale in ones.values():
+            scale.copy_from(np.ones(scale.shape, np.float32), self.ops.stream)
+
+        def scaled(of_a: Array, of_b: Array, fast: bool = False) -> Callable[[], Any]:
+            matmul = self.ops.matmul
+            return lambda: matmul(a8.rows, b8.rows, out, transpose_b=True, scales=(of_a, of_b), fast=fast)
+
+        blocks = ones[n // BLOCK, -(-along // 4) * 4]
+        runs = dict(zip(KINDS, (
+            lambda: self.ops.matmul(a, b, out, transpose_b=True), scaled(a8.scale, b8.scale),
+            scaled(a8.scale, b8.scale, fast=True), scaled(ones[m,], ones[n,]), scaled(ones[along, m], blocks),
+            scaled(ones[along, m], ones[along, n]),
+        ), strict=True))  # fmt: skip
+        times = self.turns(runs)
+        return {kind: ms and 2e-9 * m * n * k / ms for kind, ms in times.items()}
+
+    def casts(self, rows: int, columns: int) -> Figures:
+        """Of a tensor, in both orders: microseconds, and GB/s of what is read twice and written twice."""
+        x = self.normal(rows, columns)
+        made = self.quantized(x, FORWARD)
+
+        def cast() -> None:
+            self.ops.quantize(x, made.rows, made.columns, made.scale, self.fp8.arena)
+
+        ms = self.turns({"cast": cast})["cast"]
+        assert ms is not None
+        return {"us": 1e3 * ms, "gb_per_second": 6e-6 * rows * columns / ms}
+
+    def layer(self, out: int, columns: int) -> Figures:
+        """Milliseconds of a layer's three products as training runs them, in bfloat16 and in fp8, and of its cast."""
+        tokens, ops, arena = self.options.tokens, self.ops, self.fp8.arena
+        x, d_out, weight = self.normal(tokens, columns), self.normal(tokens, out), self.normal(out, columns)
+        y, dx = ops.zeros((tokens, out), "bfloat16"), ops.zeros((tokens, columns), "bfloat16")
+        d_weight, weight8 = ops.zeros((out, columns), "float32"), self.quantized(weight, FORWARD)
+
+        def in_bf16() -> None:
+            self.products.linear(weight, x, y, None)
+            self.products.input_gradient(weight, d_out, dx, None)
+            self.products.weight_gradient(d_out, x, d_weight, False, None)
+
+        def in_fp8() -> None:
+            with arena.scope():
+                saved = self.fp8.empty_transposed((tokens, columns), arena)
+                self.fp8.linear(weight8, x, y, None, transposed=saved)
+                d = self.fp8.gradient(d_out, arena)
+                self.fp8.input_gradient(weight8, d, dx, None)
+                self.fp8.weight_gradient(d, saved, d_weight, False, None)
+
+        def cast() -> None:
+            ops.quantize(weight, weight8.rows, weight8.columns, weight8.scale, arena)
+
+        return self.turns({"bf16": in_bf16, "fp8": in_fp8, "weight cast": cast})
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All tables, row by row."""
+        tokens = self.options.tokens
+        for name, (out, columns) in layers_of(self.options.preset).items():
+            for what, (m, n, k) in product_sizes(out, columns, tokens).items():
+                figures = self.product(m, n, k, what != "forward", what == "weight gradient")
+                yield {"table": "products", "name": f"{name} {what}", "shape": [m, n, k], **figures}
+        widths = sorted({size for shape in layers_of(self.options.preset).values() for size in shape})
+        for width in widths:
+            about = {"table": "casts", "name": f"{tokens} x {width}", "shape": [tokens, width]}
+            yield about | self.casts(tokens, width)
+        total: dict[str, float] = dict.fromkeys(("bf16", "fp8", "weight cast"), 0.0)
+        for name, (out, columns) in layers_of(self.options.preset).items():
+            figures = self.layer(out, columns)
+            for kind, ms in figures.items():
+                total[kind] += ms or math.nan
+            yield {"table": "layers", "name": name, "shape": [out, columns], **figures}
+        yield {
+            "table": "layers", "name": "all", "shape": None, **total,
+            "fp8_over_bf16": total["bf16"] / total["fp8"],
+            "with_weight_cast": total["bf16"] / (total["fp8"] + total["weight cast"]),
+        }  # fmt: skip
+
+
+def show(row: dict[str, Any]) -> str:
+    """A row as a line."""
+    figures = (f"{key} {'-' if value is None else f'{value:,.3g}'}" for key, value in row.items()
+               if key not in ("table", "name", "shape"))  # fmt: skip
+    return f"{row['table']:<10}{row['name']:<26}{'  '.join(figures)}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        program("benchmarks.fp8"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", default="8b", choices=PRESETS)
+    parser.add_argument("--tokens", type=int, default=8192, help="a multiple of 128 [8192]")
+    parser.add_argument("--repeats", type=int, default=3, help="turns of each kind [3]")
+    parser.add_argument("--settle", type=float, default=60.0, help="milliseconds before those that count [60]")
+    parser.add_argument("--measure", type=float, default=60.0, help="milliseconds that count [60]")
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    if why := cuda.unavailable():
+        raise SystemExit(f"kos: error: benchmarks.fp8: expected a GPU, got none: {why}")
+    try:
+        if options.json:
+            check_writable(options.json)
+        bench, rows = Bench(options), []
+        for row in bench.rows():
+            rows.append(row)
+            print(show(row), flush=True)
+            if options.json:  # after each: what is there counts
+                header = report.provenance("benchmarks.fp8", 0, 1)
+                settings = {"preset": options.preset, "tokens": options.tokens, "reasons": bench.reasons}
+                replace_file(options.json, report.to_json({**header, **settings, "rows": rows}).encode())
+    except KosError as error:
+        print(f"kos: error: {error}", file=sys.stderr)
+        return 1
+    for kind, reason in bench.reasons.items():
+        print(f"{kind} left out: {reason}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
