@@ -129,7 +129,7 @@ class Step:
     """An Optimizer or CudaOptimizer: its weights and state are Parameters or this rank's OwnedSlices."""
 
     count: Array
-    """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.targets_per_micro_batch``."""
+    """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""
 
     report: Array
     """(1 + micro-batches,), float64: whether this rank was asked to stop, and its losses."""
