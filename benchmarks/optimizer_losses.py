@@ -214,7 +214,8 @@ def work(arguments: argparse.Namespace, flags: Sequence[str], comm: Communicator
         if b"1" in comm.all_gather_bytes(b"1" if arguments.minutes and ends > arguments.minutes else b"0"):
             say("more runs are missing: the same command goes on")
             break
-        plan.rows.append(row := run(config, data, comm, wanted, arguments.evaluations))
+        evaluations = arguments.evaluations if wanted.seed else 1  # of tuning the last loss counts
+        plan.rows.append(row := run(config, data, comm, wanted, evaluations))
         say(", ".join(f"{name} {row[name]}" for name in (*Wanted._fields, "val_loss", "tokens_per_second", "seconds")))
         release(gpu)
         if comm.rank == 0:
