@@ -20,6 +20,7 @@ from benchmarks.idle import Stamps
 from kos.bench import report
 from kos.comm.communicator import Communicator
 from kos.commands import program
+from kos.memory.pool import pool_of
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
@@ -55,6 +56,18 @@ def measure(config: TrainConfig, comm: Communicator, steps: int) -> dict[str, An
     }  # fmt: skip
 
 
+def gpu_of(config: TrainConfig, comm: Communicator) -> int | None:
+    """The GPU of this rank, if the trainer uses GPUs. Collective."""
+    return (comm.device or 0) if choose_device(config.device, comm) == "cuda" else None
+
+
+def release(gpu: int | None) -> None:
+    """Give back the memory of a device that is closed: the next one needs it."""
+    gc.collect()
+    if gpu is not None:
+        pool_of(gpu).trim()
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     lines = [f"{'optimizer':<10}{'step ms':>10}{'norm and update ms':>20}{'share':>8}{'state MiB':>11}"]
     for row in rows:
@@ -74,13 +87,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     configs = [parse([*flags, "--optimizer", name]) for name in OPTIMIZERS]
     rows = []
     with kos.init() as comm:
+        gpu = gpu_of(configs[0], comm)
         for config in configs:
             rows.append(measure(config, comm, arguments.repeats))
-            gc.collect()  # the next one needs the memory
+            release(gpu)
         if comm.rank == 0:
             print(table(rows))
             if arguments.json:
-                about = report.provenance("benchmarks.optimizers", comm.device, comm.size)
+                about = report.provenance("benchmarks.optimizers", gpu, comm.size)
                 arguments.json.write_text(report.to_json({**about, "rows": rows}))
 
 

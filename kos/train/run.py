@@ -33,7 +33,7 @@ from kos.train.checkpoint.extra_files import Extra, dropout, extra_names, read_e
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.write_plan import state_shapes
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import Dataset, check_fields, load_data
+from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import HuggingFaceTokenizer
 from kos.train.device.choose import choose_device, layout_of, make_device
 from kos.train.device.machine import limit_threads, provenance
@@ -117,7 +117,7 @@ class Trainer:
 
         @self.stop.at_once()
         def load() -> Dataset:
-            return check_fields(load_data(self.config, self.console.progress, weights))
+            return load_data(self.config, self.console.progress, weights)
 
         try:
             data = together(self.comm, lambda: load() if first else None)

@@ -130,7 +130,7 @@ class Step:
     """An Optimizer or CudaOptimizer: its weights and state are Parameters or this rank's OwnedSlices."""
 
     count: Array
-    """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.targets_per_micro_batch``."""
+    """(1,): the divisor of sums over a micro-batch's targets, ``Dataset.micro_batches``."""
 
     report: Array
     """(1 + micro-batches,), float64: whether this rank was asked to stop, and its losses."""
@@ -179,9 +179,11 @@ class Step:
         self.sums = GradientSums(self.models[0], self.parallel, self.pipeline, steps, tied_apart, lookups)
 
     def counted(self) -> set[str]:
-        """The tensors that count in the norm of the gradient on this rank: each on one of those that hold it whole."""
+        """The tensors that count in the norm of the gradient on this rank: each part on one of those that hold it."""
         twice = {self.models[0].config.embedding} if self.sums.tied_apart and self.models[-1].local.last else set()
-        return set(self.gradients) - (self.sums.replicated if self.mesh.tp.rank > 0 else set()) - twice
+        for names, first in ((self.sums.replicated, self.mesh.tp), (self.sums.copied, self.models[0].tensor.copies)):
+            twice |= names if first.rank > 0 else set()
+        return set(self.gradients) - twice
 
     def run(self) -> None:
         """The whole step."""

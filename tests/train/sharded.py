@@ -67,7 +67,8 @@ def expected_of(state: ShardedState, whole: Whole, name: str) -> np.ndarray:
     tensor, placement = whole[name], state.placements[name.removeprefix("exp_avg.").removeprefix("exp_avg_sq.")]
     if placement.dim is None:
         return tensor
-    return np.split(tensor, state.mesh.tp.size, placement.dim)[state.mesh.tp.rank]
+    parts = np.split(tensor, placement.shards, placement.dim)
+    return parts[state.mesh.tp.rank * placement.shards // state.mesh.tp.size]
 
 
 def fill(state: ShardedState, whole: Whole) -> None:

@@ -13,9 +13,10 @@ import pytest
 from kos.errors import DataError
 from kos.memory.array import Array
 from kos.train import run
-from kos.train.data import batches
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, Tokens, load_data
+from kos.train.device.cpu import DryOps
+from kos.train.device.memory_plan import DryCudaOps
 from kos.train.model.model import Model
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parallel.context import ContextParallel
@@ -25,6 +26,7 @@ from tests.train.host_kernels.engine import on_host
 from tests.train.refusal import refused
 
 __all__ = ["emulated", "text"]
+DRY = DryOps, DryCudaOps
 
 
 class Full(Dataset):
@@ -36,13 +38,12 @@ class Full(Dataset):
         starts = list(starts)
         places = np.add.outer(starts, np.arange(self.seq_len)).astype(np.int32)
         documents = np.broadcast_to(np.arange(self.seq_len, dtype=np.int32) // 3 * 3, places.shape)
-        more = {"positions": places, "document_starts": documents, "loss_weights": (places / 4).astype(np.float32)}
-        return super().windows(tokens, starts)._replace(**more)
+        return Batch(places % 251, places % 249, documents)
 
 
 def _elements(batch: Batch) -> list[tuple[float, ...]]:
     batch = batch.map(lambda field: on_host(field) if isinstance(field, Array) else field)
-    assert [field.dtype for field in batch] == [np.int32] * 4 + [np.float32]
+    assert [field.dtype for field in batch] == [np.int32] * 3
     return [*zip(*(field.ravel().tolist() for field in batch), strict=True)]
 
 
@@ -64,17 +65,16 @@ def test_all_fields_arrive(
 
     def forward(self: Model, weights: Any, slot: Any, *others: Any) -> Any:
         out = run_forward(self, weights, slot, *others)
-        if self.local.last and slot.batch.loss_weights is not None:
+        if self.local.last and slot.batch.document_starts is not None and not isinstance(self.ops, DRY):
             arrived.append(_elements(slot.batch))
         return out
 
     def evaluate_loss(self: Model, weights: Any, batch: Batch, *others: Any) -> None:
-        if batch.loss_weights is not None:
+        if batch.document_starts is not None and not isinstance(self.ops, DRY):
             evaluated.extend(_elements(batch))
         evaluate(self, weights, batch, *others)
 
     monkeypatch.setattr(run, "load_data", load)
-    monkeypatch.setattr(batches, "READ_FIELDS", Batch._fields)
     monkeypatch.setattr(Model, "forward", forward)
     monkeypatch.setattr(Model, "evaluate_loss", evaluate_loss)
     options: dict[str, Any] = layout if device == "cpu" else {"graph": False, **layout}
@@ -83,21 +83,6 @@ def test_all_fields_arrive(
     assert {len(each) for each in arrived} == {2 * 8 // layout.get("cp", 1)}
     of_validation = [x for starts in data[0].val_starts() for x in _elements(data[0].windows(data[0].val, starts))]
     assert sorted(set(evaluated)) == sorted(set(of_validation))
-
-
-def test_a_field_that_no_operation_reads_is_refused(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else training would go on as if it were absent."""
-
-    def load(*arguments: Any) -> Dataset:
-        plain = load_data(*arguments)
-        return Full(**{field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)})
-
-    monkeypatch.setattr(run, "load_data", load)
-    expected = f"--data {text}: expected batches of tokens, targets, document_starts, which training reads, got also "
-    with refused(DataError, expected + "positions, loss_weights"):
-        train(text, tmp_path, "cpu", ranks=2, steps=1)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +102,18 @@ def test_documents_that_begin_where_they_cannot(starts: list[list[int]], message
 
 
 def test_a_batch_is_shown_by_dtypes_and_shapes() -> None:
-    batch = Batch(np.zeros((8, 16), np.int32), loss_weights=np.zeros((8, 16), np.float32))
-    assert repr(batch) == "Batch(tokens=int32 (8, 16), loss_weights=float32 (8, 16))"
+    batch = Batch(np.zeros((8, 16), np.int32), document_starts=np.zeros((8, 16), np.int32))
+    assert repr(batch) == "Batch(tokens=int32 (8, 16), document_starts=int32 (8, 16))"
 
 
 @pytest.mark.parametrize(("ranks", "pieces"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)])
 def test_context_parallelism_cuts_every_field_that_is_present(ranks: int, pieces: int) -> None:
     places = np.arange(24 * ranks * pieces, dtype=np.int32).reshape(3, -1)
-    whole = Batch(places, loss_weights=(places / 4).astype(np.float32))
+    whole = Batch(places, targets=places + 1)
     parts = [
         ContextParallel(numpy_ops, ALONE._replace(rank=rank, size=ranks), pieces).take(whole) for rank in range(ranks)
     ]
     for part in parts:
         assert part.tokens.shape == (3 * pieces, 8)
-        assert part.targets is part.positions is part.document_starts is None
-        assert part.loss_weights.dtype == np.float32 and np.array_equal(part.loss_weights, part.tokens / 4)
+        assert part.document_starts is None and np.array_equal(part.targets, part.tokens + 1)
     assert sorted(np.concatenate([part.tokens.ravel() for part in parts])) == sorted(places.ravel())

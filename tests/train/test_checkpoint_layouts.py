@@ -63,7 +63,7 @@ EVERY = [pair for ranks in (1, 2, 4, 6, 8) for pair in layouts(ranks)]
     "ranks", [1, 2, 4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
 def test_every_layout_saves_and_every_other_loads(tmp_path: Path, rng: np.random.Generator, ranks: int) -> None:
-    models = [grouped(tie_word_embeddings=tied) for tied in (False, True)]
+    models = [grouped(tie_word_embeddings=tied, num_key_value_heads=8 >> 2 * tied) for tied in (False, True)]
     wholes = [whole_state(model) for model in models]
     for step, (layout, chunks) in enumerate(layouts(ranks)):
         tied, zero, master, v_shape = (bool(x) for x in rng.integers(2, size=4))
@@ -104,6 +104,17 @@ def go_on(
 
     spawn(run, layout.ranks, timeout=100)
     return path.parent / f"step-{step}"
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_copies_of_kv_heads(tmp_path: Path, kv_heads: int) -> None:
+    """From ranks that hold copies to one that holds all, and back; with biases, which are copied too."""
+    model = grouped(num_key_value_heads=kv_heads, attention_bias=True)
+    path = save_in(Layout(tp=4), tmp_path, 1, model, whole := whole_state(model), bucket_bytes=3000)
+    assert_whole(path, model, whole)
+    for step, layout in enumerate([Layout(), Layout(dp=2, tp=4), Layout(pp=2, tp=2), Layout(tp=8)], 2):
+        path = go_on(path, step, layout, model, whole, {"zero": layout.dp > 1, "master_shards": layout.dp > 1})
+        assert_whole(path, model, whole)
 
 
 def test_one_after_another(tmp_path: Path) -> None:

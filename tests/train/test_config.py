@@ -355,6 +355,7 @@ def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:
         (["--hidden-size=96"], f"--hidden-size: expected 24, {has}, got 96"),
         (["--model-type=gpt2"], f"--model-type: expected llama, {has}, got gpt2"),
         (["--tie-word-embeddings"], f"--tie-word-embeddings: expected False, {has}, got True"),
+        (["--sliding-window=9"], f"--sliding-window: expected no window, {has}, got 9"),
         (["--seq-len=600"], f"at most 512 ({folder}/config.json: model.max_position_embeddings), got 600"),
         (["--seq-len=9", "--max-position-embeddings=8"], "at most 8 (--max-position-embeddings), got 9"),
         (["--initializer-range=x"], "--initializer-range: expected a valid number, got 'x'"),

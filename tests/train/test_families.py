@@ -72,8 +72,10 @@ CASES: dict[str, LlamaConfig] = {
     "yarn, its length": of(Qwen3Config, **rope(**YARN, attention_factor=0.8)),
     "llama3": of(LlamaConfig, **rope(factor=8.0, original_max_position_embeddings=16)),
     "qwen2": of(Qwen2Config, tie_word_embeddings=True, rms_norm_eps=1e-3),
-    "qwen2, windows": of(Qwen2Config, sliding_window=5, layer_types=(FULL, SLIDING, SLIDING)),
-    "qwen3": of(Qwen3Config, head_dim=10, rms_norm_eps=1e-3),
+    "qwen2, windows": of(
+        Qwen2Config, sliding_window=5, layer_types=(FULL, SLIDING, SLIDING), num_key_value_heads=2
+    ),
+    "qwen3": of(Qwen3Config, head_dim=10, rms_norm_eps=1e-3, num_key_value_heads=2),
     "qwen3, biases and windows": of(
         Qwen3Config, attention_bias=True, sliding_window=7, layer_types=(SLIDING, FULL, SLIDING), num_key_value_heads=8
     ),

@@ -75,12 +75,16 @@ def run_to_its_end(device: Any, steps: int, to_host: Callable[[Any], np.ndarray]
 
 
 def train(
-    layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, **changes: Any
-) -> list[dict[str, Any]]:
+    layout: Layout, kind: type[CpuDevice], layers: int, tied: bool, steps: int = STEPS, kv_heads: int = 0,
+    **changes: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
     """What each rank of a run knows at its end."""
+    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    if kv_heads:
+        shape |= {"num_key_value_heads": kv_heads}
     asked = TrainConfig.from_preset(
         "tiny", **{**RUN, "steps": steps, **changes},
-        model={**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied},
+        model=shape,
         dp=layout.dp, tp=layout.tp, pp=layout.pp, cp=layout.cp,
     )  # fmt: skip
 
@@ -151,6 +155,35 @@ QUICK = [*layouts(2), Layout(dp=2, tp=2), Layout(pp=3)]
 def test_layout(layout: Layout) -> None:
     """With uneven stages, heads tied in every other."""
     check(layout, Precise, max(2, layout.pp + layout.pp // 2), layout.dp % 2 == 0 or layout.pp % 3 == 0)
+
+
+COPIES = [
+    (Layout(tp=2), {"kv_heads": 1}), (Layout(tp=4), {"kv_heads": 2}), (Layout(dp=2, tp=4), {"kv_heads": 2, "zero": 1}),
+    (Layout(tp=2), {"kv_heads": 1, "recompute": "block", "zero": 1}),
+]  # fmt: skip
+SLOW_COPIES = [
+    (Layout(pp=2, tp=4), {"kv_heads": 2}), (Layout(cp=2, tp=4), {"kv_heads": 2, "documents": "pack"}),
+    (Layout(tp=8), {"kv_heads": 2}), (Layout(tp=8), {"kv_heads": 1}),
+    (Layout(pp=2, tp=2), {"kv_heads": 1, "pp_schedule": "zero-bubble-v"}),
+    (Layout(dp=2, cp=2, tp=2), {"kv_heads": 1, "zero": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"),
+    [*COPIES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_COPIES)],
+    ids=["-".join([named(layout), *map(str, changes.values())]) for layout, changes in COPIES + SLOW_COPIES],
+)
+def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any]) -> None:
+    """Neighbours along tp hold copies of a kv head, with the same bits, and count its gradient once."""
+    check(layout, Precise, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)
+    ranks = train(layout, CpuDevice, 5 if layout.pp > 1 else 2, layout.dp % 2 == 0, **changes)
+    count = layout.tp // changes["kv_heads"]
+    for neighbours in (ranks[at : at + count] for at in range(0, layout.ranks, count)):
+        copied = [name for name in neighbours[0]["weights"] if name.endswith(("k_proj.weight", "v_proj.weight"))]
+        assert copied or layout.pp > 1
+        for name in copied:
+            assert len({each["weights"][name].tobytes() for each in neighbours}) == 1
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,13 @@ HEAD_ALONE = 3  # layers, with which the last of 4 stages has none
 
 
 def make_device(
-    comm: Any, layout: Layout, layers: int, *, tied: bool = False, family: str = "llama", **changes: Any
-) -> CudaDevice:
+    comm: Any, layout: Layout, layers: int, *, tied: bool = False, family: str = "llama",
+    kv_heads: int = SHAPE["num_key_value_heads"], **changes: Any,
+) -> CudaDevice:  # fmt: skip
     """The device of a rank, with the same weights in every layout."""
     axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
-    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied, "model_type": family}
+    shape = {**SHAPE, "num_hidden_layers": layers, "tie_word_embeddings": tied, "model_type": family,
+             "num_key_value_heads": kv_heads}  # fmt: skip
     shape["attention_bias"] = family == "qwen3"
     asked = TrainConfig.from_preset("tiny", **{**RUN, **changes}, model=shape, **axes)
     mesh, config = Mesh(DeviceComm(comm), layout), asked.for_world(layout.dp, "cuda")
@@ -110,8 +112,10 @@ QUICK = [
     (Layout(tp=2), {"micro_batch_size": 2, "documents": "pack"}),
     (Layout(cp=2), {"documents": "pack"}),
     (Layout(tp=2), {"family": "qwen3", "micro_batch_size": 2}),
+    (Layout(tp=4), {"family": "qwen3", "kv_heads": 2}),
 ]
 SLOW = [
+    (Layout(dp=2, tp=2), {"kv_heads": 1, "zero": 1, "micro_batch_size": 2}),
     (Layout(cp=2, tp=2), {"family": "qwen3"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "family": "qwen3"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "documents": "pack"}),
@@ -150,7 +154,7 @@ def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
 def check_layout(layout: Layout, changes: dict[str, Any]) -> None:
     changes = {"layers": layers_of(layout), **changes}
     layers, tolerance, held = changes.pop("layers"), 2e-5, set()
-    alone = {key: changes[key] for key in ("optimizer", "muon_lr", "documents", "family") if key in changes}
+    alone = {key: changes[key] for key in ("optimizer", "muon_lr", "documents", "family", "kv_heads") if key in changes}
     expected, ranks = serial(layers, changes.get("tied", False), **alone), train(layout, layers, **changes)
     for rank, got in enumerate(ranks):
         np.testing.assert_allclose(got["rows"], expected["rows"], rtol=tolerance, err_msg=f"rank {rank}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from kos.train import run
 from kos.train.data.batch import Batch
-from kos.train.data.batches import Dataset, load_data
+from kos.train.data.batches import Dataset, Tokens, load_data
 from kos.train.model.initial import init_weights
 from kos.train.model.model import Model
 from kos.train.model.parameters import Parameters
@@ -111,20 +112,28 @@ def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_without_masked_targets_a_rank_reads_only_its_own_rows(
-    emulated: None, text: Path, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_rank_reads_only_its_own_rows_and_once(
+    emulated: None, text: Path, tmp_path: Path, device: str, masked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = []
+    read, evaluated = [], []
 
     class Watched(Dataset):
+        masks_targets = masked
+
         def rows(self, step: int, indices: Iterable[int]) -> Batch:
-            read.append(list(indices))
-            return super().rows(step, read[-1])
+            read.append((step, *indices))
+            return super().rows(step, read[-1][1:])
+
+        def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
+            evaluated.extend(map(int, starts if tokens is self.val else ()))
+            return super().windows(tokens, starts)
 
     _use(Watched, monkeypatch)
-    train_on_host(text, tmp_path, device, ranks=2, batch_size=12, micro_batch_size=3)
-    in_steps = {rows for rows in map(tuple, read) if rows != (0,)}  # the first row shows which fields there are
-    assert sorted(in_steps) == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+    how: dict[str, Any] = {"ranks": 2, "batch_size": 12, "micro_batch_size": 3, "steps": 2, "eval_every": 0}
+    train_on_host(text, tmp_path, device, **how)
+    assert sorted(rows for rows in read if rows[0] == 1) == [(1, *range(at, at + 3)) for at in range(0, 12, 3)]
+    assert set(Counter(evaluated).values()) == {2}  # before training, and after it
 
 
 def test_on_gpus_too(emulated: None, left_out: None, text: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kos.testing import spawn
 from kos.train import run
 from kos.train.config.flags import parse
 from kos.train.data import prepared
+from kos.train.data import tokenizers as kos_tokenizers
 from kos.train.data.batch import Batch
 from kos.train.data.batches import Dataset, load_data
 from kos.train.device.cpu import CpuDevice
@@ -146,6 +147,58 @@ def test_chats_are_those_of_transformers(tmp_path: Path, folder: Path, template:
     thought = "<think>\n\n</think>\n\n" * (template == THINKING)
     assert data_text(folder, ones) == f"four<|end|>\n{thought}yes<|end|>\n{thought}four<|end|>\n"
     assert np.asarray(data.train.documents).tolist() == [0, len(got[0]["input_ids"])]
+
+
+def spaced(folder: Path, kind: str) -> Path:
+    """A tokenizer as of Llama 2 (``prepend``) or of later ones (``metaspace``): it adds a space to what it is given."""
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    bpe = library.Tokenizer(library.models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    if kind == "prepend":
+        steps = [library.normalizers.Prepend("▁"), library.normalizers.Replace(" ", "▁")]
+        bpe.normalizer = library.normalizers.Sequence(steps)
+    else:
+        bpe.pre_tokenizer = library.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    decoders = library.decoders
+    bpe.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = ["<unk>", "<|begin|>", "<|end|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = library.trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    bpe.train_from_iterator([each["content"] for each in CHAT] * 9, trainer)
+    saved = json.loads(bpe.to_str())
+    saved["added_tokens"] = saved["added_tokens"][:3]  # bytes are none
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace"])
+def test_a_text_in_parts_is_encoded_as_a_whole(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No part has a space that the text has not; a token of two parts is in the second."""
+    folder = spaced(tmp_path / "tokenizer", kind)
+    transformers = pytest.importorskip("transformers", reason="compares with transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    pairs = [("two + two?", "four"), ("two + two? ", "four"), ("Be bri", "ef.")]
+    pairs += [("é", "€\n"), ("", "yes"), ("four", "")]
+    lines = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    path = write_lines(tmp_path / "pairs.jsonl", [*lines, {"text": "val"}])
+    tokens, counted, _ = read(path, "--tokenizer", str(folder))
+    assert tokens == [id for pair in pairs for id in [*theirs("".join(pair)).input_ids, 2]]
+    ones = [id for id, count in zip(tokens, counted, strict=True) if count]
+    answers = data_text(folder, ones).split("<|end|>")
+    assert [answer.strip(" ") for answer in answers] == ["four", "four", "Be brief.", "€\n", "yes", "", ""]
+    assert answers[0] == "four"
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": CHAT}, {"text": "val"}])
+    tokens, counted, _ = read(path, "--tokenizer", str(folder))
+    assert tokens == theirs.apply_chat_template(CHAT, tokenize=True)["input_ids"]
+    ones = [id for id, count in zip(tokens, counted, strict=True) if count]
+    assert data_text(folder, ones).replace(" ", "") == "four<|end|>\nyes<|end|>\n"
+    whole = tokens
+    monkeypatch.setattr(kos_tokenizers, "PIECE", 29)  # cut between other tokens, parts in several pieces
+    tokens, counted, _ = read(path, "--tokenizer", str(folder))
+    assert data_text(folder, tokens).replace(" ", "") == data_text(folder, whole).replace(" ", "")
+    ones = [id for id, count in zip(tokens, counted, strict=True) if count]
+    assert data_text(folder, ones).replace(" ", "") == "four<|end|>\nyes<|end|>\n"
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -303,7 +356,7 @@ def test_a_rank_reads_only_its_own_rows(pairs: Path, tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Dataset, "rows", watched)
     _train(pairs, tmp_path, 2, steps=2, micro_batch_size=4, eval_batches=0)
-    assert read == {(0,), (0, 1, 2, 3), (4, 5, 6, 7)}  # the first row shows which fields there are
+    assert read == {(0, 1, 2, 3), (4, 5, 6, 7)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

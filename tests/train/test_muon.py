@@ -209,6 +209,11 @@ def test_layout(layout: Layout, changes: dict[str, Any], small_buckets: None) ->
     check(layout, Precise, 4, layout.dp % 2 == 0, **MUON, muon_lr=4e-3, **changes)
 
 
+@cases([(Layout(tp=4), {}), (Layout(dp=2, tp=4), {"zero": 1})])
+def test_more_ranks_than_kv_heads(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
+    check(layout, Precise, 3, True, **MUON, muon_lr=4e-3, kv_heads=2, **changes)
+
+
 @cases(LAYOUTS)
 def test_deterministic(layout: Layout, changes: dict[str, Any], small_buckets: None) -> None:
     assert differs(layout, 4, layout.dp % 2 == 0, seq_len=length(layout.cp), **MUON, **changes) == []
@@ -444,6 +449,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     (Layout(tp=2), {"graph": False}), (Layout(dp=2, tp=2), {"zero": 1}),
     (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1}),
     pytest.param(Layout(tp=4), {}, marks=pytest.mark.slow),
+    pytest.param(Layout(tp=4), {"kv_heads": 2}, marks=pytest.mark.slow),
     pytest.param(Layout(cp=2), {"zero": 1}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_layout_on_a_gpu(emulated: None, layout: Layout, changes: dict[str, Any]) -> None:

@@ -188,7 +188,8 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
 
 def test_what_does_not_divide_is_refused():
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(8)[1]}
-    assert "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2" in refused[2, 4, 1, 1]
+    assert "--tp 8: expected num_attention_heads to be a multiple of 8, got 4" in refused[1, 8, 1, 1]
+    assert (2, 4, 1, 1) not in refused  # of 2 kv heads, four ranks hold a copy each
     assert "--pp 8: expected at most 5 stages (layers + 1), got 8" in refused[1, 1, 8, 1]
     assert "--batch-size: expected a multiple of 16 (--micro-batch-size 2 × 8 ranks), got 8" in refused[8, 1, 1, 1]
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, "--seq-len", "18")[1]}

@@ -174,6 +174,10 @@ def test_what_cannot_go_on_is_refused_before_the_data_is_read(text: Path, tmp_pa
         _train(missing, tmp_path / "b", 2, resume=source)
     with pytest.raises(CheckpointError, match="expected the model of this run, tie_word_embeddings False, got True"):
         _train(missing, tmp_path / "c", 2, resume=source, model=SMALL["model"] | {"tie_word_embeddings": False})
+    windows = SMALL["model"] | {"model_type": "mistral", "sliding_window": 9}
+    _train(text, tmp_path / "d", steps=1, model=windows)
+    with pytest.raises(CheckpointError, match="expected the model of this run, sliding_window none, got 9"):
+        _train(missing, tmp_path / "c", 2, resume=str(tmp_path / "d"), model=SMALL["model"] | {"model_type": "mistral"})
     with pytest.raises(DataError):
         _train(missing, tmp_path / "c", 2, resume=source)
     (weights := tmp_path / "weights").mkdir()

@@ -19,8 +19,11 @@ from tests.train.models import loss_and_gradients, make, make_batch
 
 def part_of(name, value, config, tp, rank):
     """What a rank of ``tp`` holds of a tensor."""
+    if name.endswith(tuple(f".{each}_proj.{kind}" for each in "kv" for kind in ("weight", "bias"))):
+        parts = min(tp, config.num_key_value_heads)  # fewer heads than ranks: neighbours hold the same one
+        return np.split(value, parts)[rank * parts // tp]
     if value.ndim == 1:
-        split = name.endswith(tuple(f".{each}_proj.bias" for each in ("q", "k", "v", "gate", "up")))
+        split = name.endswith(tuple(f".{each}_proj.bias" for each in ("q", "gate", "up")))
         return np.split(value, tp)[rank] if split else value
     if name.endswith(config.residual):
         return np.split(value, tp, axis=1)[rank]

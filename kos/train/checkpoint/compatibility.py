@@ -31,7 +31,7 @@ def check_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
     ours_values, theirs_values = ({"model_type": x.model_type, **dataclasses.asdict(x)} for x in (ours, theirs))
     fixed = [name for name in ours_values if name not in ours.may_differ]
     if differ := [name for name in fixed if theirs_values[name] != ours_values[name]]:
-        expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
+        expected = ", ".join(f"{name} {'none' if (x := ours_values[name]) is None else x}" for name in differ)
         got = ", ".join(str(theirs_values[name]) for name in differ)
         raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")
 

@@ -15,6 +15,7 @@ import numpy as np
 from kos.memory.arena import Arena
 from kos.memory.array import as_dtype
 from kos.train.checkpoint.write_plan import WritePlan
+from kos.train.layers.placement import Placement
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.parameters import OwnedSlices, Parameters
 from kos.train.model.shapes import Stages
@@ -74,24 +75,24 @@ class ShardedState:
                 placement, mine = self.placements[name], self.plan.writers[name] == here
                 if start == span.start and mine:
                     tensor = np.empty((placement.shards, span.stop - span.start), FLOAT32)
-                each = len(buffer) // placement.shards if placement.shards > 1 else stop - start
+                each = len(buffer) // mesh.tp.size if placement.shards > 1 else stop - start
                 for at in range(start, stop, each):
                     end = min(at + each, stop)
                     piece = values[at - bucket.start : end - bucket.start]
-                    of_all = self._of_all(piece, placement.shards, buffer)
+                    of_all = self._of_all(piece, placement, buffer)
                     for shard in range(placement.shards if mine else 0):
                         self.ops.copy(of_all[shard], tensor[shard, at - span.start : end - span.start])
                 if stop == span.stop and mine:
                     yield _joined(tensor, placement.shape, placement.dim)
 
-    def _of_all(self, piece: Array, shards: int, buffer: Array) -> Sequence[Array]:
+    def _of_all(self, piece: Array, placement: Placement, buffer: Array) -> Sequence[Array]:
         """The same piece of each tensor-parallel part."""
-        if shards == 1:
+        if placement.shards == 1:
             return [piece]
-        size = len(piece)
-        self.mesh.tp.comm.all_gather(piece, buffer[: shards * size])
-        self.mesh.tp.comm.synchronize()
-        return [buffer[shard * size : (shard + 1) * size] for shard in range(shards)]
+        size, tp = len(piece), self.mesh.tp
+        tp.comm.all_gather(piece, buffer[: tp.size * size])
+        tp.comm.synchronize()
+        return [buffer[rank * size : (rank + 1) * size] for rank in range(0, tp.size, placement.copies)]
 
     def _buckets(self, held: Parameters | OwnedSlices) -> Iterator[tuple[slice, Array, Array]]:
         """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""

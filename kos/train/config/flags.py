@@ -75,10 +75,14 @@ def _value(field: FieldInfo, text: str) -> Any:
 
 def _help(field: FieldInfo, default: Any) -> str:
     """The docstring of the field and its default."""
-    if default in (None, "", ()) and isinstance(field.json_schema_extra, dict):
-        default = field.json_schema_extra["unset"]
+    default = _unset(field) if default in (None, "", ()) else default
     shown = {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
     return " ".join(f"{field.description} Default: {shown}.".split()).replace("%", "%%")
+
+
+def _unset(field: FieldInfo) -> Any:
+    """What the default of None, or an empty one, stands for."""
+    return field.json_schema_extra["unset"] if isinstance(field.json_schema_extra, dict) else "none"
 
 
 def add_plan(group: Any) -> None:
@@ -207,7 +211,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
             del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
-            wanted = "none" if expected is None else expected
+            wanted = _unset(KEYS[key]) if expected is None else expected
             raise ConfigError(f"{where}: expected {wanted}, which the model in {folder} has, got {got}")
     return str(folder / "config.json"), {"model": shape}
 

@@ -11,18 +11,15 @@ from kos.errors import DataError
 
 
 class Batch(NamedTuple):
-    """Arrays of one shape, (sequences, tokens), on the host or on a device; a field that the data has not is None.
+    """Arrays of one shape, (sequences, tokens), int32, on the host or on a device; None: the data has no such field.
 
-    All are int32 but ``loss_weights``, float32.  ``targets`` are the tokens that follow; the loss leaves out -1.
-    ``positions`` are those of the rotary embedding.  ``document_starts`` are where each token's document begins in the
-    sequence, of which a rank may hold some tokens only.  No operation reads ``positions`` and ``loss_weights`` yet.
+    ``targets`` are the tokens that follow; the loss leaves out -1.  ``document_starts`` are where each token's document
+    begins in the sequence, of which a rank may hold some tokens only.
     """
 
     tokens: Any
     targets: Any = None
-    positions: Any = None
     document_starts: Any = None
-    loss_weights: Any = None
 
     def __repr__(self) -> str:
         """The dtype and shape of each field that is present."""
@@ -47,5 +44,4 @@ class Batch(NamedTuple):
     @classmethod
     def of_memory(cls, memory: Any, present: Collection[str]) -> Batch:
         """Views of int32 ``memory`` (fields, ...), in which the fields that are ``present`` lie one after another."""
-        views = zip((name for name in cls._fields if name in present), memory, strict=True)
-        return cls(**{name: x.view(np.float32) if name == "loss_weights" else x for name, x in views})
+        return cls(**dict(zip((name for name in cls._fields if name in present), memory, strict=True)))

@@ -42,9 +42,6 @@ EVAL_BATCH_TOKENS = 16_384
 HASHED_BYTES = 64 << 20
 """Larger shards are fingerprinted by this many bytes of each end."""
 
-READ_FIELDS = ("tokens", "targets", "document_starts")
-"""The fields of a batch that operations read."""
-
 LEFT_OUT = -1  # a target that no loss counts
 
 SCANNED = 1 << 24  # tokens that are searched for a separator at once
@@ -177,19 +174,19 @@ class Dataset:
         """How many sequences with their targets lie side by side in ``tokens``."""
         return (len(tokens) - 1) // self.seq_len
 
-    def targets_per_micro_batch(self, step: int, micro_batches: Sequence[range], dp: Axis) -> float:
-        """What the sums of a micro-batch's losses and gradients are divided by, so that their mean is the step's.
+    def micro_batches(self, step: int, rows_of_each: Sequence[range], dp: Axis) -> tuple[list[Batch], float]:
+        """This rank's micro-batches of a step, and what sums of losses and gradients in each are divided by.
 
-        It is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks;
-        ``micro_batches`` are the rows of this one.  Collective over ``dp`` if targets are masked.
+        That is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks,
+        so that their mean is the step's.  Collective over ``dp`` if targets are masked.
         """
-        rows = self.batch_size
+        own, rows = [self.rows(step, each) for each in rows_of_each], self.batch_size
         if self.epochs is not None:
             rows = min(rows, self._windows(self.train) - step % self.steps_per_epoch * rows)
         count = rows * self.seq_len
         if self.masks_targets:
-            count = max(1, sum_over(dp, sum(counted(self.rows(step, each)) for each in micro_batches)))
-        return count / (len(micro_batches) * dp.size)
+            count = max(1, sum_over(dp, sum(map(counted, own))))
+        return own, count / (len(own) * dp.size)
 
     def val_starts(self) -> NDArray[np.int64]:
         """The starts of the windows of each validation batch in ``val``, (batches, sequences); the same on all ranks.
@@ -240,15 +237,6 @@ def counted(batch: Batch) -> int:
 def sum_over(axis: Axis, count: int) -> int:
     """The sum of a number of the host over the ranks of an axis. Collective."""
     return count if axis.size == 1 else sum(map(int, axis.comm.all_gather_bytes(b"%d" % count)))
-
-
-def check_fields(data: Dataset) -> Dataset:
-    """``data`` itself. DataError if its batches have a field that no operation reads: it would count for nothing."""
-    present = data.rows(0, [0])._asdict()
-    if ignored := [name for name, field in present.items() if field is not None and name not in READ_FIELDS]:
-        expected = f"batches of {', '.join(READ_FIELDS)}, which training reads"
-        raise DataError(f"{data.sources[0]}: expected {expected}, got also {', '.join(ignored)}")
-    return data
 
 
 def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:

@@ -5,13 +5,13 @@ A checkpoint carries its tokenizer, for kos and, where transformers can hold it,
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import reprlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,24 +81,27 @@ class Tokenizer(ABC):
         With ``masked`` a token t that the loss does not count is ~t, which is negative.
         """
         dtype = self.dtype_of(masked)
-        for rendered, group in groupby(documents, lambda each: isinstance(each, Document) and each.rendered):
+        for rendered, group in itertools.groupby(documents, lambda each: isinstance(each, Document) and each.rendered):
             affixes = ([], []) if rendered else self.document_affixes
             before, after = (np.array(ids, dtype) for ids in affixes)
             for portion in _portions(group):
-                encoded = self._encode_pieces([each.text for each in portion], split_special_tokens and not rendered)
-                parts = [
-                    np.concatenate([*[before] * piece.first, ids.astype(dtype, copy=False), *[after] * piece.last])
-                    for ids, piece in zip(encoded, portion, strict=True)
-                ]
-                places = np.cumsum([0, *map(len, parts)])
+                texts, pieces = [[text for text, _ in piece.parts] for piece in portion], []
+                encodings = self._encode(texts, split_special_tokens and not rendered)
+                for encoded, piece in zip(encodings, portion, strict=True):
+                    ids = [part.astype(dtype, copy=False) for part in encoded]
+                    ids[0] = np.concatenate([*[before] * piece.first, ids[0]])
+                    ids[-1] = np.concatenate([ids[-1], *[after] * piece.last])
+                    if masked:
+                        marked = zip(ids, piece.parts, strict=True)
+                        ids = [part if counted else ~part for part, (_, counted) in marked]
+                    pieces.append(np.concatenate(ids))
+                places = np.cumsum([0, *map(len, pieces)])
                 begins = [at for at, piece in zip(places, portion, strict=False) if piece.first]
-                if masked:
-                    parts = [ids if piece.counted else ~ids for ids, piece in zip(parts, portion, strict=True)]
-                yield sum(len(each.text) for each in portion), np.concatenate(parts), np.array(begins, np.int64)
+                yield sum(map(len, itertools.chain(*texts))), np.concatenate(pieces), np.array(begins, np.int64)
 
-    def _encode_pieces(self, pieces: Sequence[str], split_special_tokens: bool) -> list[NDArray[Any]]:
-        """The tokens of each piece of a text, without those that ``encode`` adds."""
-        return [self.encode(piece) for piece in pieces]
+    def _encode(self, texts: Sequence[Sequence[str]], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+        """The tokens of each of ``texts``, in the parts of which it consists, without those that ``encode`` adds."""
+        return [[self.encode(part) for part in parts] for parts in texts]
 
     def spelled_out(self, documents: Iterable[str | Document]) -> Counter[str]:
         """How often each special token is spelled out in documents that no chat template has written."""
@@ -281,17 +284,24 @@ class HuggingFaceTokenizer(Tokenizer):
         return Counter(match[0] for text in texts for match in found.finditer(text))
 
     def encode(self, text: str) -> NDArray[Any]:
-        pieces = self._encode_pieces([*_pieces(text)], split_special_tokens=False)
+        pieces = self._encode([[piece] for piece in _pieces(text)], split_special_tokens=False)
         prefix, suffix = (np.array(ids, self.dtype) for ids in (self.prefix, self.suffix))
-        return np.concatenate([prefix, *pieces, suffix])
+        return np.concatenate([prefix, *itertools.chain(*pieces), suffix])
 
-    def _encode_pieces(self, pieces: Sequence[str], split_special_tokens: bool) -> list[NDArray[Any]]:
+    def _encode(self, texts: Sequence[Sequence[str]], split_special_tokens: bool) -> list[list[NDArray[Any]]]:
+        """Each text as a whole: some tokenizers add a space to whatever they are given. A token of several parts is in
+        the one where it ends."""
         self._tokenizer.encode_special_tokens = split_special_tokens
         try:
-            encodings = self._tokenizer.encode_batch(pieces, add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch([*map("".join, texts)], add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
-        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+        found = []
+        for parts, encoding in zip(texts, encodings, strict=True):
+            ends = [end for _, end in encoding.offsets] if len(parts) > 1 else []
+            cuts = np.searchsorted(ends, [*itertools.accumulate(map(len, parts[:-1]))], side="right")
+            found.append(np.split(np.array(encoding.ids, self.dtype), cuts))
+        return found
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -308,12 +318,11 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 class _Piece(NamedTuple):
-    """A piece of a document: whether it is its first, whether its last, and whether the loss counts it."""
+    """A piece of a document: what it has of the document's parts, whether it is its first, and whether its last."""
 
-    text: str
+    parts: list[tuple[str, bool]]
     first: bool
     last: bool
-    counted: bool
 
 
 def _portions(documents: Iterable[str | Document]) -> Iterator[list[_Piece]]:
@@ -321,10 +330,17 @@ def _portions(documents: Iterable[str | Document]) -> Iterator[list[_Piece]]:
     portion, size = [], 0
     for document in documents:
         parts = document.parts if isinstance(document, Document) else [(document, True)]
-        pieces = [(piece, counted) for text, counted in parts for piece in [*filter(None, _pieces(text))] or [""]]
-        for number, (piece, counted) in enumerate(pieces):
-            portion.append(_Piece(piece, number == 0, number == len(pieces) - 1, counted))
-            size += len(piece)
+        whole = str(document)
+        ends = [0, *itertools.accumulate(len(text) for text, _ in parts)]
+        cuts = [0, *itertools.accumulate(map(len, filter(None, _pieces(whole))))] if whole else [0, 0]
+        for start, stop in itertools.pairwise(cuts):
+            within = [
+                (whole[max(start, begin) : min(stop, end)], counted)
+                for begin, end, (_, counted) in zip(ends, ends[1:], parts, strict=False)
+                if begin <= stop and start <= end
+            ]
+            portion.append(_Piece(within, start == 0, stop == len(whole)))
+            size += stop - start
             if size >= PORTION:
                 yield portion
                 portion, size = [], 0

@@ -131,10 +131,7 @@ class Device(Runner):
         weights, starts = self.step.as_read(self.whole_weights()), self.data.val_starts()
         dp, first = self.mesh.dp, self.step.models[0]
         most, sums = len(self.micro_batches[0]), np.zeros(-(-len(starts) // dp.size))
-        count = float(starts.shape[1] * self.data.seq_len)
-        if self.data.masks_targets:
-            own = sum(counted(self.data.windows(self.data.val, batch)) for batch in starts[dp.rank :: dp.size])
-            count = max(1, sum_over(dp, own)) / len(starts)
+        count, targets = float(starts.shape[1] * self.data.seq_len), 0
         pieces = [
             (index, starts[index, at : at + most])
             for index in range(dp.rank, len(starts), dp.size) for at in range(0, starts.shape[1], most)
@@ -147,12 +144,15 @@ class Device(Runner):
             for action, received in self.pipeline.inputs(schedule.actions[self.mesh.pp.rank], rows):
                 index, windows = pieces[action.micro_batch]
                 self.show("validation", action.micro_batch / len(pieces))
-                batch = first.context.take(self.data.windows(self.data.val, windows))
+                batch = self.data.windows(self.data.val, windows)
+                targets += counted(batch) * (action.chunk == 0) if self.data.masks_targets else 0
+                batch = first.context.take(batch)
                 sums[index // dp.size] += self._evaluate(action, weights, received, batch, count)
             self.pipeline.free_buffers()
         self.synchronize()
         gathered = self.mesh.world.all_gather_bytes(sums.tobytes())
-        return math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
+        loss = math.fsum(np.frombuffer(b"".join(gathered[rank] for rank in self.reporters()))) / len(starts)
+        return loss * count * len(starts) / max(1, sum_over(dp, targets)) if self.data.masks_targets else loss
 
     def evaluated_at_once(self) -> set[int]:
         """The numbers of sequences that a pass of validation has, a micro-batch at most."""

@@ -145,7 +145,8 @@ class CpuDevice(Device):
         """All of it."""
         began, self._number, program = time.perf_counter(), step, self.step
         program.report[0] = stop
-        program.count[0] = self.data.targets_per_micro_batch(step, self.micro_batches, self.mesh.dp)
+        whole, program.count[0] = self.data.micro_batches(step, self.micro_batches, self.mesh.dp)
+        self._batches = [*map(program.models[0].context.take, whole)]
         program.run()
         norm, lr = program.optimizer.last_norm, program.optimizer.last_lr
         self._result = self.result(program.reports, norm, lr, time.perf_counter() - began)
@@ -153,7 +154,7 @@ class CpuDevice(Device):
     def micro_batch(self, index: int) -> Batch:
         what = f"trial step {self._trial}" if self._trial else f"step {self._number + 1}"
         self.show(what, index / len(self.micro_batches))
-        return self.step.models[0].context.take(self.data.rows(self._number, self.micro_batches[index]))
+        return self._batches[index]
 
     def finish_step(self, step: int) -> StepResult:
         return self._result

@@ -32,7 +32,7 @@ class _Staging(NamedTuple):
 class Feed:
     """This rank's rows of a step: the fields of ``batch`` are (micro_batches, B, T), where it reads them.
 
-    ``count`` (1,) is the divisor of a micro-batch's sums (``Dataset.targets_per_micro_batch``).
+    ``count`` (1,) is the divisor of a micro-batch's sums (``Dataset.micro_batches``).
     """
 
     def __init__(
@@ -60,12 +60,11 @@ class Feed:
         """Read the rows of ``step`` and start to copy them; does not wait for the current step."""
         staging = self._staging[step % 2]
         staging.copied.synchronize()  # of the step before the last
-        for index, rows in enumerate(self._micro_batches):
-            read = self._context.take(self._data.rows(step, rows))
-            for field, out in zip(read, staging.batch, strict=True):
+        micro_batches, staging.host_count[0] = self._data.micro_batches(step, self._micro_batches, self._dp)
+        for index, whole in enumerate(micro_batches):
+            for field, out in zip(self._context.take(whole), staging.batch, strict=True):
                 if out is not field:  # both absent
                     out[index] = field
-        staging.host_count[0] = self._data.targets_per_micro_batch(step, self._micro_batches, self._dp)
         staging.taken.hold(self._stream)
         staging.device.copy_from(staging.host, self._stream)
         staging.device_count.copy_from(staging.host_count, self._stream)

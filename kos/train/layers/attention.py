@@ -71,7 +71,8 @@ class Attention(Sublayer):
         self.heads, self.kv_heads, self.head_dim, self.rope = heads, kv_heads, head_dim, rope
 
     def _heads(self, ctx: PassContext) -> tuple[int, int]:
-        return self.heads // ctx.tp.size, self.kv_heads // ctx.tp.size
+        """Those of this rank; of fewer kv heads than ranks it holds one, and so do its neighbours."""
+        return self.heads // ctx.tp.size, max(1, self.kv_heads // ctx.tp.size)
 
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         of_norms = {name: placement for norm in self.norms for name, placement in norm.placements().items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from kos.train.layers.context import PassContext
@@ -25,16 +26,18 @@ class Linear:
     """out = x weight^T, and + bias if ``biased``. ``name`` is the matrix in ``weights``.
 
     ``members``: the matrices that are stacked in it, by name, and the rows of each; by default it is one, of ``rows``.
-    Their biases are stacked alike.
+    Their biases are stacked alike. ``most``: into how many parts a member can be split, if that has a limit; of more
+    ranks several hold a copy of each part.
     """
 
     dim: ClassVar[int]
     """Along which ranks of tp split the matrix (out, in)."""
 
     def __init__(
-        self, name: str, columns: int, rows: int = 0, members: Mapping[str, int] | None = None, biased: bool = False
-    ) -> None:
-        self.name, self.columns, self.members = name, columns, dict(members or {name: rows})
+        self, name: str, columns: int, rows: int = 0, members: Mapping[str, int] | None = None, biased: bool = False,
+        most: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
+        self.name, self.columns, self.members, self.most = name, columns, dict(members or {name: rows}), most
         self.bias = bias_of(name) if biased else None
 
     @property
@@ -48,10 +51,11 @@ class Linear:
     def placements(self, shard: int, shards: int) -> dict[str, Placement]:
         """Of each tensor, in the order in which the backward finishes their gradients."""
         found = {
-            name: Placement.split((rows, self.columns), self.dim, shard, shards) for name, rows in self.members.items()
+            name: Placement.split((rows, self.columns), self.dim, shard, shards, self.most.get(name))
+            for name, rows in self.members.items()
         }
         for name, rows in self.members.items() if self.bias else ():
-            whole, split = Placement((rows,)), Placement.split((rows,), 0, shard, shards)
+            whole, split = Placement((rows,)), Placement.split((rows,), 0, shard, shards, self.most.get(name))
             found[bias_of(name)] = whole if self.dim else split
         return found
 
@@ -80,8 +84,13 @@ class ColumnLinear(Linear):
     dim = 0
 
     def stacked(self, shards: int) -> Stacked:
-        ends = [0, *accumulate(rows // shards for rows in self.members.values())]
+        each = (rows // min(shards, self.most.get(name, shards)) for name, rows in self.members.items())
+        ends = [0, *accumulate(each)]
         return [*map(slice, ends, ends[1:])]
+
+    def features(self, shards: int) -> int:
+        """Those of a rank of ``shards``."""
+        return sum(rows.stop - rows.start for rows in self.stacked(shards) or ())
 
     def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array, transposed: Any = None) -> None:
         stacked, bias = self.stacked(ctx.tp.size), self._bias(ctx)

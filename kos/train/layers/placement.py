@@ -15,11 +15,15 @@ class Placement(NamedTuple):
     start: int = 0
     size: int = 0
 
+    copies: int = 1
+    """How many neighbours along tp hold this part of a tensor that is split."""
+
     @classmethod
-    def split(cls, shape: tuple[int, ...], dim: int, shard: int, shards: int) -> Placement:
-        """Part ``shard`` of ``shards`` equal ones."""
-        size = shape[dim] // shards
-        return cls(shape, dim, shard * size, size)
+    def split(cls, shape: tuple[int, ...], dim: int, shard: int, shards: int, most: int | None = None) -> Placement:
+        """Part ``shard`` of ``shards`` equal ones; of only ``most`` if that is less, each held by several ranks."""
+        parts = min(shards, most or shards)
+        size, copies = shape[dim] // parts, shards // parts
+        return cls(shape, dim, shard // copies * size, size, copies)
 
     @property
     def local(self) -> tuple[int, ...]:

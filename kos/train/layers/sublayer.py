@@ -83,7 +83,7 @@ class Sublayer:
         )  # fmt: skip
 
     def _empty_columns(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
-        return ctx.ops.empty_columns(arena, tokens, self.column.rows // ctx.tp.size, dtype)
+        return ctx.ops.empty_columns(arena, tokens, self.column.features(ctx.tp.size), dtype)
 
     def empty_inner(self, ctx: PassContext, tokens: int, dtype: Any, arena: Arena) -> Array:
         """Memory for the core's output."""

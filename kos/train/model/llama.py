@@ -129,7 +129,8 @@ class LlamaConfig:
         def column(part: str, whole: str, biased: bool, **rows: int) -> ColumnLinear:
             """A matrix for each of ``rows``, stacked in ``whole``."""
             members = {f"{at}{part.format(name)}.weight": size for name, size in rows.items()}
-            return ColumnLinear(f"{at}{part.format(whole)}.weight", D, members=members, biased=biased)
+            most = {name: K for name in members if name.endswith((".k_proj.weight", ".v_proj.weight"))}
+            return ColumnLinear(f"{at}{part.format(whole)}.weight", D, members=members, biased=biased, most=most)
 
         def row(name: str, columns: int, biased: bool) -> RowLinear:
             return RowLinear(f"{at}{name}.weight", columns, D, biased=biased)
@@ -153,11 +154,14 @@ class LlamaConfig:
     def local(self, tp_rank: int = 0, tp: int = 1, stage: int = 0, stages: Stages = ((0,),)) -> Local:
         """The part of rank ``tp_rank`` of ``tp`` in stage ``stage`` of the pipeline; by default the whole model.
 
-        ConfigError if ``tp`` does not divide the heads, the intermediate size or the vocabulary.
+        ConfigError if ``tp`` does not divide the heads, the intermediate size or the vocabulary. Of fewer kv heads than
+        ranks, several hold a copy each.
         """
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-            if (got := getattr(self, name)) % tp:
-                raise ConfigError(f"--tp {tp}: expected {name} to be a multiple of {tp}, got {got}")
+            got, copied = getattr(self, name), name == "num_key_value_heads"
+            if got % tp and not (copied and tp % got == 0):
+                expected = f"a multiple {'or a divisor ' * copied}of {tp}"
+                raise ConfigError(f"--tp {tp}: expected {name} to be {expected}, got {got}")
         rows = self.vocab_size // tp
         return Local(
             split_layers(self.num_hidden_layers, stages, self._head_cost())[stage],

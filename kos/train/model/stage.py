@@ -47,7 +47,8 @@ def make_stage(
     **options: Any,
 ) -> Model:  # fmt: skip
     """The model of ``local``; ``options`` are those of ``Model``, ``arena`` its scratch memory."""
-    tensor = TensorParallel(ops, mesh.tp, local.vocabulary.start)
+    copies = mesh.copies(max(1, mesh.tp.size // model.num_key_value_heads))
+    tensor = TensorParallel(ops, mesh.tp, local.vocabulary.start, copies)
     arena = arena or ops.make_arena()
     products, context = Products(ops, tensor, arena), ContextParallel(ops, mesh.cp)
     if (split := split_of(config, model, mesh)) is not None:

@@ -49,6 +49,9 @@ class Matrix(NamedTuple):
     offset: int
     """Elements of its tensor before it."""
 
+    copies: int
+    """How many neighbours of tp hold the same part."""
+
     @property
     def part(self) -> tuple[int, int]:
         """The shape of this rank's part."""
@@ -87,9 +90,8 @@ class Muon(MatrixRule):
             size = math.prod(placement.local) // count
             for offset in range(0, count * size, size):
                 start = momentum.spans[name].start + offset
-                matrix = Matrix(name, (rows, columns), (own[0], own[1]), slice(start, start + size), offset)
-                if place(momentum, matrix.span) is not None:
-                    yield matrix
+                if place(momentum, span := slice(start, start + size)) is not None:
+                    yield Matrix(name, (rows, columns), (own[0], own[1]), span, offset, placement.copies)
 
     def batches(self, momentum: OwnedSlices, most: int) -> Iterator[list[Matrix]]:
         found = defaultdict[Any, list[Matrix]](list)
@@ -149,7 +151,8 @@ class Muon(MatrixRule):
         if part != shape:
             parts, x = arena.take((tp.size, count, *part), dtype), arena.take((count, *shape), dtype)
             tp.comm.all_gather(u, parts)
-            launch("arrange", parts.size, parts, x, count, tp.size, *part, int(part[1] == shape[1]))
+            copies = matrices[0].copies
+            launch("arrange", x.size, parts, x, count, tp.size // copies, copies, *part, int(part[1] == shape[1]))
         optimizer.ops.orthogonalize(x, arena)
         for each, matrix in enumerate(matrices):
             w = weights.flat[place(weights, matrix.span)]
@@ -164,7 +167,7 @@ class Muon(MatrixRule):
         sizes = [0]
         for matrices in self.batches(momentum, most):
             (rows, columns), part = matrices[0].shape, math.prod(matrices[0].part)
-            gathered = 2 * rows * columns * (part < rows * columns)
+            gathered = (1 + matrices[0].copies) * rows * columns * (part < rows * columns)
             elements = part + gathered + rows * columns + 2 * min(rows, columns) ** 2
             sizes.append(len(matrices) * (elements * itemsize + PARTIAL) + 8 * ALIGNMENT)
         return max(sizes)
@@ -188,7 +191,7 @@ def _gathered(u: np.ndarray, matrix: Matrix, tp: Axis, arena: Any) -> np.ndarray
     parts = arena.take((tp.size, *matrix.part), u.dtype)
     tp.comm.all_gather(u, parts)
     if matrix.part[1] == matrix.shape[1]:
-        return parts.reshape(matrix.shape)
+        return parts[:: matrix.copies].reshape(matrix.shape)
     whole: np.ndarray = arena.take(matrix.shape, u.dtype)
     whole.reshape(matrix.shape[0], tp.size, -1)[...] = parts.swapaxes(0, 1)
     return whole

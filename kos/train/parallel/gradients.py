@@ -1,8 +1,8 @@
 """The sums of a rank's gradients, between the backward and the optimizer.
 
 A gradient is summed over the micro-batches of a rank, and over dp and cp (``kos.train.parallel.data``). It is also
-summed over tp, if each rank has the term of its own rows. That of an embedding tied to the head is also summed over
-both ends of the pipeline.
+summed over tp, if each rank has the term of its own rows, or over the ranks of tp with the same kv head. That of an
+embedding tied to the head is also summed over both ends of the pipeline.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class GradientSums:
     ) -> None:  # fmt: skip
         self.model, self.parallel, self.pipeline, self.micro_batches = model, parallel, pipeline, micro_batches
         self.gradients, self.tied_apart, self.lookups = parallel.gradients, tied_apart, lookups
-        placements = model.config.placements()
+        placements = model.config.placements(model.config.local(0, model.tensor.size))
         self.replicated = {name for name in self.gradients if placements[name].dim is None}
-        """Tensors that all ranks of tp hold whole."""
+        """Tensors that all ranks of tp hold whole; ``copied``: those of which several hold the same part."""
+        self.copied = {name for name in self.gradients if placements[name].copies > 1}
 
     def of(self, micro_batch: int) -> Gradients:
         """Where a backward writes gradients, and the function to call when one is complete."""
@@ -56,7 +57,10 @@ class GradientSums:
             return  # in ``finish``: both ends of the pipeline in the same order
         if name in self.replicated:
             self.model.tensor.sum_replicated(self.gradients[name])
-        for part in self.gradients.groups.get(name, (name,)):
+        parts = self.gradients.groups.get(name, (name,))
+        if copied := [self.gradients.spans[part] for part in parts if part in self.copied]:  # neighbours: k and v
+            self.model.tensor.sum_copies(self.gradients.flat[copied[0].start : copied[-1].stop])
+        for part in parts:
             self.parallel.gradient_ready(part)
 
     def finish(self) -> None:

@@ -147,6 +147,20 @@ class Mesh:
             self._groups[names] = group
         return Axis(layout.rank(place), layout.ranks, self._groups[names])
 
+    def copies(self, count: int) -> Axis:
+        """The ``count`` neighbours along tp that hold a copy of the same kv head."""
+        if count == 1:
+            return ALONE
+        if count == self.tp.size:
+            return self.tp
+        color, key = divmod(self.tp.rank, count)
+        names = "tp", f"copies {count}"
+        if names not in self._groups:
+            group = self.tp.comm.split(color, key)
+            assert group is not None  # every rank has a color
+            self._groups[names] = group
+        return Axis(key, count, self._groups[names])
+
     @classmethod
     def dry(cls, layout: Layout, rank: int = 0) -> Mesh:
         """The mesh as ``rank`` of a job of this layout sees it, without the other ranks."""

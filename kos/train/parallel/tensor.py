@@ -35,11 +35,12 @@ class TensorParallel:
     """The tokens that the ranks of ``axis`` exchange between the products of a layer.
 
     A suffix ``_nD`` names the rows of this rank, ``_ND`` those of all ranks. ``first`` is the row where this rank's
-    part of the vocabulary begins.
+    part of the vocabulary begins. ``copies`` are the ranks that hold the same kv head, if there are more ranks than kv
+    heads (as Megatron-LM does it).
     """
 
-    def __init__(self, ops: Ops, axis: Axis = ALONE, first: int = 0) -> None:
-        self.ops, self.axis, self.size, self.first = ops, axis, axis.size, first
+    def __init__(self, ops: Ops, axis: Axis = ALONE, first: int = 0, copies: Axis = ALONE) -> None:
+        self.ops, self.axis, self.size, self.first, self.copies = ops, axis, axis.size, first, copies
 
     def rows(self, tokens: int) -> int:
         """How many of ``tokens`` rows are this rank's."""
@@ -94,3 +95,7 @@ class TensorParallel:
         """The gradient of a weight that all ranks hold whole, from the terms of their rows."""
         if self.size > 1:
             self.axis.comm.all_reduce(gradient)
+
+    def sum_copies(self, gradient: Array) -> None:
+        """The gradient of a kv head, from the terms of the query heads of each rank that holds it."""
+        self.copies.comm.all_reduce(gradient)

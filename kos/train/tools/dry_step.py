@@ -25,7 +25,7 @@ from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
 from kos.train.ops import Array
 from kos.train.optim.base import MatrixRule, elements
-from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.pipeline import Buffer
 from kos.train.parallel.schedules import Action, Schedule
 from kos.train.tools.costs import TimedOps, cost
@@ -161,16 +161,29 @@ class _AbsentGpu(DryCudaOps):
         return self._family if str(head_dim) in GPU["attention"] else "simple"
 
 
+class TimedMesh(Mesh):
+    """The mesh of a rank whose axes are links."""
+
+    def __init__(self, clock: Clock, layout: Layout, rank: int) -> None:
+        self._clock = clock
+        super().__init__(cast(Communicator, Link(clock, "world", rank, layout.ranks)), layout)
+        for name, of_mesh in AXES.items():
+            setattr(self, of_mesh, self._link(name, getattr(self, of_mesh)))
+
+    def _link(self, name: str, axis: Axis) -> Axis:
+        return axis._replace(group=axis.group and cast(Communicator, Link(self._clock, name, axis.rank, axis.size)))
+
+    def copies(self, count: int) -> Axis:
+        return self._link("tp", super().copies(count))
+
+
 class TimedDryRun(DryRun):
     """A rank's part of one step of a job: ``clock`` at its end, and the time of each of its ``actions``."""
 
     def __init__(self, job: Job, stage_rank: int) -> None:
         self.clock, self.actions = Clock(job.rates), dict[Action, dict[str, float]]()
         rank = job.layout.rank({"pp": stage_rank})
-        mesh = Mesh(cast(Communicator, Link(self.clock, "world", rank, job.layout.ranks)), job.layout)
-        for name, of_mesh in AXES.items():
-            axis = getattr(mesh, of_mesh)
-            setattr(mesh, of_mesh, axis._replace(group=axis.group and Link(self.clock, name, axis.rank, axis.size)))
+        mesh = TimedMesh(self.clock, job.layout, rank)
         dry = cpu.DryOps() if job.config.device == "cpu" else _AbsentGpu(job.rates.name)
         ops = TimedOps(dry, self.clock.timed)
         super().__init__(job.config, job.model, mesh, job.schedule, dry, ops, bucketed=True)

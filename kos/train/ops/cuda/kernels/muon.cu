@@ -33,14 +33,15 @@ muon_momentum(const GRADIENT* gradients, float* momentum, DTYPE* out, long size,
 }
 
 // out (matrices, shards x rows, columns) if `stacked`, else (matrices, rows, shards x columns), of
-// parts (shards, matrices, rows, columns).
+// parts (shards, copies, matrices, rows, columns), whose copies are equal.
 extern "C" __global__ void __launch_bounds__(256)
-arrange(const DTYPE* parts, DTYPE* out, long matrices, int shards, long rows, long columns, int stacked) {
+arrange(const DTYPE* parts, DTYPE* out, long matrices, int shards, int copies, long rows, long columns,
+        int stacked) {
     const long size = rows * columns, total = matrices * shards * size;
     for (long i = 256l * blockIdx.x + threadIdx.x; i < total; i += 256l * gridDim.x) {
         const long row = i / columns % rows, matrix = i / size % matrices, shard = i / (size * matrices);
         const long at = stacked ? shard * rows + row : row * shards + shard;
-        out[matrix * shards * size + at * columns + i % columns] = parts[i];
+        out[matrix * shards * size + at * columns + i % columns] = parts[i + shard * (copies - 1) * size * matrices];
     }
 }
 
