@@ -94,7 +94,7 @@ class AutoBackend(Backend):
             return self.host, True
         if self._only is not None:
             return self._only, True
-        if o.options.deterministic or o.options.algorithm != AUTO:
+        if o.options.deterministic or o.options.compress or o.options.algorithm != AUTO:
             return self._ordered, True
         if o.options.overlap and self._ordered.overlapped(o):
             return self._ordered, True
