@@ -32,7 +32,7 @@ from kos.comm.arguments import (
     refuse_overlap,
     shard_shape,
 )
-from kos.comm.compression import check_compress
+from kos.comm.compression import CARRIED, check_compress
 from kos.comm.operation import AUTO, Message, Operation, Options
 from kos.comm.persistent import Persistent
 from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
@@ -388,6 +388,29 @@ class Operations:
             in_and_out(x, out, stream)  # so that a wrong out is an error on every rank
         send, recv = in_and_out(x, out, stream) if gets else (_input(x, stream), None)
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
+
+    def feed_back(self, x: Any, residual: Any, compress: str, *, stream: Any = None) -> None:
+        """Error feedback: add to ``x`` what earlier calls lost, and keep in ``residual`` what the next one will lose.
+
+        Called before each compressed all_reduce or reduce_scatter of ``x``, it lets sums over many calls converge to
+        those of exact calls (Seide et al. 2014; Karimireddy et al. 2019).  ``residual`` begins with zeros and has the
+        dtype and shape of ``x``.  It stays 0 where ``x`` has infinities or NaN.  Not collective.  Raises
+        InvalidArgument for wrong arguments.
+
+            comm.feed_back(gradients, residual, "int8")
+            comm.all_reduce(gradients, compress="int8")
+        """
+        buffer, kept = in_and_out(x, x, stream)[0], as_buffer(residual, "residual", True, stream)
+        form = check_compress(compress)
+        if not form or buffer.dtype.name not in CARRIED:
+            expected = f"a format and {', '.join(CARRIED)}"
+            raise InvalidArgument(f"feed_back: expected {expected}, got {compress!r} and {buffer.dtype}")
+        alike = kept.dtype is buffer.dtype and kept.device == buffer.device and kept.shape == buffer.shape
+        if not alike or kept.overlaps(buffer):
+            raise InvalidArgument(f"residual: expected memory of its own, as {buffer} of {buffer.place}, got {kept}")
+        if buffer.device != self.device and (buffer.device is not None or not self.backend.carries_host):
+            raise InvalidArgument(f"x: expected memory that {self.backend_name} carries, got memory of {buffer.place}")
+        self.backend.feed_back(buffer, kept, form)
 
     # Data movement.
 

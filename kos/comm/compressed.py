@@ -71,6 +71,17 @@ def steps(work: Work[Any], rank: int, size: int, send_pieces: SendPieces) -> Ste
         form.decode(data, part)
 
 
+def feed_back(x: Array, residual: Array, compress: str) -> None:
+    """See ``Communicator.feed_back``; both arrays have one dimension."""
+    form, lost = FORMATS[compress], np.empty(x.size, np.float32)
+    with np.errstate(all="ignore"):
+        x[...] = x.astype(np.float32) + residual.astype(np.float32)
+        form.decode(form.encode(x), lost)
+        np.subtract(x.astype(np.float32), lost, out=lost)
+        lost[~np.isfinite(lost)] = 0
+        residual[...] = lost
+
+
 def _split(x: Array, counts: Sequence[int]) -> list[Array]:
     return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 

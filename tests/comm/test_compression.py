@@ -118,6 +118,18 @@ def test_what_cannot_be_compressed(seed: int) -> None:
                 getattr(comm, name)(x, compress="int8")
 
 
+def test_what_feed_back_refuses() -> None:
+    with kos.init("mock") as comm:
+        x = np.zeros(8, np.float32)
+        for residual in (x, x[:4], np.zeros(8, np.float16), np.zeros((2, 4), np.float32)):
+            with pytest.raises(InvalidArgument, match="residual: expected memory of its own, as "):
+                comm.feed_back(x, residual, "int8")
+        with pytest.raises(InvalidArgument, match="feed_back: expected a format and float32.* got None"):
+            comm.feed_back(x, x.copy(), None)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="got 'int8' and float64"):
+            comm.feed_back(np.zeros(8), np.zeros(8), "int8")
+
+
 def test_a_group_of_one_keeps_every_bit(seed: int) -> None:
     with kos.init("mock") as comm:
         x = np.random.default_rng(seed).standard_normal(100).astype(np.float32)

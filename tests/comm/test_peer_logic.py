@@ -128,6 +128,7 @@ def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) ->
 @pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
 def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
     ranks.run(lambda comm: compressed.compressed(comm, seed, form, dtype))
+    ranks.run(lambda comm: compressed.feedback_keeps_what_is_lost(comm, seed, form, dtype))
 
 
 def test_what_no_kernel_takes_is_exchanged_and_added(

@@ -203,6 +203,9 @@ class AutoBackend(Backend):
     def views(self, x: Buffer) -> list[Any]:
         return self._ordered.views(x)
 
+    def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
+        (self.host if x.device is None else self._ordered).feed_back(x, residual, compress)
+
     def register(self, buffer: Buffer) -> Array:
         """By the backend of ``allocate``, else by the other one: all ranks accept or refuse alike."""
         refusals = []

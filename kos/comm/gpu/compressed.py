@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.compressed import parts
-from kos.comm.compression import BLOCK, FORMATS
-from kos.comm.gpu.ordered_sum import Run, up
+from kos.comm.compression import BLOCK, FORMATS, Format
+from kos.comm.gpu.memory import Run, up
 from kos.comm.operation import Operation
 from kos.cuda import Kernel, driver
 from kos.cuda.devices import device_info
 from kos.cuda.graphs import relaxed_capture
 from kos.errors import InvalidArgument
+from kos.memory import Buffer
 
 KERNELS = Path(__file__).with_name("kernels") / "compressed.cu"
 
@@ -30,15 +31,37 @@ _BOUND = 16
 _FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
 
 
+def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:
+    """Queue ``Communicator.feed_back`` on the stream of ``x``."""
+    form, count = check_float8(backend, compress), x.count
+    blocks = -(-count // BLOCK)
+    if not blocks:
+        return
+    with relaxed_capture():
+        kernel = backend.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
+        run = kernel.bind(_grid(blocks), THREADS, x.address, residual.address, count, blocks)
+    with driver.on_device(backend.device):
+        run(x.stream)
+
+
+def check_float8(backend: Any, compress: str) -> Format:
+    """The format of that name; raises InvalidArgument if the GPU has no kernels for it."""
+    if compress == "fp8" and device_info(backend.device).compute_capability < _FLOAT8:
+        name = device_info(backend.device).name
+        raise InvalidArgument(f"compress: expected a GPU of compute capability 8.9 for fp8, got {name}")
+    return FORMATS[compress]
+
+
+def _grid(blocks: int) -> int:
+    return min(-(-blocks // _BLOCKS_EACH), _MOST_BLOCKS)
+
+
 class CompressedOperation:
     """The launch of one operation that sends compressed data.  ``kernels`` stands for the kernels that it loads."""
 
     def __init__(self, backend: Any, o: Operation) -> None:
         assert o.send is not None
-        self._backend, self._form, self._name = backend, FORMATS[o.options.compress], o.name
-        if self._form.name == "fp8" and device_info(backend.device).compute_capability < _FLOAT8:
-            name = device_info(backend.device).name
-            raise InvalidArgument(f"compress: expected a GPU of compute capability 8.9 for fp8, got {name}")
+        self._backend, self._form, self._name = backend, check_float8(backend, o.options.compress), o.name
         self._send: Any = o.send.pointer
         self._recv: Any = self._send if o.recv is None else o.recv.pointer
         self._itemsize = o.send.dtype.itemsize
@@ -50,7 +73,7 @@ class CompressedOperation:
         }  # fmt: skip
         self._macros, self._reduces = macros, o.reduction is not None
         self.kernels = (self._form.name, *macros.items())
-        sums = {"all_reduce": ["add_encode", "decode"]}.get(o.name, ["add"])
+        sums = {"all_reduce": ["add_encode", "decode"]}.get(o.name, ["add_decode"])
         for name in ("encode", *(sums if self._reduces else ["decode"])):
             self._kernel(name)  # compiled and loaded before anything is sent
         self._bound: dict[int, list[Run]] = {}  # the launches in order, by the address of their scratch memory
@@ -96,7 +119,7 @@ class CompressedOperation:
         runs.append(partial(backend.exchange, self._pieces(out, self._counts), recvs))
         blocks = -(-self._mine // BLOCK)
         if self._name != "all_reduce":
-            return [*runs, *self._launch("add", blocks, arrived, stride, blocks, self._recv, self._mine)]
+            return [*runs, *self._launch("add_decode", blocks, arrived, stride, blocks, self._recv, self._mine)]
         runs += self._launch("add_encode", blocks, arrived, stride, blocks, own, self._mine)
         return [*runs, *self._spread(own, last)]
 
@@ -141,5 +164,4 @@ class CompressedOperation:
     def _launch(self, name: str, blocks: int, *arguments: Any) -> list[Run]:
         if not blocks:
             return []
-        grid = min(-(-blocks // _BLOCKS_EACH), _MOST_BLOCKS)
-        return [self._kernel(name).bind(grid, THREADS, *arguments)]
+        return [self._kernel(name).bind(_grid(blocks), THREADS, *arguments)]

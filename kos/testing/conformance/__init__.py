@@ -91,6 +91,7 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
     for form in FORMATS:
         for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
             add(compressed.compressed, form, np.dtype(kind))
+        add(compressed.feedback_keeps_what_is_lost, form, np.dtype(np.float32))
     add(compressed.compressed_sums_are_near)
     for what in failures.MISMATCHES:
         add(failures.mismatch, what, ranks=2)

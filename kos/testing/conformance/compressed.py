@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
+from kos.comm import compressed as on_host
 from kos.comm.compression import BLOCK, FORMATS, Format
 from kos.testing.conformance.values import assert_bits, poison
 
@@ -66,6 +68,29 @@ def compressed_sums_are_near(comm: Communicator, seed: int) -> None:
         error = np.linalg.norm(comm.all_reduce(xs[comm.rank].copy(), compress=name) - exact) / np.linalg.norm(exact)
         assert error <= bound, f"{name}: {error}"
         assert comm.size == 1 or error > bound / 10, f"{name}: {error}, was it compressed?"
+
+
+def feedback_keeps_what_is_lost(comm: Communicator, seed: int, name: str, dtype: Any) -> None:
+    """The sum of what was sent, and the residual, are the sum of all vectors, up to rounding; infinities are not kept.
+
+    Every backend computes the same bits.
+    """
+    rng, form = np.random.default_rng(seed + comm.rank), FORMATS[name]
+    residual, given, sent = np.zeros(1000, dtype), np.zeros(1000), np.zeros(1000)
+    for _ in range(20):
+        x = rng.standard_normal(1000).astype(dtype)
+        given += x.astype(np.float64)
+        y, kept = x.copy(), residual.copy()
+        comm.feed_back(x, residual, name)
+        on_host.feed_back(y, kept, name)
+        assert_bits(x, y, "fed back")
+        assert_bits(residual, kept, "residual")
+        sent += _decoded(form, x)
+    lost = np.linalg.norm(given - sent - residual.astype(np.float64)) / np.linalg.norm(given)
+    assert lost < 20 * float(ml_dtypes.finfo(dtype).eps), f"{lost} of the sum"
+    x[::7] = np.inf, np.nan, -np.inf, *x[21::7]
+    comm.feed_back(x, residual, name)
+    assert np.isfinite(residual.astype(np.float32)).all() and not np.isfinite(x[:21:7].astype(np.float32)).any()
 
 
 def _hostile(rng: np.random.Generator, count: int, dtype: Any) -> Any:

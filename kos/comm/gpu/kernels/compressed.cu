@@ -110,8 +110,25 @@ __device__ inline float from_code(int code, float scale) {
 }
 #endif
 
+// The codes of a thread's elements, and the scale of their block.
+struct Encoded {
+    u64 codes = 0;
+    unsigned short scale = 0;
+    __device__ void store(const Place &place) const {
+        if (place.some < 0) return;
+        if constexpr (BITS == 4) *reinterpret_cast<unsigned *>(place.codes) = unsigned(codes);
+        else *reinterpret_cast<u64 *>(place.codes) = codes;
+        if (threadIdx.x % LANES == 0) *place.scale = scale;
+    }
+    __device__ void load(const Place &place) {
+        if constexpr (BITS == 4) codes = *reinterpret_cast<const unsigned *>(place.codes);
+        else codes = *reinterpret_cast<const u64 *>(place.codes);
+        scale = *place.scale;
+    }
+};
+
 // All threads of a warp come here together, those without elements too.
-__device__ inline void encode_elements(const float (&x)[EACH], const Place &place) {
+__device__ inline Encoded encoded(const float (&x)[EACH]) {
     unsigned largest = 0, infinite = 0;
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
@@ -130,8 +147,7 @@ __device__ inline void encode_elements(const float (&x)[EACH], const Place &plac
     bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
     const float scale = fminf(fmaxf(__uint_as_float(bits), __uint_as_float(0x00800000)), largest_scale());
     const float inverse = __fdiv_rn(1.f, scale);
-    if (place.some < 0) return;
-    u64 codes = 0;
+    Encoded result;
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
         const float q = multiply(x[k], inverse);
@@ -139,30 +155,26 @@ __device__ inline void encode_elements(const float (&x)[EACH], const Place &plac
         const unsigned magnitude = __float_as_uint(x[k]) & 0x7fffffff;
         int code = int(fminf(fmaxf(rintf(q), -levels), levels));
         if (magnitude > FINITE) code = x[k] != x[k] ? -TOP - 1 : x[k] > 0 ? TOP : -TOP;
-        codes |= u64(unsigned(code) & ((1u << BITS) - 1)) << BITS * k;
+        result.codes |= u64(unsigned(code) & ((1u << BITS) - 1)) << BITS * k;
 #else
-        codes |= u64(to_code(q)) << 8 * k;
+        result.codes |= u64(to_code(q)) << 8 * k;
 #endif
     }
-    if constexpr (BITS == 4) *reinterpret_cast<unsigned *>(place.codes) = unsigned(codes);
-    else *reinterpret_cast<u64 *>(place.codes) = codes;
-    if (threadIdx.x % LANES == 0) {
-        *place.scale = (unsigned short)(__float_as_uint(scale) >> 16);
+    result.scale = (unsigned short)(__float_as_uint(scale) >> 16);
 #if defined(INT4) || defined(INT8)
-        *place.scale |= (unsigned short)(infinite << 15);
+    result.scale |= (unsigned short)(infinite << 15);
 #endif
-    }
+    return result;
 }
 
-__device__ inline void decode_elements(float (&x)[EACH], const unsigned char *codes, unsigned short bits) {
-    const float scale = __uint_as_float(unsigned(bits) << 16);
-    const u64 all = BITS == 4 ? *reinterpret_cast<const unsigned *>(codes) : *reinterpret_cast<const u64 *>(codes);
+__device__ inline void decode_elements(float (&x)[EACH], const Encoded &from) {
+    const float scale = __uint_as_float(unsigned(from.scale) << 16);
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
 #if defined(INT4) || defined(INT8)
-        x[k] = from_code(int(unsigned(all >> BITS * k) << (32 - BITS)) >> (32 - BITS), scale);
+        x[k] = from_code(int(unsigned(from.codes >> BITS * k) << (32 - BITS)) >> (32 - BITS), scale);
 #else
-        x[k] = from_code(unsigned(all >> 8 * k) & 0xff, scale);
+        x[k] = from_code(unsigned(from.codes >> 8 * k) & 0xff, scale);
 #endif
     }
 }
@@ -178,7 +190,7 @@ extern "C" __global__ void encode(const Bits *in, i64 count, i64 part, i64 block
         if (b >= blocks) place.some = -1;
         float x[EACH];
         load_elements(in + place.at, place.some, x);
-        encode_elements(x, place);
+        encoded(x).store(place);
     }
 }
 
@@ -187,7 +199,9 @@ extern "C" __global__ void decode(unsigned char *in, i64 stride, i64 part, i64 b
         const Place place(b, in, stride, part, count);
         if (b >= blocks || place.some <= 0) continue;
         float x[EACH];
-        decode_elements(x, place.codes, *place.scale);
+        Encoded from;
+        from.load(place);
+        decode_elements(x, from);
         store_elements(out + place.at, place.some, x);
     }
 }
@@ -201,7 +215,9 @@ __device__ inline void add_all(float (&sum)[EACH], i64 b, unsigned char *in, i64
         const Place place(b, in + r * stride, 0, count, count);
         if (place.some < 0) return;
         float x[EACH];
-        decode_elements(x, place.codes, *place.scale);
+        Encoded from;
+        from.load(place);
+        decode_elements(x, from);
 #pragma unroll
         for (int k = 0; k < EACH; k++) sum[k] = r ? Op::combine(sum[k], x[k]) : x[k];
     }
@@ -209,7 +225,7 @@ __device__ inline void add_all(float (&sum)[EACH], i64 b, unsigned char *in, i64
     for (int k = 0; k < EACH; k++) sum[k] = Op::finish(sum[k]);
 }
 
-extern "C" __global__ void add(unsigned char *in, i64 stride, i64 blocks, Bits *out, i64 count) {
+extern "C" __global__ void add_decode(unsigned char *in, i64 stride, i64 blocks, Bits *out, i64 count) {
     EACH_BLOCK(b, blocks) {
         if (b >= blocks) continue;
         float sum[EACH];
@@ -225,7 +241,29 @@ extern "C" __global__ void add_encode(unsigned char *in, i64 stride, i64 blocks,
         Place place(b, out, 0, count, count);
         if (b < blocks) add_all(sum, b, in, stride, count);
         else place.some = -1;
-        // what a padded element decodes to is 0: it was encoded as one
-        encode_elements(sum, place);
+        encoded(sum).store(place);  // the sum of what is beyond the end is 0, as it was encoded
+    }
+}
+
+// x += residual; then the residual becomes what x loses when it is encoded, 0 for infinities and NaN.
+extern "C" __global__ void feed_back(Bits *x, Bits *residual, i64 count, i64 blocks) {
+    EACH_BLOCK(b, blocks) {
+        Place place(b, nullptr, 0, count, count);
+        if (b >= blocks) place.some = -1;
+        float mine[EACH], lost[EACH];
+        load_elements(x + place.at, place.some, mine);
+        load_elements(residual + place.at, place.some, lost);
+#pragma unroll
+        for (int k = 0; k < EACH; k++) mine[k] = T::widen(T::narrow(add(mine[k], lost[k])));
+        const Encoded codes = encoded(mine);
+        decode_elements(lost, codes);
+#pragma unroll
+        for (int k = 0; k < EACH; k++) {
+            const float difference = add(mine[k], -lost[k]);
+            lost[k] = (__float_as_uint(difference) & 0x7fffffff) > FINITE ? 0 : difference;
+        }
+        if (place.some <= 0) continue;
+        store_elements(x + place.at, place.some, mine);
+        store_elements(residual + place.at, place.some, lost);
     }
 }
