@@ -112,7 +112,8 @@ def _numbers(x: Any) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=program("benchmarks.compressed"), description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    form: Any = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(program("benchmarks.compressed"), description=__doc__, formatter_class=form)
     parser.add_argument("--backend", default="auto", help="of kos (default %(default)s)")
     parser.add_argument("--operations", nargs="+", default=OPERATIONS, choices=OPERATIONS)
     parser.add_argument("--sizes", nargs="+", default=["64K", "1M", "16M", "64M"], help="bytes of each rank's input")
