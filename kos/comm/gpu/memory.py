@@ -19,6 +19,8 @@ from kos.memory.buffer import Buffer
 from kos.memory.windows import Window, WindowMemory
 
 _LEAST_BYTES = 1 << 20
+Run = Callable[..., None]
+"""Queues an operation: stream, and addresses of what is sent and received where arguments refer to these."""
 Piece = tuple[Any, int]
 """Address and bytes; the address may refer to an array of a launch."""
 NONE: Piece = (0, 0)
@@ -185,3 +187,8 @@ class Windows:
                 memory = self.memories.pop(number)
                 memory.forget()
                 self._free(memory)
+
+
+def up(nbytes: int) -> int:
+    """Rounded up to where the next part of scratch memory begins."""
+    return -(-nbytes // 256) * 256
