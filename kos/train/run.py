@@ -30,6 +30,7 @@ from kos.errors import (
 )
 from kos.train.checkpoint import checkpoint, compatibility, huggingface
 from kos.train.checkpoint.extra_files import Extra, dropout, extra_names, read_extra, read_tokenizer_settings
+from kos.train.checkpoint.residuals import Residuals, saved_residuals, warn_of_residuals
 from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.checkpoint.write_plan import state_shapes
 from kos.train.config.options import TrainConfig
@@ -176,10 +177,16 @@ class Trainer:
                 got = f"got none on rank {self.comm.rank}"
                 raise CheckpointError(f"{path}: expected a folder that all ranks see, {got}")
             state = checkpoint.state_files(path, shapes, kept) if self._resumes else None
-            self.device.read(huggingface.weight_files(path, shapes), state, self.start)
+            residual = self._residuals(path) if self._resumes else None
+            self.device.read(huggingface.weight_files(path, shapes), state, self.start, residual)
 
         together(self.comm, begin)
         self.console.close()
+
+    def _residuals(self, path: Path) -> Residuals | None:
+        """What this rank gets of the residuals in a checkpoint."""
+        replicas, shapes = self.mesh.replicas, self.model_config.parameter_shapes()
+        return saved_residuals(path, shapes, self.config, replicas.rank, replicas.size)
 
     def _check_source(self) -> None:
         """Check that the weights fit the run, and read the files that checkpoints keep of them and of the tokenizer."""
@@ -192,6 +199,8 @@ class Trainer:
         if self._found is not None:
             compatibility.warn_of_changes(self._found, self.config, self.description)
         compatibility.check_model(source, huggingface.read_config(source), self.model_config)
+        if self._found is not None:
+            warn_of_residuals(source, self._residuals(source), self.config, self.mesh.replicas.size)
         self._extra = {**self._extra, **read_extra(source)}
 
     def _open_output(self) -> MetricsLog | None:
@@ -204,7 +213,9 @@ class Trainer:
             lock_folder(self.out, self._held)
             checkpoint.remove_unfinished(self.checkpoints)
             shapes = self.model_config.parameter_shapes()
-            files = (*shapes.values(), *state_shapes(config.state_of(self.model_config), shapes).values())
+            files = [*shapes.values(), *state_shapes(config.state_of(self.model_config), shapes).values()]
+            if self.device.step.parallel.residual is not None:
+                files += [*shapes.values()] * self.mesh.replicas.size
             needed = sum(4 * math.prod(shape) for shape in files)
             if self._trains and (free := shutil.disk_usage(self.out).free) < needed:
                 self.console.say(f"the first checkpoint does not fit: {self.out} has {free:,} bytes free of {needed:,}")
@@ -389,13 +400,14 @@ class Trainer:
             self._saving.cancel()
 
     def _announce(self) -> None:
-        config, model = self.config, self.model_config
+        config, model, parallel = self.config, self.model_config, self.device.step.parallel
         layers, epochs = plural(model.num_hidden_layers, "layer"), ""
         if config.epochs is not None:
             epochs = f", {plural(config.epochs, 'epoch')} of {plural(self.data.steps_per_epoch, 'step')}"
         self.console.say(
             f"kos: {model.num_parameters():,} parameters ({layers} x {model.hidden_size}), "
-            f"{self.data.describe()}, {self.mesh.layout.describe()}{', ZeRO-1' * self.device.step.parallel.sharded}, "
+            f"{self.data.describe()}, {self.mesh.layout.describe()}{', ZeRO-1' * parallel.sharded}"
+            f"{f', gradients sent as {parallel.compress}' * (parallel.residual is not None)}, "
             f"{config.batch_size} x {config.seq_len} tokens a step{epochs}"
         )
         self.console.say("; ".join(filter(None, (self.data.trained_on, self.data.held_out))))

@@ -167,6 +167,7 @@ class Step:
         self.parallel = DataParallel(
             mesh.dense, gradients, ops, in_order=steps if config.deterministic else None,
             bucket_bytes=buckets.nbytes, least_bytes=buckets.least, sharded=buckets.sharded, uncut=buckets.uncut,
+            compress=config.compress,
         )  # fmt: skip
         if config.deterministic and model.tie_word_embeddings and first:  # as on two ends of a pipeline
             table, multiple = {LOOKUPS: gradients[model.embedding].shape}, gradients.multiple

@@ -28,7 +28,8 @@ _BLOCKS_EACH = THREADS // 8  # of elements, that a block of threads handles at o
 _MOST_BLOCKS = 1024
 _BOUND = 16
 """Pieces of scratch memory, one for each stream, whose launches are cached."""
-_FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
+FLOAT8 = (8, 9)
+"""The compute capability that converts 8-bit floats."""
 
 
 def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:
@@ -46,7 +47,7 @@ def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:
 
 def check_float8(backend: Any, compress: str) -> Format:
     """The format of that name; raises InvalidArgument if the GPU has no kernels for it."""
-    if compress == "fp8" and device_info(backend.device).compute_capability < _FLOAT8:
+    if compress == "fp8" and device_info(backend.device).compute_capability < FLOAT8:
         name = device_info(backend.device).name
         raise InvalidArgument(f"compress: expected a GPU of compute capability 8.9 for fp8, got {name}")
     return FORMATS[compress]

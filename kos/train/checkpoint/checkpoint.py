@@ -2,7 +2,8 @@
 
 ``step-N/`` holds the weights (``model.safetensors``, or one file of several ranks each and an index), ``config.json``
 and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), optimizer state
-(``optimizer*.safetensors``) and ``manifest.json``: step, layout, run configuration, the size and SHA-256 of every file.
+(``optimizer*.safetensors``), with ``--compress`` residuals (``residual*.safetensors``), and ``manifest.json``: step,
+layout, run configuration, the size and SHA-256 of every file.
 Tensors are whole in the files, whatever the layout. All is written under a temporary name, every file and folder is
 fsynced, and one rename makes it appear; a kill of any rank at any moment leaves the checkpoints before it as they were.
 """
@@ -31,7 +32,7 @@ from kos.train.checkpoint import huggingface
 from kos.train.checkpoint.extra_files import MANIFEST, Extra, merge_extra
 from kos.train.checkpoint.saving import Files, Saving, write_json
 from kos.train.checkpoint.state import ShardedState
-from kos.train.checkpoint.write_plan import State, state_shapes
+from kos.train.checkpoint.write_plan import RESIDUAL, State, state_shapes
 from kos.train.data.corpus import Show
 from kos.train.data.tokenizers import SAVED, Tokenizer
 from kos.train.model.parameters import Shape
@@ -58,7 +59,7 @@ class Checkpoint(NamedTuple):
 
 def state_files(path: Path, shapes: Mapping[str, Shape], state: State) -> huggingface.TensorFiles:
     """What an optimizer keeps, by name, in a checkpoint of a model of these shapes: ``exp_avg.NAME``."""
-    with _whole(path):
+    with whole(path):
         files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
     files = (name for name in files if name.startswith(OPTIMIZER))
     return huggingface.TensorFiles(path, files, state_shapes(state, shapes))
@@ -157,9 +158,9 @@ def _remove_others(final: Path, keep: int, limit: int) -> None:
 def verify(path: Path, weights_only: bool = False, show: Show = lambda what, share: None) -> Checkpoint:
     """The checkpoint at ``path``, size and checksum of every file compared with the manifest.
 
-    Files are read side by side; with ``weights_only`` those of the optimizer are not looked at.
+    Files are read side by side; with ``weights_only`` those that only resuming needs are not looked at.
     """
-    with _whole(path):
+    with whole(path):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] not in FORMATS:
             raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
@@ -176,7 +177,7 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != step:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
-        wanted = [name for name in manifest["files"] if not (weights_only and name.startswith(OPTIMIZER))]
+        wanted = [name for name in manifest["files"] if not (weights_only and name.startswith((OPTIMIZER, RESIDUAL)))]
         with ThreadPoolExecutor() as pool:
             fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
             for number, (name, found) in enumerate(zip(wanted, fingerprints, strict=True), 1):
@@ -188,7 +189,7 @@ def verify(path: Path, weights_only: bool = False, show: Show = lambda what, sha
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[None]:
+def whole(path: Path) -> Iterator[None]:
     """A context that raises CheckpointError for any error caused by a damaged checkpoint."""
     try:
         yield

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "documents", "deterministic"),
-    *("device", "dtype", "master_weights", "grad_dtype"),
+    *("device", "dtype", "master_weights", "grad_dtype", "compress"),
 )
 """Settings that must not change if a resumed run is to give the bits of an uninterrupted one."""
 
@@ -63,7 +63,7 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
     jumps gives a warning too, since this is seldom intended.
     """
     before = found.config
-    asked = {"grad_dtype": "float32", "documents": "cross", **before.get("config", {})}
+    asked = {"grad_dtype": "float32", "compress": "none", "documents": "cross", **before.get("config", {})}
     theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
     other_layout = _layout_in(before) != _layout_in(now)
     if other_layout:  # their defaults depend on the layout
@@ -89,6 +89,8 @@ def warn_of_changes(found: Checkpoint, config: TrainConfig, now: Mapping[str, An
         _log.warning("resuming with another %s: %s", what, differ)
     elif other_layout and not config.deterministic:
         differ = "its results will equal those of an uninterrupted run up to rounding, not bit for bit"
+        if config.compress != "none":
+            differ = "its results will differ from those of an uninterrupted run"
         _log.warning("resuming in another layout: %s", differ)
 
 

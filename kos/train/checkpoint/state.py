@@ -7,7 +7,7 @@ To be loaded, each rank reads the slices that it needs. Neither takes more host 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -48,7 +48,7 @@ class ShardedState:
         self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
         self.placements = model.placements(*self.parts)
         self.spans = parallel.gradients.spans
-        self.plan = WritePlan(model, mesh.layout, stages, optimizer.names_of_state)
+        self.plan = WritePlan(model, mesh.layout, stages, optimizer.names_of_state, parallel.compress)
 
     # --- to files ------------------------------------------------------------------------------------
 
@@ -57,22 +57,26 @@ class ShardedState:
 
         Their first dimension and the order of their elements are those of the tensor, not always their shape.
         """
-        yield from self._gather(self.optimizer.weights, self.placements)
+        plan, residual = self.plan, self.parallel.residual
+        yield from self._gather(self.optimizer.weights, self.placements, plan.writers)
         for kept, held in self.optimizer.state.items():
-            yield from self._gather(held, self.plan.state[kept])
+            yield from self._gather(held, plan.state[kept], plan.writers)
+        if residual is not None:
+            yield from self._gather(residual, self.placements, plan.residuals[self.mesh.replicas.rank])
 
-    def _gather(self, held: Parameters | OwnedSlices, names: Container[str]) -> Iterator[np.ndarray]:
+    def _gather(
+        self, held: Parameters | OwnedSlices, names: Container[str], writers: Mapping[str, int]
+    ) -> Iterator[np.ndarray]:
         mesh, here = self.mesh, self.mesh.world.rank
         first = here - mesh.tp.rank
-        writers = self.plan.writers.items()
-        near = {name for name, rank in writers if first <= rank < first + mesh.tp.size and name in names}
+        near = {name for name, rank in writers.items() if first <= rank < first + mesh.tp.size and name in names}
         tensor = np.empty(0, FLOAT32)
         for bucket, values, buffer in self._buckets(held):
             for name, span in self.spans.items():
                 start, stop = max(span.start, bucket.start), min(span.stop, bucket.stop)
                 if name not in near or start >= stop:
                     continue
-                placement, mine = self.placements[name], self.plan.writers[name] == here
+                placement, mine = self.placements[name], writers[name] == here
                 if start == span.start and mine:
                     tensor = np.empty((placement.shards, span.stop - span.start), FLOAT32)
                 each = len(buffer) // mesh.tp.size if placement.shards > 1 else stop - start
@@ -105,7 +109,7 @@ class ShardedState:
                 values = whole[: bucket.stop - bucket.start]
                 for start, stop, at in self._held(held, bucket):
                     ops.copy(held.flat[at : at + stop - start], values[start - bucket.start : stop - bucket.start])
-                if parallel.sharded:
+                if parallel.sharded and held is not parallel.residual:
                     parallel.all_gather(bucket, values)
                     parallel.replicas.comm.synchronize()  # what waits for a GPU next knows no timeout
                 yield bucket, values, buffer
@@ -114,15 +118,17 @@ class ShardedState:
 
     def read(
         self, weights: Tensors, state: Tensors | None = None, step: int = 0,
-        show: Callable[[float], object] = lambda share: None,
+        show: Callable[[float], object] = lambda share: None, residual: Tensors | None = None,
     ) -> None:  # fmt: skip
-        """Fill the weights, and the optimizer's state unless it begins as zeros. Waits for no other rank.
+        """Fill the weights, and the optimizer's state and the residual unless they begin as zeros. Waits for no rank.
 
         Calls ``show`` before each tensor, with the share that is done.
         """
         sources = [(self.optimizer.weights, weights, "")]
         if state is not None:
             sources += [(held, state, f"{kept}.") for kept, held in self.optimizer.state.items()]
+        if residual is not None and self.parallel.residual is not None:
+            sources.append((self.parallel.residual, residual, ""))
         parts = [
             (source, name) for source in sources for name in self.placements
             if not source[2] or name in self.plan.state[source[2][:-1]]

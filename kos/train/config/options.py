@@ -155,6 +155,8 @@ class TrainConfig(Section, use_attribute_docstrings=True):
     grad_dtype: Literal["float32", "bfloat16"] = option("float32")
     """Gradients on GPUs, in memory and between ranks: float32, or bfloat16 for half the bytes (several micro-batches of
     a rank still add up in float32)."""
+    compress: Literal["none", "fp8", "int8", "int4"] = option("none")
+    """Send gradients between ranks as fp8, int8 or int4, with error feedback, or as they are (none)."""
     deterministic: bool = option(False)
     """Give the same bits for any number of ranks, and on CPUs in any layout; slower."""
     seed: int = option(1337, ge=0, lt=2**63)
@@ -241,6 +243,9 @@ class TrainConfig(Section, use_attribute_docstrings=True):
                 raise ConfigError(f"{flag_of(name)}: expected float32 with --dtype {dtype}{where}, got {got}")
         if self.grad_dtype != "float32" and self.deterministic:
             raise ConfigError(f"--grad-dtype: expected float32 with --deterministic, got {self.grad_dtype}")
+        if self.compress != "none" and (self.deterministic or (self.optimizer == "muon" and self.zero)):
+            other = "--deterministic" if self.deterministic else "--optimizer muon and --zero 1"
+            raise ConfigError(f"--compress: expected none with {other}, got {self.compress}")
         batch, micro = self.batch_size, self.micro_batch_size
         ranks = "ranks" if self.tp * self.pp * self.cp == 1 else "data-parallel ranks"
         if micro is None:

@@ -20,7 +20,7 @@ from kos.train.layers.fp8 import first_of
 from kos.train.model.initial import InitialWeights
 from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import InFlight, Model
-from kos.train.model.stage import split_of
+from kos.train.model.stage import check_blocks, split_of
 from kos.train.ops import Ops
 from kos.train.parallel import schedules
 from kos.train.parallel.data import shard_batch
@@ -50,6 +50,7 @@ class Device(Runner):
         self.micro_batches = shard_batch(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
         with raised_on_every_rank():
             split_of(config, model, mesh)  # raises where it does not fit the ranks
+            check_blocks(config, model, mesh.layout)
             schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(self.micro_batches), config.pp_chunks)
             self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, schedule.stages_of_ranks)
         self.pipeline = Pipeline(mesh.pp, schedule)
@@ -233,10 +234,12 @@ class Device(Runner):
         step, model, stages = self.step, self.step.models[0], self.pipeline.schedule.stages_of_ranks
         return ShardedState(self.mesh, model.config, stages, step.optimizer, step.parallel, model.ops, model.arena)
 
-    def read(self, weights: Tensors, state: Tensors | None = None, step: int = 0) -> None:
-        """Fill this rank's weights and optimizer state, those of ``step``; waits for no other rank."""
+    def read(
+        self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None
+    ) -> None:
+        """Fill this rank's weights, optimizer state and residual, those of ``step``; waits for no other rank."""
         what = "preparing the weights" if state is None else "loading the checkpoint"
-        self.state.read(weights, state, step, partial(self.show, what))
+        self.state.read(weights, state, step, partial(self.show, what), residual)
 
     def draw_weights(self) -> None:
         """Draw this rank's initial weights; waits for no other rank."""

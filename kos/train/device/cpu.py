@@ -44,11 +44,12 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
     count = model.num_parameters(*run.parts)
     waiting = waiting_subtrees(mesh.dp.rank, schedule.micro_batches) if config.deterministic else 0
     about, state = run.state_bytes()
-    files = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model))
+    files = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
     saved = files.host_bytes(mesh.world.rank, config.save_async)
     uses = {
         f"weights, gradients, {about}": 8 * count + state,
         "weights of layers, fp8, and transposed": store_bytes(run.store),
+        f"residual of gradients sent as {config.compress}": 4 * count * (run.parallel.residual is not None),
         "gradients summed in order": 4 * count * waiting,
         "activations": activations,
         "tensors to be saved": saved,
@@ -60,6 +61,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, mesh: Mesh, schedule: S
         f"a --micro-batch-size below {config.micro_batch_size}": config.micro_batch_size > 1,
         f"a --seq-len below {config.seq_len}": config.micro_batch_size == 1,
         "--recompute block": config.recompute != "block",
+        "--compress none": run.parallel.residual is not None,
     }
     where = "this machine" + f" for each of {ranks} ranks" * (ranks > 1)
     uses = {use: size for use, size in uses.items() if size}

@@ -24,12 +24,14 @@ import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.comm.control.base import machine_id
+from kos.comm.gpu.compressed import FLOAT8
 from kos.cuda import driver
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import Graph, capture
 from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
+from kos.errors import ConfigError
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
 from kos.train.checkpoint.state import Tensors
@@ -80,9 +82,12 @@ class CudaDevice(Device):
         self._reaches = _reaches(replicas)
         dry = Mesh.dry(mesh.layout, comm.rank)
         buckets = plan_buckets(config, model, parts, dry.dense, self._reaches)
-        shards = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model))
+        shards = WritePlan(model, mesh.layout, schedule.stages_of_ranks, config.state_of(model), config.compress)
 
         def plan() -> MemoryPlan:
+            about = device_info(device)
+            if config.compress == "fp8" and replicas.size > 1 and about.compute_capability < FLOAT8:
+                raise ConfigError(f"--compress: expected int8 or int4 on {about.name}, which has no fp8, got fp8")
             saved = {"tensors to be saved": shards.host_bytes(comm.rank, config.save_async)}
             MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}").check()
             sharing = uuids.count(uuids[comm.rank])
@@ -230,8 +235,10 @@ class CudaDevice(Device):
 
     # --- steps ---------------------------------------------------------------------------------------
 
-    def read(self, weights: Tensors, state: Tensors | None = None, step: int = 0) -> None:
-        super().read(weights, state, step)
+    def read(
+        self, weights: Tensors, state: Tensors | None = None, step: int = 0, residual: Tensors | None = None
+    ) -> None:
+        super().read(weights, state, step, residual)
         self.step.optimizer.refresh_copy()
 
     def start_step(self, step: int, stop: bool) -> None:
@@ -256,7 +263,8 @@ class CudaDevice(Device):
         optimizer = self.step.optimizer
         count = optimizer.step_count
         optimizer.halt()
-        self.step.run()
+        with self.step.parallel.rehearsal():
+            self.step.run()
         optimizer.step_count = count
         with capture(self.ops.stream) as graph:
             self.step.run()

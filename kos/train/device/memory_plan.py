@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.comm import compression
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType
 from kos.errors import ConfigError
@@ -36,6 +38,7 @@ HOST_BUCKET_BYTES = 4 << 20  # on CPUs
 BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
 ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
 HEAD_ROWS = 8192  # tokens whose logits are in memory at once
+ENCODED = 5  # times the bytes of a compressed bucket: what is sent, received and added
 RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
 GIB = 1 << 30
 
@@ -88,12 +91,16 @@ def plan_buckets(
     sharded = config.zero == 1 and ranks > 1
     uncut = frozenset(name for group in config.groups(model, *parts) if group.rule for name in group.names)
     if config.device == "cpu":
-        multiple = BLOCK * ranks if sharded else reduction.batch.size
+        least = reduction.batch.size if config.compress == "none" else math.lcm(reduction.batch.size, compression.BLOCK)
+        multiple = BLOCK * ranks if sharded else least
         return Buckets(multiple, HOST_BUCKET_BYTES, HOST_BUCKET_BYTES, sharded, uncut)
+    itemsize = DTYPES[config.grad_dtype].itemsize
     if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-        itemsize = DTYPES[config.grad_dtype].itemsize
         nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
     multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
+    if ranks > 1 and config.compress != "none":
+        staging = ENCODED * compression.FORMATS[config.compress].nbytes(nbytes // itemsize)
+        return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, staging)
     staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
     return Buckets(multiple, nbytes, nbytes // 4, sharded, uncut, staging)
 
@@ -186,6 +193,7 @@ def plan_memory(
     if buckets.uncut:
         bucket = max(bucket, *(each.stop - each.start for each in run.parallel.buckets))
     scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
+    residual = run.parallel.residual
     slots, between = len(run.free), tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
     arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
@@ -195,6 +203,7 @@ def plan_memory(
         "weights of layers, fp8, and transposed": store_bytes(run.store),
         f"{about}, {', '.join(dict.fromkeys(kept.dtype for kept in run.state.values()))}{share}": state,
         f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * (count + lookups) * (1 + waiting),
+        f"residual of gradients sent as {config.compress}": 0 if residual is None else residual.flat.nbytes,
         f"activations, recompute {config.recompute}{in_flight}": arena - logits,
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": 3 * 4 * fields * accumulation_steps * tokens + cublaslt.WORKSPACE,
@@ -209,6 +218,7 @@ def plan_memory(
         "--grad-dtype bfloat16": config.compute_dtype != config.grad_dtype and accumulation_steps == 1
         and not config.deterministic,
         "--master-weights none": config.compute_dtype != master,
+        "--compress none": residual is not None,
     }  # fmt: skip
     if free is None:
         free, _ = call(cu.cuMemGetInfo)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from kos.comm.compression import BLOCK
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
@@ -17,7 +19,7 @@ from kos.train.model.llama import LlamaConfig
 from kos.train.model.model import Model
 from kos.train.model.shapes import Local
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.mesh import Mesh
+from kos.train.parallel.mesh import Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
 
 
@@ -40,6 +42,22 @@ def split_of(config: TrainConfig, model: LlamaConfig, mesh: Mesh) -> Split | Non
     split = Split.of((1,), config.seq_len, least)
     split.check(1, cp, config.seq_len, least)
     return split if split.tokens > 1 else None
+
+
+def check_blocks(config: TrainConfig, model: LlamaConfig, layout: Layout) -> None:
+    """ConfigError if ``--compress`` would give the ranks of tp, or both ends of a pipeline, different gradients.
+
+    Codes depend on the other elements of a block.  So where one tensor is held beside different ones, no block may have
+    two tensors.
+    """
+    tied = model.tie_word_embeddings and layout.pp > 1
+    if config.compress == "none" or layout.dp * layout.cp == 1 or not (tied or layout.tp > 1):
+        return
+    for name, shape in model.parameter_shapes(model.local(0, layout.tp)).items():
+        if (size := math.prod(shape)) % BLOCK:
+            where = "--tp" if layout.tp > 1 else "--pp and a tied embedding"
+            expected = f"tensors of a multiple of {BLOCK} elements with {where}"
+            raise ConfigError(f"--compress: expected {expected}, got {name} of {size}")
 
 
 def make_stage(

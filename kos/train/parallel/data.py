@@ -5,6 +5,9 @@ A step's batch is split into micro-batches, of which each rank works on a run of
 *Default*: a rank adds up its own gradients over its micro-batches, and during the last one buckets of the flat
 gradient are summed over the ranks as the backward finishes them.
 
+*Compressed*: buckets are sent in fewer bits (``kos.comm.compression``).  A rank keeps what its terms lose by it, the
+residual, and adds it to those of the next step (error feedback).
+
 *Deterministic*: gradients are summed in one order for any number of ranks (``tree_sum.py``), after the backward.
 
 *ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): each bucket is reduce-scattered, and a rank updates its part with
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +77,7 @@ class Buckets(NamedTuple):
     least: int  # bytes of the last buckets
     sharded: bool  # whether each rank holds a part of the optimizer's state (ZeRO-1)
     uncut: frozenset[str] = frozenset()  # tensors that one rank holds whole, if they are sharded
-    staging: int = 0  # bytes into which copy engines write the terms of a sum
+    staging: int = 0  # bytes that a sum takes beside: its terms, as copy engines write them, or compressed
 
 
 class DataParallel:
@@ -82,6 +86,7 @@ class DataParallel:
     ``reduction`` has the group's axes, ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only
     this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.
     ``uncut`` names tensors that one rank holds whole: its parts are then whole buckets.
+    ``compress`` names the format in which buckets are sent; ``residual`` is then what this rank has lost so far.
     ``in_order``, the number of this rank's micro-batches, makes ``tree``, whose ``add`` is then called in place of
     ``gradient_ready``.
     """
@@ -89,7 +94,7 @@ class DataParallel:
     def __init__(
         self, reduction: Reduction, gradients: Parameters, ops: Any = numpy_ops, *, in_order: int | None = None,
         bucket_bytes: int = 4 << 20, least_bytes: int | None = None, sharded: bool = False,
-        uncut: Collection[str] = (),
+        uncut: Collection[str] = (), compress: str = "none",
     ) -> None:  # fmt: skip
         self.replicas, self.others, self.gradients, self.ops = reduction.replicas, reduction.others, gradients, ops
         self.sharded = sharded
@@ -106,6 +111,8 @@ class DataParallel:
             {name for name, span in spans.items() if span.start < bucket.stop and bucket.start < span.stop}
             for bucket in self.buckets
         ]
+        self.compress = "none" if self.replicas.size == 1 else compress
+        self.residual = None if self.compress == "none" else gradients.like()
         self.tree = None if in_order is None else TreeSum(reduction.batch, in_order, gradients, even, ops)
         self._missing: list[set[str]] = []  # of each bucket, in the last micro-batch
         self._in_flight: list[Work] = []
@@ -121,14 +128,30 @@ class DataParallel:
                 missing.remove(name)
                 if missing:
                     continue
-                x, comm = flat[bucket], self.replicas.comm
+                x, comm, form = flat[bucket], self.replicas.comm, self._feed_back(bucket)
                 if self._owners:
                     work: Work = comm.reduce(x, self._owners[bucket.start], async_op=True)
                 elif self.sharded:
-                    work = comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
+                    work = comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True, compress=form)
                 else:
-                    work = comm.all_reduce(x, async_op=True)
+                    work = comm.all_reduce(x, async_op=True, compress=form)
                 self._in_flight.append(work)
+
+    def _feed_back(self, bucket: slice) -> str | None:
+        """Add to a bucket what earlier steps have lost of it; returns the format in which it is sent."""
+        if self.residual is not None:
+            self.replicas.comm.feed_back(self.gradients.flat[bucket], self.residual.flat[bucket], self.compress)
+        return None if self.compress == "none" else self.compress
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """A context for a step without effect: the residual stays as it is, and the kernel that adds it is loaded."""
+        kept, self.residual = self.residual, None
+        if kept is not None:
+            one, other = (self.gradients.zeros(1, self.gradients.flat.dtype) for _ in range(2))
+            self.replicas.comm.feed_back(one, other, self.compress)
+        yield
+        self.residual = kept
 
     def finish(self, *, whole: bool = False) -> None:
         """Called after the last backward; ``gradients`` then hold the sum over all micro-batches.

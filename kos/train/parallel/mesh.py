@@ -76,7 +76,7 @@ class DryCommunicator:
     def _nothing(self, *arrays: object, **options: object) -> DryCommunicator:
         return self
 
-    all_gather = all_reduce = all_to_all = broadcast = reduce = reduce_scatter = _nothing
+    all_gather = all_reduce = all_to_all = broadcast = feed_back = reduce = reduce_scatter = _nothing
     send = recv = send_recv = split = wait = _nothing
 
 

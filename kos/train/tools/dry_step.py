@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 from kos.comm.communicator import Communicator
+from kos.comm.compression import FORMATS
 from kos.train.config.options import TrainConfig
 from kos.train.device import cpu
 from kos.train.device.memory_plan import DryCudaOps, DryRun, MemoryPlan, plan_memory
@@ -112,11 +113,13 @@ class Link:
     def split(self, color: int | None, key: int | None = None) -> Link:
         return self
 
-    def all_reduce(self, x: Array, *, async_op: bool = False) -> Arrival:
-        return self._collective(2 * x.nbytes * (self.size - 1) / self.size, async_op)
+    def all_reduce(self, x: Array, *, async_op: bool = False, compress: str | None = None) -> Arrival:
+        return self._collective(2 * _sent(x, compress) * (self.size - 1) / self.size, async_op)
 
-    def reduce_scatter(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
-        return self._collective(x.nbytes * (self.size - 1) / self.size, async_op)
+    def reduce_scatter(
+        self, x: Array, out: Array, *, async_op: bool = False, compress: str | None = None
+    ) -> Arrival:
+        return self._collective(_sent(x, compress) * (self.size - 1) / self.size, async_op)
 
     def all_gather(self, x: Array, out: Array, *, async_op: bool = False) -> Arrival:
         return self._collective(x.nbytes * (self.size - 1), async_op)
@@ -125,6 +128,9 @@ class Link:
         return self._collective(x.nbytes * (self.size - 1) / self.size, async_op)
 
     broadcast = reduce
+
+    def feed_back(self, x: Array, residual: Array, compress: str) -> None:
+        self.clock.operate("feed_back", 2 * (x.nbytes + residual.nbytes), 0.0)
 
     def send_recv(self, x: Array, out: Array, to: int, source: int, *, async_op: bool = False) -> Arrival:
         return self._collective(x.nbytes, async_op)
@@ -148,6 +154,11 @@ class Link:
         if not async_op or not rates.overlap:
             arrival.wait()
         return arrival
+
+
+def _sent(x: Array, compress: str | None) -> int:
+    """The bytes of ``x`` as it is sent."""
+    return FORMATS[compress].nbytes(x.size) if compress else x.nbytes
 
 
 class _AbsentGpu(DryCudaOps):

@@ -24,6 +24,7 @@ from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.device.choose import layout_of
 from kos.train.device.memory_plan import GIB, MemoryPlan
 from kos.train.model.llama import LlamaConfig
+from kos.train.model.stage import check_blocks
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES, build
 from kos.train.parallel.schedules.timeline import simulate
@@ -75,6 +76,7 @@ def make_job(config: TrainConfig, model: LlamaConfig, layout: Layout, rates: Rat
     job = Job(config, model, layout, build(config.pp_schedule, layout.pp, steps, config.pp_chunks), rates)
     for rank in range(layout.pp):
         job.parts(rank)
+    check_blocks(config, model, layout)
     return job
 
 
@@ -89,7 +91,7 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
     options: dict[str, list[Any]] = {
         "micro_batch_size": sizes,
         "pp_schedule": [*SCHEDULES] if layout.pp > 1 else ["1f1b"],
-        "zero": [1] if layout.dp * layout.cp > 1 else [0],
+        "zero": [int(layout.dp * layout.cp > 1 and not (config.optimizer == "muon" and config.compress != "none"))],
         "recompute": ["none", "norms", "block"],
     }
     options |= {name: [getattr(config, name)] for name in options if name in given}
@@ -217,8 +219,10 @@ def report(argv: Sequence[str]) -> str:
 
 
 def notes(job: Job) -> list[str]:
-    """The parts of a proposal for GPUs that no run has confirmed."""
+    """What a prediction leaves out, and the parts of a proposal for GPUs that no run has confirmed."""
     layout, found = job.layout, list[str]()
+    if job.config.compress != "none" and layout.dp * layout.cp > 1:
+        found.append("the time to compress and to add what came compressed is left out")
     if job.config.device == "cpu":
         return found
     if layout.ranks > 4 and layout.dp < layout.ranks:

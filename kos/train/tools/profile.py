@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from kos.comm.compression import FORMATS
 from kos.cuda import streams
 from kos.cuda.driver import call, cu
 from kos.cuda.streams import is_captured
@@ -82,6 +83,8 @@ class TimedCommunicator:
                 return self._profiler.note(name, COMMUNICATION, wait, nbytes)
 
             nbytes = max(getattr(x, "nbytes", 0) for x in arguments)
+            if form := options.get("compress"):
+                nbytes = FORMATS[form].nbytes(max(x.size for x in arguments))
             if options.get("async_op"):
                 work = function(*arguments, **options)
                 return SimpleNamespace(wait=lambda: note(work.wait))
