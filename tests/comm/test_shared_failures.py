@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 import time
@@ -29,6 +28,7 @@ from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import TIMEOUT, needs_core, run
 from tests.comm.test_failures import F4
 from tests.comm.test_jobs import mpirun, program
+from tests.comm.test_message_failures import Interrupted
 from tests.comm.test_recorder import line_of
 from tests.comm.works import work_of
 
@@ -203,23 +203,44 @@ def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.C
         comm.all_reduce(np.zeros(4 + comm.rank))
 
 
-def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock that it holds keeps nobody for long from raising what is known without it."""
-    monkeypatch.setattr("kos.comm.host.shared.segment.LOCK_SECONDS", 0.1)
+@on_each_rank(run, 3, close=False)
+def test_a_failure_of_an_earlier_call_that_comes_after_one_of_a_later_call(comm: kos.Communicator, /) -> None:
+    """A rank that waits in the earlier call raises it at once, not at its timeout."""
+    vars(comm).pop("all_reduce")  # Python handles no signal where the core starts a call
+    if comm.rank == 2:
+        assert _later.wait(TIMEOUT)
+        _later.clear()
+        comm._collectives = Interrupted(comm._collectives)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(np.ones(3))
+        return
+    first, began = comm.all_reduce(np.ones(3), async_op=True), time.monotonic()
+    if comm.rank == 1:
+        with pytest.raises(CollectiveTimeout, match="barrier #1"):
+            comm.barrier(timeout=0.1)
+        _later.set()
+    with pytest.raises(CollectiveError, match="rank 2: .*all_reduce #0.*: interrupted by KeyboardInterrupt") as caught:
+        first.wait()
+    assert caught.value.ranks == (2,) and time.monotonic() - began < TIMEOUT / 2
 
-    def body(comm: kos.Communicator) -> None:
+
+_later = threading.Event()
+
+
+@on_each_rank(run, 2, close=False)
+def test_a_rank_that_was_stopped_while_it_told_its_failure(comm: kos.Communicator, /) -> None:
+    """It had told one of a later call, over which it wrote another: who waits raises what is left."""
+    calls = comm.backend.calls
+    comm.barrier()
+    if comm.rank == 1:
+        calls.fail(CollectiveError("of a later call"), 1)
+        at = calls.segment.layout.report_of(1)
+        calls.segment.bytes[at : at + 5] = b"[12, "
+        comm.rendezvous.barrier()
+        return
+    comm.rendezvous.barrier()
+    with pytest.raises(CollectiveError, match="collective #1 failed on a rank that was stopped meanwhile"):
         comm.barrier()
-        if comm.rank == 1:
-            return
-        file = os.open(f"/proc/self/fd/{comm.backend._segment._file}", os.O_RDWR)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive"):
-                comm.barrier(timeout=0.1)
-        finally:
-            os.close(file)
-
-    run(body, 2, close=False)
 
 
 def test_a_failure_of_a_class_that_ranks_do_not_share() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
@@ -19,11 +20,25 @@ from kos._core import native
 from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.host.shared.board import SharedBoard, fitting
-from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Processes, Segment, started
+from kos.comm.host.shared.segment import (
+    ARRIVED,
+    CLOSED,
+    FAILURE_BYTES,
+    PID,
+    RING,
+    STARTED,
+    Processes,
+    Segment,
+    started,
+)
 from kos.comm.work import Work, forked_from
 from kos.errors import CollectiveError, KosError
 
 CLOSED_ORDERLY, ABORTED = 1, 2
+_RANK_SHIFT = 44
+"""Of the rank in the failure word, above the collective, as in ``core.h``."""
+_READS = 100
+"""Attempts, a millisecond apart, to read a failure whose rank is writing it."""
 SPIN_SECONDS = 20e-6
 """Seconds that a wait holds the GIL before it lets other threads run, unless ranks are threads."""
 CHECK_SECONDS, LONGEST_CHECK_SECONDS = 0.01, 0.1
@@ -54,6 +69,7 @@ class CallRing(Fingerprints):
         self._peers = [
             (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
+        self._reporting = threading.Lock()  # the program's thread and the watchdog's report failures
         self._late: Wait | None = None  # what ``compare`` waits for
         self._processes: Processes | None = None  # of the other ranks
         pid = os.getpid()
@@ -168,24 +184,28 @@ class CallRing(Fingerprints):
     def fail(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
 
-        The first failure is kept.  This one is lost if a rank was stopped while it wrote its own.
+        The failure of the earliest collective is kept.
         """
         sequence = min(sequence, native.WORD_SEQUENCE)
-        data = fitting([*to_record(error), sequence])
-        at = self.segment.layout.failure_text
-        with contextlib.suppress(TimeoutError), self.segment.locked():
-            if not self.words[self._failure]:
-                self.segment.bytes[at : at + len(data)] = data
-                self.words[self.segment.layout.failure_length] = len(data)
-                self.core.fail(sequence)
+        with self._reporting:
+            if (word := self.core.failure()) and word & native.WORD_SEQUENCE <= sequence:
+                return
+            at = self.segment.layout.report_of(self.segment.rank)
+            self.segment.bytes[at : at + FAILURE_BYTES] = fitting(to_record(error)).ljust(FAILURE_BYTES)
+            self.core.fail(sequence)
 
     def failure(self) -> tuple[KosError, int] | None:
-        """The first failure of a rank of the host, and the first collective that it concerns."""
-        if not self.core.failure():
-            return None
-        length, at = self.words[self.segment.layout.failure_length], self.segment.layout.failure_text
-        *record, sequence = json.loads(bytes(self.segment.bytes[at : at + length]))
-        return from_record(record), sequence
+        """The failure of the earliest collective that a rank of the host has reported, and that collective."""
+        known: tuple[KosError, int] | None = None
+        for _ in range(_READS):
+            if not (word := self.core.failure()):
+                return None
+            at, sequence = self.segment.layout.report_of(word >> _RANK_SHIFT & 0xFF), word & native.WORD_SEQUENCE
+            known = CollectiveError(f"collective #{sequence} failed on a rank that was stopped meanwhile"), sequence
+            with contextlib.suppress(ValueError):  # its rank is writing the failure of an earlier one
+                return from_record(json.loads(bytes(self.segment.bytes[at : at + FAILURE_BYTES]))), sequence
+            time.sleep(0.001)
+        return known
 
     def raise_failure(self, sequence: int) -> None:
         """Raise the failure of a rank of the host, if it concerns collective ``sequence``."""
