@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -379,7 +379,7 @@ class TCPRendezvous(Rendezvous):
         if self._hub is not None:
             self._hub.timeout = self.timeout  # the program may have changed it
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
-        look = self.look_for_stopped()  # the hub may wait for a stopped rank, or run on one
+        look = self._look_for_stopped(time.monotonic() + self.timeout)
         with self.waiting(), self.inbox.lock:
             try:
                 # The hub may have reported a failure before it closed.
@@ -395,6 +395,18 @@ class TCPRendezvous(Rendezvous):
             if kind in FAILURES:
                 raise self._failure_of(kind, *json.loads(answer))
             return answer
+
+    def _look_for_stopped(self, late_at: float) -> Callable[[], None]:
+        """The check of a wait for the hub: it may wait for a stopped rank, or run on one, which reports no late rank."""
+        usual, hub = self.look_for_stopped(), self.ledger.world[0]
+
+        def look() -> None:
+            if usual is not None:
+                usual()
+            if time.monotonic() > late_at and self.ledger.board.halted(hub):
+                raise TimeoutError
+
+        return look
 
     def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
         """The failure that the hub reports."""
