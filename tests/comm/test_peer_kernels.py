@@ -319,7 +319,7 @@ def test_without_flags_what_moves_is_wrong(kind: str) -> None:
 
 
 def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, launch: Launch, how: str) -> str:
-    """Rank 1 launches nothing.  ``all_ended`` is no wait that the ledger knows: it would be followed to its cause."""
+    """Rank 1 launches nothing.  ``all_ended`` is no wait that the log knows: it would be followed to its cause."""
     engine = PeerEngine(rendezvous, device, timeout=0.5, staging=1 << 14)
     stream = cuda.create_stream(device)
     memory = SymmetricMemory(rendezvous, 1 << 16, device)

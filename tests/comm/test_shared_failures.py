@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.failures import Ledger, from_record, to_record
+from kos.comm.failures import FailureLog
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Node, Segment
-from kos.comm.host.shared import board as shared_board
-from kos.comm.host.shared.board import SharedBoard
+from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, STARTED, process
+from kos.comm.host.shared.status import SharedStatus
+from kos.comm.records import from_record, to_record
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
 from kos.testing.conformance.failures import MISMATCHES
@@ -233,7 +234,7 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(comm: kos.Communicato
     calls = comm.backend.calls
     comm.barrier()
     if comm.rank == 1:
-        calls.fail(CollectiveError("of a later call"), 1)
+        calls.report_failure(CollectiveError("of a later call"), 1)
         at = calls.segment.layout.report_of(1)
         calls.segment.bytes[at : at + 5] = b"[12, "
         comm.rendezvous.barrier()
@@ -262,8 +263,8 @@ def test_the_board_may_be_freed_while_another_thread_reads_it(
     comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub of a rendezvous looks for ranks that have ended while the program closes its last communicator."""
-    board = comm.rendezvous.ledger.board
-    read, usual = SharedBoard(comm.backend._segment, [0, 1]), shared_board.process  # type: ignore[attr-defined]
+    status = comm.rendezvous.failures.status
+    read, usual = SharedStatus(comm.backend._segment, [0, 1]), shared_status.process  # type: ignore[attr-defined]
 
     def free(pid: int) -> tuple[str, int]:
         read.free()
@@ -271,10 +272,10 @@ def test_the_board_may_be_freed_while_another_thread_reads_it(
 
     comm.barrier()
     if comm.rank == 0:
-        monkeypatch.setattr(shared_board, "process", free)
+        monkeypatch.setattr(shared_status, "process", free)
         assert read.runs(1) and not read.runs(1)  # freed within the first
-        monkeypatch.setattr(shared_board, "process", usual)
-        assert board.runs(1) and not board.ended(1)
+        monkeypatch.setattr(shared_status, "process", usual)
+        assert status.runs(1) and not status.ended(1)
     comm.barrier()
 
 
@@ -288,8 +289,8 @@ def test_a_timeout_shows_the_last_call_of_a_late_rank(start: Callable[..., Any])
         if comm.rank == 1:
             over.wait(TIMEOUT)
             return
-        board, deadline = comm.rendezvous.ledger.board, time.monotonic() + TIMEOUT
-        while "all_reduce #1" not in board.last_call(1):  # the watchdog copies it in intervals
+        status, deadline = comm.rendezvous.failures.status, time.monotonic() + TIMEOUT
+        while "all_reduce #1" not in status.last_call(1):  # the watchdog copies it in intervals
             assert time.monotonic() < deadline, "rank 1 did not publish its call"
             time.sleep(0.01)
         with pytest.raises(CollectiveTimeout) as caught:
@@ -304,24 +305,24 @@ def test_a_timeout_shows_the_last_call_of_a_late_rank(start: Callable[..., Any])
 
 
 def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last() -> None:
-    ledger = Ledger([0, 1], 0)
+    failures = FailureLog([0, 1], 0)
     call = "world: barrier #1 at train.py:6"
-    ledger.board.last_call = lambda rank: call  # type: ignore[method-assign]
-    texts = [str(ledger.overdue([1], f"world: barrier #{number}", None)) for number in (1, 12)]
+    failures.status.last_call = lambda rank: call  # type: ignore[method-assign]
+    texts = [str(failures.overdue([1], f"world: barrier #{number}", None)) for number in (1, 12)]
     assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
 
 
 def test_a_long_path_of_a_last_call_is_cut_not_lost() -> None:
     def body(comm: kos.Communicator) -> None:
-        board: Any = comm.rendezvous.ledger.board
-        board._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
-        board.watch()
+        status: Any = comm.rendezvous.failures.status
+        status._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
+        status.watch()
         comm.barrier()
-        text = board.last_call(1 - comm.rank)
+        text = status.last_call(1 - comm.rank)
         assert text.endswith("é/train.py:6") and len(text.encode()) <= CALL_BYTES + 2
-        board.free()
-        board.watch()
-        assert board.last_call(1 - comm.rank) == ""
+        status.free()
+        status.watch()
+        assert status.last_call(1 - comm.rank) == ""
 
     run(body, 2, close=False)
 

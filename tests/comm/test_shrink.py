@@ -16,7 +16,7 @@ import pytest
 import kos
 from kos.comm.backend import SHRINKS
 from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.failures import Ledger
+from kos.comm.failures import FailureLog
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
@@ -158,15 +158,15 @@ def test_ranks_of_mpi_go_on_without_mpi(comm: kos.Communicator, /, memory: str) 
 
 def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may have learned first of the one that failed, and say that it goes on without it."""
-    ledger = Ledger([0, 1, 2], rank=2)
-    ledger.record_end(0, 3, SHRINKS)
+    failures = FailureLog([0, 1, 2], rank=2)
+    failures.record_end(0, 3, SHRINKS)
     reads = iter(range(3))
 
     def receive() -> None:
         if next(reads) == 2:
-            ledger.record_end(1, 0, "its connection was closed")
+            failures.record_end(1, 0, "its connection was closed")
 
-    transport: Any = SimpleNamespace(ring=None, receive_notices=receive, ledger=ledger)
+    transport: Any = SimpleNamespace(ring=None, receive_notices=receive, failures=failures)
     monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 0.0)
     assert next(MPITransport.gone(transport)) == (0, SHRINKS)
     monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 1000.0)

@@ -24,7 +24,7 @@ from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous, machine_id
 from kos.comm.control.env import JobRendezvous, Place
 from kos.comm.control.offers import listen_for, place_by
-from kos.comm.failures import Ledger
+from kos.comm.failures import FailureLog
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
 
@@ -93,7 +93,7 @@ class MPIRanks:
 def raise_death(rendezvous: Rendezvous) -> None:
     """Raise RankLost if a rank of the group is known to have ended."""
     for rank, why in rendezvous.deaths().items():
-        raise rendezvous.ledger.lost(rank, why, "rendezvous")
+        raise rendezvous.failures.lost(rank, why, "rendezvous")
 
 
 def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]) -> T:
@@ -101,21 +101,21 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
 
     Raises an error that names the rank that failed first, or the missing ranks.
     """
-    ledger, rank, size = rendezvous.ledger, rendezvous.rank, rendezvous.size
+    failures, rank, size = rendezvous.failures, rendezvous.rank, rendezvous.size
     with rendezvous.waiting():
         try:
             if outcome := wait():
                 return outcome
         except mpi_job.load_mpi().Exception as error:
             why = f"{what}: MPI: {error.Get_error_string()}"
-            gone = [*rendezvous.deaths(), *ledger.suspects()]
+            gone = [*rendezvous.deaths(), *failures.suspects()]
             if not gone:
                 raise RankLost(f"rendezvous: {why}") from error
-            raise ledger.lost(gone[0], why, "rendezvous") from error
+            raise failures.lost(gone[0], why, "rendezvous") from error
         others = [each for each in range(size) if each != rank]
-        named = ledger.names(others, False) if size == 2 else f"all other {size - 1} ranks"
-        waited = timeouts.waited(ledger.names([rank], False), rendezvous.timeout, named)
-        raise ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
+        named = failures.names(others, False) if size == 2 else f"all other {size - 1} ranks"
+        waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)
+        raise failures.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
 
 
 class MPIRendezvous(Rendezvous):
@@ -124,9 +124,9 @@ class MPIRendezvous(Rendezvous):
     Nothing reports a failure between hosts then: ranks of other hosts wait until their timeout.
     """
 
-    def __init__(self, mpi: MPIRanks, rank: int, timeout: float, ledger: Ledger, host: str) -> None:
+    def __init__(self, mpi: MPIRanks, rank: int, timeout: float, failures: FailureLog, host: str) -> None:
         self.mpi, self.rank, self.size, self.timeout = mpi, rank, len(mpi.ranks), timeout
-        self._ledger, self.host = ledger, host
+        self._failures, self.host = failures, host
         self.without_tcp = ""  # why the ranks have no hub
 
     @property
@@ -151,8 +151,8 @@ class MPIRendezvous(Rendezvous):
 
     def _look(self) -> None:
         """Raise if a rank of this host has ended or is stopped."""
-        for rank in self.ledger.suspects():
-            raise self.ledger.lost(rank, "its process ended", "rendezvous")
+        for rank in self.failures.suspects():
+            raise self.failures.lost(rank, "its process ended", "rendezvous")
         if (look := self.look_for_stopped()) is not None:
             look()
 
@@ -161,7 +161,7 @@ class MPIRendezvous(Rendezvous):
         if not ranks:
             return None
         rank = ranks.index(self.rank)
-        child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.ledger.of(ranks, rank), self.host or "")
+        child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.failures.of(ranks, rank), self.host or "")
         child.without_tcp = self.without_tcp
         return child
 
@@ -188,8 +188,8 @@ def rendezvous_of_mpi(comm: Any = None, timeout: float = 120.0, process_hooks: b
     mpi_job.free_closed()
     parent, is_job = (MPI.COMM_WORLD, True) if comm is None else (comm, False)
     rank, size = parent.rank, parent.size
-    ledger = Ledger(range(size), rank, timeout=timeout)
-    carrier = MPIRendezvous(MPIRanks(SharedComm(parent), range(size), is_job), rank, timeout, ledger, pretended_host())
+    ranks, failures = MPIRanks(SharedComm(parent), range(size), is_job), FailureLog(range(size), rank, timeout=timeout)
+    carrier = MPIRendezvous(ranks, rank, timeout, failures, pretended_host())
     begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
     if is_job:
         begun, mpi_job.starting = mpi_job.starting, None
@@ -224,7 +224,7 @@ def _connected(carrier: MPIRendezvous) -> Rendezvous:
 
 
 def _job(carrier: MPIRendezvous, place: Place, listener: socket.socket | None) -> JobRendezvous:
-    job = JobRendezvous(place, carrier.timeout, listener, carrier.ledger, carrier.host)
+    job = JobRendezvous(place, carrier.timeout, listener, carrier.failures, carrier.host)
     job.mpi = carrier.mpi
     return job
 

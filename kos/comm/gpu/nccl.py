@@ -146,11 +146,11 @@ class NCCLBackend(DeviceBackend):
                 self._check_others(what, timeout is not None and time.monotonic() - began > timeout, timeout)
             return begun.result()
         except KosError as error:
-            self.ledger.board.post_failure(error)
+            self.failures.status.post_failure(error)
             raise
         finally:
-            if self.broken is None:
-                self.report_wait(None)
+            if self.failures.first is None:
+                self.failures.show_wait(None)
 
     def _check_others(self, what: str, late: bool, timeout: float | None) -> None:
         """Raise what has failed on another rank, or if ``late`` a CollectiveTimeout that names late ranks."""
@@ -160,8 +160,9 @@ class NCCLBackend(DeviceBackend):
         self.shared.confirm()
         last = self.shared.last or unstarted(what, self)
         if late:
-            raise self.ledger.overdue(self.shared.late(last) or self.shared.others, text, None)
-        self.report_wait(last)
+            known = self.late(last)
+            raise self.failures.overdue(known.ranks or known.others, text, None)
+        self.failures.show_wait(self.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
         """The result of a call of NCCL that may wait for other ranks, for at most ``timeout`` seconds."""
@@ -180,7 +181,7 @@ class NCCLBackend(DeviceBackend):
             if named is None:
                 raise
             if isinstance(named, EndedEarly):
-                named = self.shared.explained(unstarted(what, self), named)
+                named = self.shared.cause(unstarted(what, self), named)
             raise named from error
 
     def split(
@@ -229,7 +230,7 @@ class NCCLBackend(DeviceBackend):
     def _aborted(self, ending: Future[Any]) -> None:
         """Log the error of an abort, and free the windows that it has left without arrays."""
         error = ending.exception()
-        if error is not None and not isinstance(self.broken, CudaError):  # else this error follows from it
+        if error is not None and not isinstance(self.failures.first, CudaError):  # else this error follows from it
             log.warning("rank %d: abort of NCCL: %s", self.rank, error)
         self._windows.free(self._windows.unused())
 
@@ -244,8 +245,8 @@ class NCCLBackend(DeviceBackend):
             error.unexplained = CollectiveError
             raise error
 
-    def failed(self, work: Work[Any], error: Exception) -> KosError:
-        return super().failed(work, binding.error_of(error, str(work)) or error)
+    def to_error(self, work: Work[Any], error: Exception) -> KosError:
+        return super().to_error(work, binding.error_of(error, str(work)) or error)
 
     # Registered memory.
 

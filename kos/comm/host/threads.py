@@ -160,7 +160,7 @@ class ThreadTransport(Transport):
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(self.ledger.mismatch(work.group, (peer, *theirs), (rank, *mine)))
+                    group.fail(self.failures.mismatch(work.group, (peer, *theirs), (rank, *mine)))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
@@ -173,7 +173,7 @@ class ThreadTransport(Transport):
                     return True
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
-                    group.raise_end(peer, self.ledger, work)
+                    group.raise_end(peer, self.failures, work)
             return False
 
         return all_arrived
@@ -192,13 +192,13 @@ class ThreadTransport(Transport):
         ]  # fmt: skip
 
     def find_failure(self) -> KosError | None:
-        return self.group.find_failure(self.ledger)
+        return self.group.find_failure(self.failures)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self.group.fail(failure)
 
     def close(self, begun: int, failed: bool) -> None:
-        self.group.close(self.rank, WHY_CLOSED, self.ledger.closing(), 0.0)
+        self.group.close(self.rank, WHY_CLOSED, self.failures.closing(), 0.0)
 
     def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
         self.group.close(self.rank, reason)
@@ -222,7 +222,7 @@ class ThreadMessage:
         message.complete = True
         if sent.dtype != array.dtype or sent.size != array.size:
             expected, got = ((each.nbytes, each.dtype) for each in (array, sent))
-            self.error = wrong_message(self._transport.ledger, self.dst, expected, self.src, got)
+            self.error = wrong_message(self._transport.failures, self.dst, expected, self.src, got)
             return  # only the receiver raises
         np.copyto(array, sent)
         self.complete = True
@@ -237,5 +237,5 @@ class ThreadMessage:
             if self.error is not None:
                 raise self.error
             group.raise_failure()
-            group.raise_end(self.other, self._transport.ledger)
+            group.raise_end(self.other, self._transport.failures)
         return False

@@ -125,7 +125,7 @@ class ProcessGroupKos(Operations):
 
     def check(self) -> None:
         """Raise the failure of the GPU's communicator, if it has failed."""
-        failure = None if self._gpu is None else self._gpu.backend.broken
+        failure = None if self._gpu is None else self._gpu.failure
         if failure is not None:
             raise self.translated(failure)
 

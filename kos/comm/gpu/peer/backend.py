@@ -27,7 +27,6 @@ from typing import Any
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import again
 from kos.comm.gpu.backend import DeviceBackend, unstarted
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Piece, Windows
@@ -40,6 +39,7 @@ from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
 from kos.comm.gpu.routes import Route
 from kos.comm.operation import AUTO, Operation
+from kos.comm.records import again
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
@@ -78,7 +78,7 @@ class PeerBackend(DeviceBackend):
         self._rendezvous = rendezvous
         self._unmapped = False  # whether no rank maps another's windows any more
         self._windows = Windows(
-            rendezvous, self.device, self._free_window, lambda: self._unmapped or self.broken is not None
+            rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
         self._at = -1  # the stream of the last operation, if more may go there without a new order,
         self._occupancy = Occupancy(0, 0)  # up to this occupancy
@@ -91,7 +91,7 @@ class PeerBackend(DeviceBackend):
             self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
         except BaseException as error:
             super().close()
-            if not isinstance(error, KosError) or rendezvous.failure is not None:
+            if not isinstance(error, KosError) or rendezvous.failures.over is not None:
                 raise
             raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
         self._failure = self._engine.record.failure
@@ -173,7 +173,7 @@ class PeerBackend(DeviceBackend):
 
     def _free_window(self, window: WindowMemory) -> None:
         memory: SymmetricMemory = window.handle
-        if self._unmapped or self.broken is not None:  # this rank's part: no rank maps it, or none can be asked
+        if self._unmapped or self.failures.first is not None:  # this rank's part: no rank maps it, or none can be asked
             memory.abort()
         else:
             self._engine.unregister(memory)
@@ -228,7 +228,7 @@ class PeerBackend(DeviceBackend):
         if self._engine.record.failed:
             others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
             beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
-            self._engine.record.check(str(o), self.shared.arrived(o), beside)
+            self._engine.record.check(str(o), self.late(o).arrived, beside)
 
     def kernel_waits(self) -> list[int]:
         return self._engine.record.waits_for()
@@ -359,7 +359,7 @@ class PeerBackend(DeviceBackend):
 
     def load_copy_kernels(self) -> None:
         """Load what the engine needs if it is not exclusive, unless this communicator has failed."""
-        if self.broken is None:
+        if self.failures.first is None:
             self._wait_for_idle()
             self._engine.load_copy_kernels()
 

@@ -109,7 +109,7 @@ class PeerEngine:
         self.deadline: float | None = None
 
         def prepare() -> None:
-            self.record = KernelRecord(rendezvous.ledger, device)
+            self.record = KernelRecord(rendezvous.failures, device)
             self.record.timeout = timeout
             self._loading = create_stream(device)  # never captured by a graph
             self._context = self._context_of(None)

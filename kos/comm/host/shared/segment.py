@@ -91,7 +91,7 @@ class _Layout:
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     """The segment of this rank's host, or None; and its description, or why none is shared.  Collective.
 
-    A rank that is alone on its host has a segment too: ranks of other hosts compare its calls (``hosts.py``).
+    A rank that is alone on its host has a segment too: at a timeout other hosts get its calls (``gpu/shared.py``).
     """
     refusal = unavailable or ""
     hosts = rendezvous.allgather(json.dumps([f"{rendezvous.host_identity} {_namespaces()}", refusal]).encode())
