@@ -607,7 +607,7 @@ def test_ranks_that_wait_for_one_another(waits: dict[int, tuple[int, ...]], cycl
 
 
 def test_the_failure_of_the_earliest_collective_counts() -> None:
-    """Whichever is reported first; calls before it go on, and each link carries one that is earlier than those before."""
+    """Whichever is reported first; calls before it go on, and links carry what is earlier than all before."""
     carried: list[int] = []
     link = SimpleNamespace(report_failure=lambda failure, sequence: carried.append(sequence))
     log = FailureLog(range(3), 0)
