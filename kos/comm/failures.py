@@ -129,9 +129,13 @@ class FailureLog:
         """What follows a rank of this group in the arguments of a call."""
         return "" if self.world == list(range(len(self.world))) else " of the group"
 
+    def in_world(self, ranks: Iterable[int]) -> list[int]:
+        """The numbers of these ranks in the world."""
+        return [self.world[rank] for rank in ranks]
+
     def of(self, ranks: Sequence[int], rank: int) -> FailureLog:
         """The failures of the group of these ranks; this process is its rank ``rank``."""
-        return FailureLog([self.world[each] for each in ranks], rank, self.status, self.timeout)
+        return FailureLog(self.in_world(ranks), rank, self.status, self.timeout)
 
     # Reports.
 
@@ -201,8 +205,7 @@ class FailureLog:
         """Show the ranks of this host for whom this one waits; None: for nobody."""
         if late is None:
             return self.status.post_wait(None)
-        known = [self.world[rank] for rank in late.ranks] or late.elsewhere
-        others = (self.world[rank] for rank in late.others)
+        known, others = self.in_world(late.ranks) or late.elsewhere, self.in_world(late.others)
         # Any may be late: first those that do not wait, for few are shown.
         self.status.post_wait(known or sorted(others, key=lambda rank: self.status.awaited(rank) is not None))
 
@@ -254,11 +257,11 @@ class FailureLog:
         ``words``, a text of ``timeouts.py``, say how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU
         stream, without posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
         """
-        world = [*(self.world[rank] for rank in late), *elsewhere]
+        world = [*self.in_world(late), *elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
-        culprits, cycle = self._blocking(world, [self.world[rank] for rank in arrived])
+        culprits, cycle = self._blocking(world, self.in_world(arrived))
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and words is not None:
             absent = words
@@ -321,7 +324,7 @@ class FailureLog:
 
     def names(self, ranks: Sequence[int], several: bool = True) -> str:
         """``ranks [1, 3]``, or ``rank 1`` if not ``several``: these ranks of the group, as ranks of the world."""
-        return self._names([self.world[rank] for rank in ranks], several)
+        return self._names(self.in_world(ranks), several)
 
     def _names(self, world: Sequence[int], several: bool = False) -> str:
         text = f"ranks {list(world)}" if several or len(world) != 1 else f"rank {world[0]}"

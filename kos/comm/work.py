@@ -386,7 +386,7 @@ class Work(Generic[T]):
                     with engine.lock:
                         late = backend.late(self)
                         backend.failures.show_wait(late)
-                        awaited = [backend.failures.world[rank] for rank in late.ranks]
+                        awaited = backend.failures.in_world(late.ranks)
                         # No sleep while another operation is in flight: polls advance it.
                         alone = now - began > LONG_WAIT and engine.outstanding() == [self]
                         sleeps = alone and backend.may_sleep(self)

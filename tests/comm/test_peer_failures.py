@@ -24,7 +24,7 @@ from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.gpu.peer.record import CAUSE, FAILED, PEER
 from kos.comm.records import blaming
 from kos.cuda import driver
@@ -347,7 +347,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /,
         if turn == 0 or rendezvous.rank < SIZE - 1:
             if turn and how == "abort":
                 threading.Timer(0.2, engine.record.abort).start()
-            launch = Launch("specialized", tile=512)
+            launch = KernelConfig("specialized", tile=512)
             engine.bind_all_reduce(memory.pointer, memory.pointer, count, FLOAT, ReduceOp.SUM, launch=launch)(0)
             if turn == 0:
                 engine.record.check("x")

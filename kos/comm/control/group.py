@@ -288,7 +288,8 @@ class TCPRendezvous(Rendezvous):
                     where = f"port {port}, which others find by {self._address or 'the address they know'}"
                 self._connection, hubs_end = pair(self.epoch)
                 key, warns = self.network.key(purpose), len(ports) == 1  # at others, other jobs call too
-                hub = Hub(hubs_end, listener, key, self.failures, self.timeout, where, warns, self.epoch)
+                known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
+                hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch)
                 hub.start()
                 # At the end of the process, the hub still sends the last answers if the group was not closed.
                 self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())

@@ -53,7 +53,7 @@ from kos.errors import (
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
-from kos.memory.windows import InWindows, Launch, WindowMemory, in_windows
+from kos.memory.windows import InWindows, Run, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
@@ -339,7 +339,7 @@ class NCCLBackend(DeviceBackend):
             launch()
         super().queue(alone, stream)
 
-    def _reduction(self, o: Operation) -> tuple[Launch, str]:
+    def _reduction(self, o: Operation) -> tuple[Run, str]:
         """The launch of a reduction, and what runs it."""
         reduction, send, recv = o.reduction, o.send, o.recv
         assert reduction is not None and send is not None
@@ -371,7 +371,7 @@ class NCCLBackend(DeviceBackend):
         finally:
             self._nccl.red_op_destroy(op, self._comm)
 
-    def _movement(self, o: Operation) -> tuple[Launch, str]:
+    def _movement(self, o: Operation) -> tuple[Run, str]:
         """The launch of an operation without a reduction, and what runs it."""
         nccl, comm = self._nccl, self._comm
         root = () if o.root is None else (o.root,)
@@ -419,7 +419,7 @@ class _FirstCall:
 
     __slots__ = ("_backend", "_timeout", "kind", "launch")
 
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: _Kind) -> None:
+    def __init__(self, backend: NCCLBackend, o: Operation, launch: Run, kind: _Kind) -> None:
         self._backend, self.launch, self.kind, self._timeout = backend, launch, kind, o.options.timeout
 
     def __call__(self, stream: int, send: int, recv: int) -> None:
@@ -431,7 +431,7 @@ class _FirstCall:
             launch(stream, send, recv)
 
 
-def _native_launch(function: Callable[..., None], *arguments: Any) -> Launch:
+def _native_launch(function: Callable[..., None], *arguments: Any) -> Run:
     """The launch of a function of NCCL, which takes the addresses first, and the stream last."""
 
     def launch(stream: int, send: int, recv: int) -> None:

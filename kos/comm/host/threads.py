@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup
+from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.transport import Request, Transport, remove, take, wrong_message
@@ -117,9 +117,13 @@ class ThreadTransport(Transport):
         """As in ``Backend.idle``."""
         world = self.group.world
         active = self.engine.outstanding() if world.watch is not None else []
+
+        def waits() -> Waits:
+            return [(str(work), work.backend.failures.in_world(work.backend.late(work).ranks)) for work in active]
+
         with world.lock:
             if world.events[self._me] == mark:
-                world.wait(self._me, seconds, lambda: [(str(work), work.backend.waits_for(work)) for work in active])
+                world.wait(self._me, seconds, waits)
 
     # What a test watches and injects.
 

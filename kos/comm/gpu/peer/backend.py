@@ -34,7 +34,7 @@ from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies, is_beside
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
-from kos.comm.gpu.peer.engine import PeerEngine, Run
+from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
 from kos.comm.gpu.routes import Route
@@ -51,7 +51,7 @@ from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
 from kos.memory.symmetric import MappedPart, SymmetricMemory
-from kos.memory.windows import WindowMemory, in_windows
+from kos.memory.windows import Run, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
