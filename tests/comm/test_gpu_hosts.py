@@ -271,6 +271,22 @@ def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pyt
     assert "rank 0 is gone: of the test" in run(body)[1]
 
 
+def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run: Any) -> None:
+    """Here the second of its host, while nobody else waits."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard, part = Heard(comm), is_stuck(comm)
+        comm.all_reduce(on_gpu(10 + PAIRS[comm.rank]))
+        if comm.rank == 3:
+            with pytest.raises(CollectiveMismatch):
+                part.synchronize(timeout=0.3)
+        error = str(heard.wait())
+        comm.rendezvous.barrier()
+        return error
+
+    assert all("count 10 against 11" in text for text in run(body, PAIRS))
+
+
 def test_many_hosts(run: Any) -> None:
     """All of them hear of a difference, also those whose calls are alike."""
 
