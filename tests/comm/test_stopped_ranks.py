@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kos.comm.control.group import GRACE_SECONDS
+from kos.comm.control.mpi import look_for_lost
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import run_processes
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -80,3 +84,15 @@ def test_a_stopped_rank_on_mpi(tmp_path: Path, way: str, stopped: int) -> None:
     done = run_program(MPIRUN, "-n", "3", *python(), str(path), env=environment, cwd="/")
     check(done.stdout, way, stopped)
     assert time.monotonic() - began < 40
+
+
+def test_a_stopped_rank_in_an_exchange_that_mpi_carries() -> None:
+    """Where hosts have no hub: each wait looks for as long as it lasts."""
+    rendezvous = ThreadRendezvous(ThreadGroup(2), 0, 50.0)
+    status: Any = rendezvous.failures.status
+    rendezvous.usual, status.halted = 0.3, lambda rank: rank == 1
+    look = look_for_lost(rendezvous)
+    look()
+    time.sleep(0.5)
+    with pytest.raises(RendezvousError, match=r"ranks \[1\] did not arrive within 0.3 s; ranks \[1\] were stopped"):
+        look()

@@ -69,7 +69,7 @@ class MPIRanks:
         if self._own is None:
             tag = int.from_bytes(hashlib.sha256(name).digest()[:3], "big")
             create = partial(shared.Create_group, shared.Get_group().Incl(self.ranks), tag)
-            look = partial(raise_death, rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
+            look = look_for_lost(rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
             self._own = wait_for_all(
                 rendezvous, "create", partial(mpi_job.in_thread, create, rendezvous.timeout, look)
             )[0]
@@ -90,10 +90,18 @@ class MPIRanks:
                     mpi_job.free_after_all(comm)
 
 
-def raise_death(rendezvous: Rendezvous) -> None:
-    """Raise RankLost if a rank of the group is known to have ended."""
-    for rank, why in rendezvous.deaths().items():
-        raise rendezvous.failures.lost(rank, why, "rendezvous")
+def look_for_lost(rendezvous: Rendezvous) -> Callable[[], None]:
+    """The check of one wait: it raises if a rank of the group is known to have ended, or is stopped for long."""
+    failures, look_for_stopped = rendezvous.failures, rendezvous.look_for_stopped()
+
+    def look() -> None:
+        deaths = rendezvous.deaths()
+        for rank in (*deaths, *failures.suspects()):
+            raise failures.lost(rank, deaths.get(rank, "its process ended"), "rendezvous")
+        if look_for_stopped is not None:
+            look_for_stopped()
+
+    return look
 
 
 def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]) -> T:
@@ -118,6 +126,12 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
         raise failures.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
 
 
+def await_request(rendezvous: Rendezvous, what: str, request: Any) -> None:
+    """Wait until a request of all ranks is complete.  Raises RendezvousError, RankLost."""
+    look = look_for_lost(rendezvous)
+    wait_for_all(rendezvous, what, partial(mpi_job.wait_request, request, rendezvous.timeout, look))
+
+
 class MPIRendezvous(Rendezvous):
     """A group of ``mpi`` whose exchanges and splits MPI carries: until the hub is known, or where TCP cannot be used.
 
@@ -139,22 +153,11 @@ class MPIRendezvous(Rendezvous):
 
     def _exchange(self, message: bytes) -> list[bytes]:
         lengths, comm, BYTE = np.empty(self.size, np.int64), self.mpi_comm, mpi_job.load_mpi().BYTE
-        self.await_request("allgather", comm.Iallgather(np.array([len(message)], np.int64), lengths))
+        await_request(self, "allgather", comm.Iallgather(np.array([len(message)], np.int64), lengths))
         everyone = bytearray(int(lengths.sum()))
-        self.await_request("allgather", comm.Iallgatherv([message, BYTE], [everyone, lengths.tolist(), BYTE]))
+        await_request(self, "allgather", comm.Iallgatherv([message, BYTE], [everyone, lengths.tolist(), BYTE]))
         ends = itertools.accumulate(lengths.tolist(), initial=0)
         return [bytes(everyone[start:end]) for start, end in itertools.pairwise(ends)]
-
-    def await_request(self, what: str, request: Any) -> None:
-        """Wait until a request of all ranks is complete.  Raises RendezvousError, RankLost."""
-        wait_for_all(self, what, partial(mpi_job.wait_request, request, self.timeout, self._look))
-
-    def _look(self) -> None:
-        """Raise if a rank of this host has ended or is stopped."""
-        for rank in self.failures.suspects():
-            raise self.failures.lost(rank, "its process ended", "rendezvous")
-        if (look := self.look_for_stopped()) is not None:
-            look()
 
     def split(self, color: int | None, key: int = 0) -> MPIRendezvous | None:
         ranks = self._alike(color, key)
@@ -195,7 +198,7 @@ def rendezvous_of_mpi(comm: Any = None, timeout: float = 120.0, process_hooks: b
         begun, mpi_job.starting = mpi_job.starting, None
     duplicate, request = begun or parent.Idup()
     try:
-        carrier.await_request("start", request)
+        await_request(carrier, "start", request)
     except RendezvousError:
         if is_job:
             mpi_job.starting = duplicate, request

@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from kos.comm.backend import SHRINKS, Probe
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi import TAGS, raise_death, wait_for_all
+from kos.comm.control.mpi import TAGS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.fingerprints import described, dtype_of_code
@@ -108,8 +107,7 @@ class MPITransport(Transport):
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
-        wait = partial(mpi_job.wait_request, request, rendezvous.timeout, partial(raise_death, rendezvous))
-        wait_for_all(rendezvous, "duplicate", wait)
+        await_request(rendezvous, "duplicate", request)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
