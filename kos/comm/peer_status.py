@@ -138,6 +138,10 @@ class PeerStatus:
         """Whether that rank is known to have ended."""
         return rank in self._receive().ends
 
+    def gone(self) -> list[int]:
+        """The ranks of the world that the hub knows to have ended."""
+        return sorted(self._receive().ends)
+
     def await_end(self, rank: int) -> None:
         """Wait for a moment until other hosts also know that the rank has ended: they learn of its failure first."""
         deadline = time.monotonic() + _END_SECONDS

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from kos.comm.control.base import Rendezvous, machine_id
 from kos.comm.control.env import JobRendezvous, Place
 from kos.comm.control.offers import listen_for, place_by
 from kos.comm.failures import FailureLog
+from kos.comm.records import blaming
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
 
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 TAGS = 1 << 26
 """Number of MPI tags in use by messages of backends."""
+NAMING_SECONDS = 1.0  # of waiting for the name of a rank that MPI reports as lost
 _REACH_SECONDS = 8.0  # limit for a connection to rank 0; Linux asks again after 1, 3 and 7 s
 
 
@@ -115,11 +118,14 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
             if outcome := wait():
                 return outcome
         except mpi_job.load_mpi().Exception as error:
-            why = f"{what}: MPI: {error.Get_error_string()}"
-            gone = [*rendezvous.deaths(), *failures.suspects()]
-            if not gone:
-                raise RankLost(f"rendezvous: {why}") from error
-            raise failures.lost(gone[0], why, "rendezvous") from error
+            why, deadline = f"{what}: MPI: {error.Get_error_string()}", time.monotonic() + NAMING_SECONDS
+            while time.monotonic() < deadline:
+                for gone in (*rendezvous.deaths(), *failures.suspects()):
+                    raise failures.lost(gone, why, "rendezvous") from error
+                for gone in failures.status.gone():  # MPI fails too if a rank is lost that is not in the group
+                    raise blaming(RankLost(f"rendezvous: rank {gone} of world is gone: {why}"), [gone]) from error
+                time.sleep(0.001)
+            raise RankLost(f"rendezvous: {why}") from error
         others = [each for each in range(size) if each != rank]
         named = failures.names(others, False) if size == 2 else f"all other {size - 1} ranks"
         waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)

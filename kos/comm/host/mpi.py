@@ -20,7 +20,7 @@ import numpy as np
 from kos.comm.backend import SHRINKS, Probe
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi import TAGS, await_request
+from kos.comm.control.mpi import NAMING_SECONDS, TAGS, await_request
 from kos.comm.control.notices import Channel
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.fingerprints import described, dtype_of_code
@@ -45,7 +45,6 @@ _NATIVE_BYTES = 128 * 1024
 UNSENT = "its last messages are lost: "
 """Prefix of a rank's reason to abort while MPI may still read the memory of its messages."""
 
-_NAMING_SECONDS = 1.0  # seconds of waiting for the name of a rank that MPI reports as lost
 
 _cancelled: list[Array] = []
 """The numbers of failed comparisons.  Open MPI 5.0.11 writes to such memory even after the request is over: the next
@@ -306,7 +305,7 @@ class MPITransport(Transport):
         """The ranks known to be lost, and why: by shared memory, and by notices that may follow the error."""
         if self.failures.ring is not None:
             yield from self.failures.ring.gone()
-        deadline, late = time.monotonic() + _NAMING_SECONDS, False
+        deadline, late = time.monotonic() + NAMING_SECONDS, False
         while not late:
             late = time.monotonic() > deadline
             self.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
