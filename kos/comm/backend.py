@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
-from kos.comm import timeouts
+from kos.comm import compressed, timeouts
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.operation import Operation
@@ -128,6 +128,10 @@ class Backend(ABC):
 
         Raises InvalidArgument for a call that this backend cannot run, such as one on GPU memory.
         """
+
+    def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
+        """See ``Communicator.feed_back``."""
+        compressed.feed_back(x.memory, residual.memory, compress)
 
     def check_threads(self) -> None:  # noqa: B027
         """Raise BackendUnavailable if only the program's thread may advance operations."""

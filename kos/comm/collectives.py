@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm import compressed
 from kos.comm.arguments import (
     check_algorithm,
     check_bool,
@@ -31,6 +32,7 @@ from kos.comm.arguments import (
     refuse_overlap,
     shard_shape,
 )
+from kos.comm.compression import CARRIED, check_compress
 from kos.comm.operation import AUTO, Message, Operation, Options
 from kos.comm.persistent import Persistent
 from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
@@ -50,6 +52,7 @@ _KEYWORDS = {
     "timeout": "in seconds; None: the communicator's own.",
     "algorithm": 'the name of a schedule of kos.comm.schedules; "auto" lets the backend choose.',
     "deterministic": "True adds in rank order: the same bits from run to run and on every backend.",
+    "compress": 'None, or the format in which floats travel: "fp8", "int8" or "int4" (``kos.comm.compression``).',
 }
 """What ``help`` says of the keywords that operations share."""
 _ERRORS = """Raises InvalidArgument for wrong arguments, before anything is sent; CollectiveMismatch if the ranks made
@@ -214,6 +217,8 @@ class Operations:
         if prepared is None:
             if self._closed:  # its backend has no memory to publish a description in
                 self._check_open()
+            if o.options.compress:
+                compressed.check(o)
             prepared = self.backend.prepare(o).belongs_to(self._group)
             if prepared.lasting and not o.options.purpose:
                 self._store.add(signature, prepared, handle)
@@ -232,9 +237,9 @@ class Operations:
 
     def _options(
         self, name: str, async_op: bool, timeout: float | None, algorithm: str = AUTO, deterministic: bool = False,
-        on_stream: bool = False,
+        on_stream: bool = False, compress: Any = None,
     ) -> Options:  # fmt: skip
-        if timeout is None and deterministic is on_stream is False and algorithm is AUTO:
+        if timeout is None and deterministic is on_stream is False and algorithm is AUTO and compress is None:
             if async_op is False:
                 return self._defaults
             if async_op is True and self._batch is None:
@@ -243,7 +248,10 @@ class Operations:
         ordered, overlap = check_bool("deterministic", deterministic), check_bool("async_op", async_op)
         if overlap and self._batch is not None:
             raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
-        key = seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, on_stream
+        form = check_compress(compress)
+        if form and algorithm != AUTO:
+            raise InvalidArgument(f"algorithm: expected {AUTO!r} with compress, got {algorithm!r}")
+        key = seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, on_stream, "", form
         if len(self._options_of) >= MOST_STORED:
             self._options_of.clear()
         return self._options_of.setdefault(key, Options(*key))
@@ -252,7 +260,7 @@ class Operations:
 
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
-                   deterministic: bool = False) -> Any:
+                   deterministic: bool = False, compress: str | None = None) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result.
 
         ``x`` has the same dtype and number of elements on all ranks.  ``op`` must be valid for the dtype.  The
@@ -261,7 +269,7 @@ class Operations:
 
             comm.all_reduce(gradients, ReduceOp.AVG)
         """
-        options = self._options("all_reduce", async_op, timeout, algorithm, deterministic)
+        options = self._options("all_reduce", async_op, timeout, algorithm, deterministic, compress=compress)
         if (work := self._find("all_reduce", x, out, stream, options, op)) is None:
             send, recv = in_and_out(x, out, stream)
             reduction = resolve(op, send.dtype, self.size)
@@ -288,7 +296,7 @@ class Operations:
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
-                       deterministic: bool = False) -> Any:
+                       deterministic: bool = False, compress: str | None = None) -> Any:
         """Reduce ``x`` over all ranks by ``op``; rank r gets the r-th of ``size`` equal shards of the result.
 
         ``x.size`` is a multiple of ``size``.  ``out`` has ``x.size / size`` elements; it does not overlap ``x``, or is
@@ -297,7 +305,8 @@ class Operations:
 
             shard = comm.reduce_scatter(gradients)
         """
-        options, work = self._options("reduce_scatter", async_op, timeout, algorithm, deterministic), None
+        options = self._options("reduce_scatter", async_op, timeout, algorithm, deterministic, compress=compress)
+        work = None
         if out is not None:
             work = self._find("reduce_scatter", x, out, stream, options, op)
         if work is None:
@@ -308,7 +317,8 @@ class Operations:
         return work.prepared.start(self, work)
 
     def reduce_scatter_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, op: Op = ReduceOp.SUM, *,
-                         stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
+                         stream: Any = None, async_op: bool = False, timeout: float | None = None,
+                         compress: str | None = None) -> Any:
         """``reduce_scatter`` by ``op`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
         ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements and does not
@@ -318,7 +328,7 @@ class Operations:
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
-        options, work = self._options("reduce_scatter_v", async_op, timeout), None
+        options, work = self._options("reduce_scatter_v", async_op, timeout, compress=compress), None
         if out is not None:
             work = self._find("reduce_scatter_v", x, out, stream, options, op, (None, _key(counts), None))
         if work is None:
@@ -379,6 +389,29 @@ class Operations:
         send, recv = in_and_out(x, out, stream) if gets else (_input(x, stream), None)
         return Operation(name, self.rank, options, send, recv, resolve(op, send.dtype, self.size), root)
 
+    def feed_back(self, x: Any, residual: Any, compress: str, *, stream: Any = None) -> None:
+        """Error feedback: add to ``x`` what earlier calls lost, and keep in ``residual`` what the next one will lose.
+
+        Called before each compressed all_reduce or reduce_scatter of ``x``, it lets sums over many calls converge to
+        those of exact calls (Seide et al. 2014; Karimireddy et al. 2019).  ``residual`` begins with zeros and has the
+        dtype and shape of ``x``.  It stays 0 where ``x`` has infinities or NaN.  Not collective.  Raises
+        InvalidArgument for wrong arguments.
+
+            comm.feed_back(gradients, residual, "int8")
+            comm.all_reduce(gradients, compress="int8")
+        """
+        buffer, kept = in_and_out(x, x, stream)[0], as_buffer(residual, "residual", True, stream)
+        form = check_compress(compress)
+        if not form or buffer.dtype.name not in CARRIED:
+            expected = f"a format and {', '.join(CARRIED)}"
+            raise InvalidArgument(f"feed_back: expected {expected}, got {compress!r} and {buffer.dtype}")
+        alike = kept.dtype is buffer.dtype and kept.device == buffer.device and kept.shape == buffer.shape
+        if not alike or kept.overlaps(buffer):
+            raise InvalidArgument(f"residual: expected memory of its own, as {buffer} of {buffer.place}, got {kept}")
+        if buffer.device != self.device and (buffer.device is not None or not self.backend.carries_host):
+            raise InvalidArgument(f"x: expected memory that {self.backend_name} carries, got memory of {buffer.place}")
+        self.backend.feed_back(buffer, kept, form)
+
     # Data movement.
 
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
@@ -403,7 +436,7 @@ class Operations:
         return work.prepared.start(self, work)
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
-                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
+                   timeout: float | None = None, algorithm: str = AUTO, compress: str | None = None) -> Any:
         """Gather all ranks' ``x``, in rank order, on every rank.
 
         ``x`` has the same dtype and number of elements on all ranks.  ``out`` has ``size * x.size`` elements; it does
@@ -412,7 +445,7 @@ class Operations:
 
             rows = comm.all_gather(mine)                 # rows[r] is the x of rank r
         """
-        options, work = self._options("all_gather", async_op, timeout, algorithm), None
+        options, work = self._options("all_gather", async_op, timeout, algorithm, compress=compress), None
         if out is not None:
             work = self._find("all_gather", x, out, stream, options)
         if work is None:
@@ -422,7 +455,7 @@ class Operations:
         return work.prepared.start(self, work)
 
     def all_gather_v(self, x: Any, counts: Sequence[int] | None = None, out: Any = None, *, stream: Any = None,
-                     async_op: bool = False, timeout: float | None = None) -> Any:
+                     async_op: bool = False, timeout: float | None = None, compress: str | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
 
         ``counts`` is the same on all ranks, and ``counts[rank]`` is ``x.size``.  ``out`` has ``sum(counts)`` elements
@@ -435,7 +468,7 @@ class Operations:
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
-        options, work = self._options("all_gather_v", async_op, timeout), None
+        options, work = self._options("all_gather_v", async_op, timeout, compress=compress), None
         if out is not None:
             work = self._find("all_gather_v", x, out, stream, options, None, (None, None, _key(counts)))
         if work is None:
@@ -446,7 +479,7 @@ class Operations:
         return work.prepared.start(self, work)
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
-                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
+                   timeout: float | None = None, algorithm: str = AUTO, compress: str | None = None) -> Any:
         """Send shard j of rank i's ``x`` to shard i of rank j's ``out``.
 
         ``x`` has the same dtype and number of elements on all ranks, a multiple of ``size``; its shards are equal.
@@ -454,7 +487,7 @@ class Operations:
 
             columns = comm.all_to_all(rows)
         """
-        options, work = self._options("all_to_all", async_op, timeout, algorithm), None
+        options, work = self._options("all_to_all", async_op, timeout, algorithm, compress=compress), None
         if out is not None:
             work = self._find("all_to_all", x, out, stream, options)
         if work is None:
@@ -466,7 +499,7 @@ class Operations:
 
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int] | None = None,
                      out: Any = None, *, stream: Any = None, async_op: bool = False,
-                     timeout: float | None = None) -> Any:
+                     timeout: float | None = None, compress: str | None = None) -> Any:
         """``all_to_all`` of different sizes: ``send_counts[j]`` elements for rank j, ``recv_counts[i]`` from rank i.
 
         Counts are this rank's own: ``recv_counts[i]`` equals ``send_counts[rank]`` of rank i.  They sum to
@@ -477,7 +510,7 @@ class Operations:
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
-        options, work = self._options("all_to_all_v", async_op, timeout), None
+        options, work = self._options("all_to_all_v", async_op, timeout, compress=compress), None
         if out is not None:
             ranks = None, _key(send_counts), _key(recv_counts)
             work = self._find("all_to_all_v", x, out, stream, options, None, ranks)

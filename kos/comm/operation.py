@@ -47,7 +47,7 @@ class Options:
 
     ``timeout`` is in seconds (None: no limit).  ``overlap`` runs beside the stream of the arrays (``async_op``).
     ``on_stream``: a barrier of work on a stream, not of the host.  ``purpose`` names the user's call if this operation
-    implements another one.
+    implements another one.  ``compress``: the format in which data travels, of ``kos.comm.compression``; "" for none.
     """
 
     timeout: float | None = None
@@ -56,6 +56,7 @@ class Options:
     overlap: bool = False
     on_stream: bool = False
     purpose: str = ""
+    compress: str = ""
 
 
 DEFAULTS = Options()
@@ -118,6 +119,7 @@ class Operation:
             "algorithm": self.options.algorithm,
             "deterministic": self.options.deterministic,
             "purpose": self.options.purpose or None,
+            "compress": self.options.compress or None,
             "backend": backend,
             "kernel": kernel,
         }
@@ -136,6 +138,8 @@ class Operation:
             text += f" of {buffer}"
         if self.reduction is not None:
             text += f" by {self.reduction.op.name}"
+        if self.options.compress:
+            text += f", compressed by {self.options.compress}"
         if self.root is not None:
             text += f", root {self.root}{of}"
         same = message.dst is not None and (message.dst, message.tag) == (message.src, message.recv_tag)

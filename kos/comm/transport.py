@@ -13,11 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from kos.comm import compressed
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import Backoff
@@ -201,7 +203,8 @@ class ScheduledCalls:
         if not work.collective:
             yield from self._message(work)
             return
-        carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{work.name}")
+        name = "compressed" if work.operation.options.compress and self.size > 1 else work.name
+        carry: Callable[[Work[Any]], Steps] = getattr(self, f"_{name}")
         try:
             while all_arrived is not None and not all_arrived():  # MPI cannot receive a message that is too long
                 yield
@@ -296,6 +299,10 @@ class ScheduledCalls:
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
+
+    def _compressed(self, work: Work[Any]) -> Steps:
+        """Any operation that sends compressed data."""
+        return compressed.steps(work, self.rank, self.size, partial(self._send_pieces, work))
 
     def _barrier(self, work: Work[Any]) -> Steps:
         native = self.transport.native(work, {}, "barrier") if self.size > 1 else None

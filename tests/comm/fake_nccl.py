@@ -27,7 +27,7 @@ import kos
 from kos.comm import watchdog
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, routes, shared, works
+from kos.comm.gpu import compressed, memory, nccl, nccl_binding, ordered_sum, routes, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.cuda import driver, graphs, streams
@@ -384,10 +384,11 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     for module in (nccl, memory):
         monkeypatch.setattr(module, "Scratch", Memory)
     monkeypatch.setattr(
-        device, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
+        device, "load_kernel", _load_kernel
     )
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
-    monkeypatch.setattr(ordered_sum, "device_info", lambda index: info)
+    for module in (compressed, ordered_sum):
+        monkeypatch.setattr(module, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
     monkeypatch.setattr(watchdog, "_watched", weakref.WeakSet())
     monkeypatch.setattr(windows, "memories", {})
@@ -414,9 +415,12 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         yield fake
 
 
-def _file(path: Path, name: str) -> str:
-    assert path.name == "reduce_ordered.cu" and path.exists()
-    return name
+def _load_kernel(path: Path, name: str, index: int, **defines: Any) -> Any:
+    """A stand-in for the kernel, or itself, compiled for the host."""
+    from tests.comm.fake_peer import HostKernel  # which has stand-ins of this module
+
+    assert path.exists()
+    return FakeKernel(name, **defines) if path.name == "reduce_ordered.cu" else HostKernel(path, name, index, **defines)
 
 
 def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WAIT) -> kos.Communicator:

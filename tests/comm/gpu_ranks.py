@@ -19,7 +19,7 @@ from tests.comm.ranks import SUMS_IN_16_BITS
 OPERATIONS = {
     "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan", "exscan", "broadcast", "all_gather",
     "all_gather_v", "all_to_all", "all_to_all_v", "gather", "gather_v", "scatter", "scatter_v", "send", "recv",
-    "send_recv",
+    "send_recv", "feed_back",
 }  # fmt: skip
 
 

@@ -149,8 +149,21 @@ static u64 nanoseconds() {
 
 static float from_half(unsigned short x) { return float(same_bits<_Float16>(x)); }
 static unsigned short to_half(float x) { return same_bits<unsigned short>(_Float16(x)); }
-unsigned short e4m3_to_half(unsigned char);  // 8-bit floats are not added here
-unsigned char to_e4m3(float), to_e5m2(float);
+static unsigned short e4m3_to_half(unsigned char x) {
+    const int exponent = x >> 3 & 15, fraction = x & 7;
+    const float y = exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
+    return (x & 0x7f) == 0x7f ? 0x7fff : to_half(x & 0x80 ? -y : y);
+}
+static unsigned char to_e4m3(float x) {
+    const unsigned char sign = signbit(x) ? 0x80 : 0;
+    int exponent;
+    if (x != x) return 0x7f;
+    if (fabsf(x) >= 448) return sign | 0x7e;
+    if (fabsf(x) < 1.f / 64) return sign | (unsigned char)rintf(fabsf(x) * 512);
+    const float fraction = frexpf(fabsf(x), &exponent);  // of 8 steps, and the exponent goes up with the next
+    return sign | (unsigned char)((exponent + 6) * 8 + int(rintf(fraction * 16)) - 8);
+}
+unsigned char to_e5m2(float);
 
 // A launch: its arguments as 64-bit words, as the kernel's parameters want them.
 template <class A> static A from_word(u64 word) {

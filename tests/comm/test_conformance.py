@@ -12,16 +12,18 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
+from kos.comm.compression import CARRIED, FORMATS
 from kos.comm.schedules import algorithms
 from kos.testing import spawn
-from kos.testing.conformance import cases, failures, order, results
+from kos.testing.conformance import cases, compressed, failures, order, results
 from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, inputs
 from tests.comm.ranks import TIMEOUT
 
 # Collected on GPUs too, by ``import *``.
 __all__ = [
     "test_all_gather", "test_all_gather_v", "test_all_reduce", "test_all_to_all", "test_all_to_all_v",
-    "test_broadcast", "test_gather_and_scatter", "test_gather_v_and_scatter_v", "test_large", "test_reduce",
+    "test_broadcast", "test_compressed", "test_compressed_sums_are_near", "test_error_feedback",
+    "test_gather_and_scatter", "test_gather_v_and_scatter_v", "test_large", "test_reduce",
     "test_reduce_scatter", "test_reduce_scatter_v", "test_scan", "test_scans_add_in_rank_order",
     "test_shapes_and_scalars",
 ]  # fmt: skip
@@ -86,6 +88,21 @@ def test_scan(ranks: Any, seed: int, dtype: np.dtype) -> None:
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)], ids=str)
 def test_scans_add_in_rank_order(ranks: Any, seed: int, dtype: np.dtype) -> None:
     ranks.run(lambda comm: results.scans_add_in_rank_order(comm, seed, dtype))
+
+
+@pytest.mark.parametrize("dtype", [np.dtype(name) for name in CARRIED], ids=str)
+@pytest.mark.parametrize("form", FORMATS)
+def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
+    ranks.run(lambda comm: compressed.compressed(comm, seed, form, dtype))
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", np.float32), ("int8", ml_dtypes.bfloat16), ("int4", np.float16)])
+def test_error_feedback(ranks: Any, seed: int, form: str, dtype: Any) -> None:
+    ranks.run(lambda comm: compressed.feedback_keeps_what_is_lost(comm, seed, form, np.dtype(dtype)))
+
+
+def test_compressed_sums_are_near(ranks: Any, seed: int) -> None:
+    ranks.run(lambda comm: compressed.compressed_sums_are_near(comm, seed))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ from tests.comm.fake_nccl import FakeRanks, no_gpu
 from tests.comm.model import NAMES, REDUCING, Step
 from tests.comm.ranks import assert_bits, on_each_rank, poison, time_is_up
 
+COMPRESSED = (
+    "all_reduce", "reduce_scatter", "reduce_scatter_v", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v",
+)  # fmt: skip
 OPERATIONS = sorted({*NAMES, *POINT_TO_POINT})
 
 
@@ -43,6 +46,7 @@ def test_signatures_show_every_keyword(name: str) -> None:
         expected = {"timeout", "stream"} | ({"async_op"} if form == name else set())
         expected |= {"algorithm"} if name in collectives() else set()
         expected |= {"deterministic"} if name in REDUCING[:3] else set()
+        expected |= {"compress"} if name in COMPRESSED else set()
         shown = {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY} - {"out"}
         assert shown == expected
         assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]

@@ -27,7 +27,7 @@ from kos.cuda import driver
 from kos.cuda import kernels as cuda_kernels
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.testing.conformance import results
+from kos.testing.conformance import compressed, results
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import WAIT
@@ -123,6 +123,12 @@ def test_suite_on_emulated_kernels(ranks: Any, seed: int, module: Any, name: str
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     for deterministic in (False, True):
         ranks.run(lambda comm, d=deterministic: results.correct(comm, seed, "reduce_scatter", dtype, op, 0, d))
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
+def test_compressed(ranks: Any, seed: int, form: str, dtype: np.dtype) -> None:
+    ranks.run(lambda comm: compressed.compressed(comm, seed, form, dtype))
+    ranks.run(lambda comm: compressed.feedback_keeps_what_is_lost(comm, seed, form, dtype))
 
 
 def test_what_no_kernel_takes_is_exchanged_and_added(

@@ -31,6 +31,25 @@ def test_collectives_give_what_gloo_gives(size):
     assert run(f"{PROGRAMS}:collectives", size) == run(f"{PROGRAMS}:collectives", size, "gloo")
 
 
+@pytest.mark.parametrize("backend", ["kos", "gloo"])
+def test_ddp_with_compressed_gradients(backend):
+    """Beside a group of kos, and of another backend: near the losses of exact gradients, the same model everywhere."""
+    exact = run(f"{MODELS}:compressed", 2, backend, "none")
+    for name, most in (("fp8", 0.02), ("int8", 0.01), ("int4", 0.05)):
+        for mine, theirs in zip(run(f"{MODELS}:compressed", 2, backend, name), exact, strict=True):
+            assert mine[0] == theirs[0] and mine[1:100] != theirs[1:], "was it compressed?"
+            assert abs(sum(mine[50:100]) / sum(theirs[50:]) - 1) < most
+
+
+def test_what_compress_refuses():
+    texts = run(f"{MODELS}:refusals_of_compress")[0]
+    model, unknown, none, double = texts
+    assert model == "model: expected a DistributedDataParallel, got Linear"
+    assert unknown == "compress: expected None, 'fp8', 'int8', 'int4', got 'int2'"
+    assert none == "compress: expected 'fp8', 'int8' or 'int4', got None"
+    assert double == "model: expected parameters of float32, float16, bfloat16, got float64"
+
+
 def test_a_gather_to_one_tensor():
     assert run(f"{PROGRAMS}:gather_single") == [[], [2.0, 2.0, 12.0, 12.0]]
 

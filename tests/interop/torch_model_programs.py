@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import kos.interop.torch
+from kos.errors import InvalidArgument
+
 
 def _model(device: str) -> torch.nn.Sequential:
     torch.manual_seed(0)
@@ -48,6 +51,39 @@ def ddp(kind: str = "cpu", **options: Any) -> list[float]:
     ids = None if kind == "cpu" else [torch.cuda.current_device()]
     wrapped = torch.nn.parallel.DistributedDataParallel(_model(device), ids, bucket_cap_mb=0.003, **options)
     return train(wrapped, device)
+
+
+def compressed(name: str, kind: str = "cpu", steps: int = 100) -> list[float]:
+    """DistributedDataParallel whose gradients are compressed; ``name`` may be "none"."""
+    device = device_of_rank(kind)
+    ids = None if kind == "cpu" else [torch.cuda.current_device()]
+    wrapped = torch.nn.parallel.DistributedDataParallel(_model(device), ids, bucket_cap_mb=0.003)
+    registered = None if name == "none" else kos.interop.torch.compress(wrapped, name)
+    losses = train(wrapped, device, steps=steps)
+    for parameter in wrapped.parameters():
+        everywhere = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, parameter.detach())
+        assert all(torch.equal(each, parameter) for each in everywhere), "ranks differ"
+    if registered is not None:
+        kept = {index: each.clone() for index, each in registered.state_dict().items()}
+        assert len(kept) > 1 and any(each.abs().max() > 0 for each in kept.values())
+        registered.load_state_dict(kept)
+        losses += train(wrapped, device, steps=1)
+        registered.close()
+    return losses
+
+
+def refusals_of_compress() -> list[str]:
+    """What ``compress`` says of what it cannot take."""
+    wrapped = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    double = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3).double())
+    found = []
+    for model, name in ((torch.nn.Linear(3, 3), "int8"), (wrapped, "int2"), (wrapped, None), (double, "int8")):
+        try:
+            kos.interop.torch.compress(model, name)
+        except InvalidArgument as error:
+            found.append(str(error))
+    return found
 
 
 def ddp_join(kind: str = "cpu") -> list[list[float]]:

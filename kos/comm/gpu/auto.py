@@ -85,7 +85,7 @@ class AutoBackend(Backend):
             return self.host, True
         if self._only is not None:
             return self._only, True
-        if o.options.deterministic or o.options.algorithm != AUTO:
+        if o.options.deterministic or o.options.compress or o.options.algorithm != AUTO:
             return self._ordered, True
         if o.options.overlap and self._ordered.overlapped(o):
             return self._ordered, True
@@ -189,6 +189,9 @@ class AutoBackend(Backend):
 
     def views(self, x: Buffer) -> list[Any]:
         return self._ordered.views(x)
+
+    def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
+        (self.host if x.device is None else self._ordered).feed_back(x, residual, compress)
 
     def register(self, buffer: Buffer) -> Array:
         """By the backend of ``allocate``, else by the other one: all ranks accept or refuse alike."""

@@ -24,6 +24,7 @@ from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import Late
 from kos.comm.gpu.aborts import ENDED, raise_if_stuck, wait_for_idle
+from kos.comm.gpu.compressed import feed_back
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Piece, ScratchPool
 from kos.comm.gpu.order import Streams
@@ -47,6 +48,7 @@ from kos.errors import (
     InvalidArgument,
     KosError,
 )
+from kos.memory import Buffer
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
 
@@ -273,6 +275,9 @@ class DeviceBackend(Backend):
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         """A kernel of kos for this GPU."""
         return load_kernel(path, name, self.device, **macros)
+
+    def feed_back(self, x: Buffer, residual: Buffer, compress: str) -> None:
+        feed_back(self, x, residual, compress)
 
     @abstractmethod
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:

@@ -185,3 +185,8 @@ class Windows:
                 memory = self.memories.pop(number)
                 memory.forget()
                 self._free(memory)
+
+
+def up(nbytes: int) -> int:
+    """Rounded up to where the next part of scratch memory begins."""
+    return -(-nbytes // 256) * 256

@@ -30,6 +30,7 @@ from kos.comm.control.mpi_job import on_thread
 from kos.comm.failures import EndedEarly
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend, unstarted
+from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
@@ -307,7 +308,8 @@ class NCCLBackend(DeviceBackend):
     def resolve(self, o: Operation) -> Route:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
-        launch, how = self._reduction(o) if o.reduction is not None else self._movement(o)
+        choose = self._movement if o.reduction is None else self._reduction
+        launch, how = (self._compressed if o.options.compress else choose)(o)
         buffer, message = o.send or o.recv, o.message
         launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
@@ -316,8 +318,8 @@ class NCCLBackend(DeviceBackend):
         return Route(launch if connected else _FirstCall(self, o, launch, kind), None, connected)
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
-        """Launch NCCL's own operations as one group; ordered reductions follow one by one."""
-        alone = [work for work in works if isinstance(_innermost(work), OrderedReduction)]
+        """Launch NCCL's own operations as one group; ordered and compressed operations follow one by one."""
+        alone = [work for work in works if isinstance(_innermost(work), OrderedReduction | CompressedOperation)]
         together = [work for work in works if work not in alone]
         if len(together) < 2:
             return super().queue(works, stream)
@@ -338,6 +340,9 @@ class NCCLBackend(DeviceBackend):
         else:
             launch()
         super().queue(alone, stream)
+
+    def _compressed(self, o: Operation) -> tuple[Run, str]:
+        return CompressedOperation(self, o), o.options.compress
 
     def _reduction(self, o: Operation) -> tuple[Run, str]:
         """The launch of a reduction, and what runs it."""
@@ -395,7 +400,7 @@ class NCCLBackend(DeviceBackend):
                 return partial(self.exchange, *exchange_of(o, self.rank, self.size)), "exchange"
         return (_native_launch(function, nbytes, BYTE, *root, comm), "native") if nbytes else (nothing, "")
 
-    # The interface for OrderedReduction.
+    # The interface for OrderedReduction and CompressedOperation.
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int, *arrays: int) -> None:
         """Send piece j to rank j and receive piece j from it, including this rank; empty pieces are skipped."""

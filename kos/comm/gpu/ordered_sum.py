@@ -9,7 +9,6 @@ reductions, and uses this for the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.memory import Piece
+from kos.comm.gpu.memory import Piece, up
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.cuda import Kernel, driver
@@ -25,9 +24,8 @@ from kos.cuda.devices import device_info
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
+from kos.memory.windows import Run
 
-Run = Callable[..., None]
-"""Queues an operation: stream, and addresses of what is sent and received where arguments refer to these."""
 KERNELS = Path(__file__).with_name("kernels") / "reduce_ordered.cu"
 
 _ONE_SHOT_BYTES = 1 << 20
@@ -170,7 +168,3 @@ class OrderedReduction:
 
 def blocks(count: int) -> int:
     return min(-(-count // THREADS), 1024)
-
-
-def up(nbytes: int) -> int:
-    return -(-nbytes // 256) * 256

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from kos.interop import autoload
 from kos.interop.torch import anysource, dynamo, group, operations, works
+from kos.interop.torch.compression import Compression, compress
 from kos.interop.torch.group import Options, ProcessGroupKos
 
-__all__ = ["Options", "ProcessGroupKos"]
+__all__ = ["Compression", "Options", "ProcessGroupKos", "compress"]
 
 autoload.register()
 dynamo.disable(anysource, group, operations, works)

@@ -23,9 +23,10 @@ import ml_dtypes
 import numpy as np
 
 from kos.comm import Communicator, ReduceOp
+from kos.comm.compression import FORMATS
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument, plural
-from kos.testing.conformance import failures, order, results, values
+from kos.testing.conformance import compressed, failures, order, results, values
 from kos.testing.conformance.model import MOVING
 
 __all__ = ["Case", "cases", "run"]
@@ -87,6 +88,11 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
     add(results.sums_of_16_bits_in_fp32, np.dtype(ml_dtypes.bfloat16))
     for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars, results.large, *order.ALL):
         add(call)
+    for form in FORMATS:
+        for kind in (np.float32, np.float16, ml_dtypes.bfloat16):
+            add(compressed.compressed, form, np.dtype(kind))
+        add(compressed.feedback_keeps_what_is_lost, form, np.dtype(np.float32))
+    add(compressed.compressed_sums_are_near)
     for what in failures.MISMATCHES:
         add(failures.mismatch, what, ranks=2)
     for call in (failures.refused, failures.refused_sizes, failures.absent, failures.reported, failures.lost,

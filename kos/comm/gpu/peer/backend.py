@@ -28,6 +28,7 @@ from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.backend import DeviceBackend, unstarted
+from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
 from kos.comm.gpu.memory import Piece, Windows
 from kos.comm.gpu.order import Order
@@ -249,7 +250,7 @@ class PeerBackend(DeviceBackend):
         deadline = None if o.options.timeout == self._seconds else o.options.timeout
         with relaxed_capture(), self._engine.within(deadline):
             run, kernel, occupancy = self._engine.with_occupancy(lambda: bind(self, self._engine, o))
-        if type(run) is OrderedReduction:  # whose exchanges are bound at their launch
+        if isinstance(run, OrderedReduction | CompressedOperation):  # whose exchanges are bound at their launch
             occupancy = Occupancy(self._engine.blocks, 1)
             self._engine.record_kernel(o.name, run.kernels)
         run = run if deadline is None else partial(self._within, deadline, run)
@@ -382,7 +383,7 @@ class PeerBackend(DeviceBackend):
                 else:
                     self._launch(run, occupancy, at)
 
-    # What OrderedReduction requires.
+    # What OrderedReduction and CompressedOperation require.
 
     def load(self, path: Path, name: str, **macros: Any) -> Kernel:
         self._engine.wait_before_load(path, name, **macros)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kos.comm.gpu.backend import DeviceBackend
+from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.memory import NONE, Piece, exchange_of, whole
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
@@ -31,6 +32,8 @@ def bind(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
     """The launch of calls like ``o``; ``backend`` exchanges the parts of reductions without a kernel of their own."""
     if o.name == "barrier":
         return engine.bind_barrier(), None
+    if o.options.compress:
+        return CompressedOperation(backend, o), None
     if o.name == "all_reduce":
         return _bind_all_reduce(backend, engine, o)
     return _bind_move(engine, o) if o.reduction is None else _bind_reduction(backend, engine, o)

@@ -73,11 +73,11 @@ class Node:
         return all(rendezvous.allgather(b"1" if all(reads) else b""))
 
     def bind(self, prepared: Prepared) -> None:
-        """Have the core run such calls, unless it cannot: those by a schedule, and of arrays of two dtypes."""
+        """Have the core run such calls, unless it cannot: by a schedule, compressed, or of arrays of two dtypes."""
         o = prepared.operation
         send, recv = o.send, o.recv
         dtypes = {end.dtype.numpy for end in (send, recv) if end is not None}
-        if o.options.algorithm != AUTO or len(dtypes) > 1:
+        if o.options.algorithm != AUTO or o.options.compress or len(dtypes) > 1:
             return
         dtype, op = next(iter(dtypes), np.dtype(np.uint8)), 0
         prepared.launch = self.start

@@ -1,0 +1,101 @@
+"""Compressed collectives on host memory: what travels is encoded (``compression``), sums are in float32, in rank order.
+
+A contribution is encoded once on its way to the rank that adds it, and the sum once on its way to all ranks.  Every
+rank decodes the same bytes, its own too, so that a result is the same on every rank, in every run and on every backend.
+A vector of an all_reduce has a part for each rank, of whole blocks.  ``gpu/compressed.py`` does the same in kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from kos.comm.compression import BLOCK, CARRIED, FORMATS, Format
+from kos.comm.operation import Operation
+from kos.comm.reduction import ReduceOp
+from kos.comm.work import Steps, Work
+from kos.errors import InvalidArgument
+
+Array = np.ndarray[Any, Any]
+SendPieces = Callable[[Sequence[Array], Sequence[Array]], Steps]
+"""Sends piece j to rank j and receives piece j from it."""
+
+
+def check(o: Operation) -> None:
+    """Raises InvalidArgument for a dtype or a reduce operation that cannot be compressed."""
+    assert o.send is not None
+    if o.send.dtype.name not in CARRIED:
+        raise InvalidArgument(f"x: expected {', '.join(CARRIED)} with compress, got {o.send.dtype}")
+    if o.reduction is not None and o.reduction.op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise InvalidArgument(f"op: expected SUM or AVG with compress, got {o.reduction.op.name}")
+
+
+def parts(o: Operation, size: int) -> tuple[Sequence[int], Sequence[int]]:
+    """Elements that each rank gets from this one, and that each sends in the last exchange, after sums or without."""
+    assert o.send is not None
+    count = o.send.count
+    if o.name == "all_reduce":
+        part = -(-count // (size * BLOCK)) * BLOCK
+        counts: Sequence[int] = [max(0, min(part, count - rank * part)) for rank in range(size)]
+        return counts, counts
+    even = [count // size] * size
+    if o.name.startswith("all_gather"):
+        return (), o.recv_counts or [count] * size
+    return o.send_counts or even, o.recv_counts or even
+
+
+def steps(work: Work[Any], rank: int, size: int, send_pieces: SendPieces) -> Steps:
+    """The steps of a compressed operation."""
+    o = work.operation
+    form = FORMATS[o.options.compress]
+    counts, last = parts(o, size)
+    x, out = work.send, work.send if o.recv is None else work.recv
+    if o.reduction is None:
+        mine = [form.encode(part) for part in _split(x, counts)] if counts else [form.encode(x)] * size
+    else:
+        arrived = _room(form, [counts[rank]] * size)
+        yield from send_pieces([form.encode(part) for part in _split(x, counts)], arrived)
+        total = _sum(form, arrived, counts[rank])
+        o.reduction.finish(total, total)
+        if o.name != "all_reduce":
+            with np.errstate(over="ignore"):
+                out[...] = total
+            return
+        mine = [form.encode(total)] * size
+    arrived = _room(form, last)
+    yield from send_pieces(mine, arrived)
+    for data, part in zip(arrived, _split(out, last), strict=True):
+        form.decode(data, part)
+
+
+def feed_back(x: Array, residual: Array, compress: str) -> None:
+    """See ``Communicator.feed_back``; both arrays have one dimension."""
+    form, lost = FORMATS[compress], np.empty(x.size, np.float32)
+    with np.errstate(all="ignore"):
+        x[...] = x.astype(np.float32) + residual.astype(np.float32)
+        form.decode(form.encode(x), lost)
+        np.subtract(x.astype(np.float32), lost, out=lost)
+        lost[~np.isfinite(lost)] = 0
+        residual[...] = lost
+
+
+def _split(x: Array, counts: Sequence[int]) -> list[Array]:
+    return [x[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def _room(form: Format, counts: Sequence[int]) -> list[Array]:
+    """Memory for an encoded vector of each count."""
+    return [np.empty(form.nbytes(count), np.uint8) for count in counts]
+
+
+def _sum(form: Format, encoded: Sequence[Array], count: int) -> Array:
+    total, one = np.empty(count, np.float32), np.empty(count, np.float32)
+    form.decode(encoded[0], total)
+    with np.errstate(all="ignore"):
+        for data in encoded[1:]:
+            form.decode(data, one)
+            total += one
+    return total

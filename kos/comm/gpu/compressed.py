@@ -1,0 +1,168 @@
+"""Compressed collectives on GPUs: kernels encode, add in rank order and decode around exchanges of bytes.
+
+The exchanges are those of the backend; ``kos.comm.compressed`` does the same on host memory, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from kos.comm.compressed import parts
+from kos.comm.compression import BLOCK, FORMATS, Format
+from kos.comm.gpu.memory import up
+from kos.comm.operation import Operation
+from kos.cuda import Kernel, driver
+from kos.cuda.devices import device_info
+from kos.cuda.graphs import relaxed_capture
+from kos.errors import InvalidArgument
+from kos.memory import Buffer
+from kos.memory.windows import Run
+
+KERNELS = Path(__file__).with_name("kernels") / "compressed.cu"
+
+THREADS = 256
+_BLOCKS_EACH = THREADS // 8  # of elements, that a block of threads handles at once
+_MOST_BLOCKS = 1024
+_BOUND = 16
+"""Pieces of scratch memory, one for each stream, whose launches are cached."""
+_FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
+
+
+def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:
+    """Queue ``Communicator.feed_back`` on the stream of ``x``."""
+    form, count = check_float8(backend, compress), x.count
+    blocks = -(-count // BLOCK)
+    if not blocks:
+        return
+    with relaxed_capture():
+        kernel = backend.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
+        run = kernel.bind(_grid(blocks), THREADS, x.address, residual.address, count, blocks)
+    with driver.on_device(backend.device):
+        run(x.stream)
+
+
+def check_float8(backend: Any, compress: str) -> Format:
+    """The format of that name; raises InvalidArgument if the GPU has no kernels for it."""
+    if compress == "fp8" and device_info(backend.device).compute_capability < _FLOAT8:
+        name = device_info(backend.device).name
+        raise InvalidArgument(f"compress: expected a GPU of compute capability 8.9 for fp8, got {name}")
+    return FORMATS[compress]
+
+
+def _grid(blocks: int) -> int:
+    return min(-(-blocks // _BLOCKS_EACH), _MOST_BLOCKS)
+
+
+class CompressedOperation:
+    """The launch of one operation that sends compressed data.  ``kernels`` stands for the kernels that it loads."""
+
+    def __init__(self, backend: Any, o: Operation) -> None:
+        assert o.send is not None
+        self._backend, self._form, self._name = backend, check_float8(backend, o.options.compress), o.name
+        self._send: Any = o.send.pointer
+        self._recv: Any = self._send if o.recv is None else o.recv.pointer
+        self._itemsize = o.send.dtype.itemsize
+        self._counts, self._last = parts(o, backend.size)
+        self._mine = self._counts[backend.rank] if o.reduction is not None else 0
+        macros = {
+            "DTYPE": o.send.dtype.name, "OP": "SUM" if o.reduction is None else o.reduction.op.name,
+            self._form.name.upper(): 1,
+        }  # fmt: skip
+        self._macros, self._reduces = macros, o.reduction is not None
+        self.kernels = (self._form.name, *macros.items())
+        sums = {"all_reduce": ["add_encode", "decode"]}.get(o.name, ["add_decode"])
+        for name in ("encode", *(sums if self._reduces else ["decode"])):
+            self._kernel(name)  # compiled and loaded before anything is sent
+        self._bound: dict[int, list[Run]] = {}  # the launches in order, by the address of their scratch memory
+
+    def _kernel(self, name: str) -> Kernel:
+        with relaxed_capture():
+            kernel: Kernel = self._backend.load(KERNELS, name, RANKS=self._backend.size, **self._macros)
+        return kernel
+
+    def _nbytes(self, count: int) -> int:
+        """Of an encoded piece in scratch memory, where pieces are aligned."""
+        return -(-self._form.nbytes(count) // 16) * 16
+
+    def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
+        backend, size = self._backend, self._backend.size
+        out = up(sum(map(self._nbytes, self._counts)))
+        arrived = up(size * self._nbytes(self._mine))
+        own = up(max(map(self._nbytes, self._last), default=0))
+        needed = out + arrived + own + up(sum(map(self._nbytes, self._last)) + size * own)
+        scratch = backend.scratch(needed, stream)
+        if scratch not in self._bound:
+            if len(self._bound) == _BOUND:
+                self._bound.clear()
+            with relaxed_capture():
+                at = [scratch, scratch + out, scratch + out + arrived, scratch + out + arrived + own]
+                self._bound[scratch] = self._bind(*at)
+        with driver.on_device(backend.device):
+            for run in self._bound[scratch]:
+                run(stream, send, recv)
+
+    def _bind(self, out: int, arrived: int, own: int, last: int) -> list[Run]:
+        """Encode, exchange, add, exchange, decode; addresses of what each leaves."""
+        backend, rank, size = self._backend, self._backend.rank, self._backend.size
+        if not self._counts:  # an all_gather
+            count = self._last[rank]
+            return [*self._encode(self._send, [count], own), *self._spread(own, last)]
+        runs = self._encode(self._send, self._counts, out)
+        if not self._reduces:
+            sends, recvs = self._pieces(out, self._counts), self._pieces(last, self._last)
+            return [*runs, partial(backend.exchange, sends, recvs), *self._decode(last, self._last)]
+        stride = self._nbytes(self._mine)
+        recvs = [(arrived + r * stride, stride) for r in range(size)]
+        runs.append(partial(backend.exchange, self._pieces(out, self._counts), recvs))
+        blocks = -(-self._mine // BLOCK)
+        if self._name != "all_reduce":
+            return [*runs, *self._launch("add_decode", blocks, arrived, stride, blocks, self._recv, self._mine)]
+        runs += self._launch("add_encode", blocks, arrived, stride, blocks, own, self._mine)
+        return [*runs, *self._spread(own, last)]
+
+    def _spread(self, own: int, last: int) -> list[Run]:
+        """Send this rank's encoded piece to every rank, and decode all."""
+        backend, counts = self._backend, self._last
+        longest = self._nbytes(max(counts, default=0))
+        if self._name != "all_gather_v":  # pieces of an all_reduce are equal but for the last ones
+            runs: list[Run] = [partial(backend.collect, own, last, longest)] if longest else []
+            return [*runs, *self._decode(last, counts)]
+        sends = [(own, self._nbytes(counts[backend.rank]))] * backend.size
+        return [partial(backend.exchange, sends, self._pieces(last, counts)), *self._decode(last, counts)]
+
+    def _pieces(self, address: int, counts: Sequence[int]) -> list[tuple[int, int]]:
+        """Address and bytes of each encoded piece."""
+        stride = 0 if self._name.endswith("_v") else self._nbytes(max(counts))
+        sizes = [self._nbytes(count) for count in counts]
+        starts = [stride * i for i in range(len(counts))] if stride else [0, *accumulate(sizes)]
+        return [(address + start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)]
+
+    def _encode(self, x: Any, counts: Sequence[int], out: int) -> list[Run]:
+        return self._each(counts, out, lambda start, count, part, blocks, at, stride: self._launch(
+            "encode", blocks, x + start * self._itemsize, count, part, blocks, at, stride
+        ))  # fmt: skip
+
+    def _decode(self, data: int, counts: Sequence[int]) -> list[Run]:
+        return self._each(counts, data, lambda start, count, part, blocks, at, stride: self._launch(
+            "decode", blocks, at, stride, part, blocks, self._recv + start * self._itemsize, count
+        ))  # fmt: skip
+
+    def _each(self, counts: Sequence[int], data: int, launch: Callable[..., list[Run]]) -> list[Run]:
+        """One launch for all pieces if they are equal but for the last ones, or one each."""
+        if not self._name.endswith("_v"):
+            part = max(counts, default=0)
+            blocks = -(-part // BLOCK) * len(counts)
+            return launch(0, sum(counts), part, blocks, data, self._nbytes(part))
+        runs, starts = list[Run](), [0, *accumulate(counts)]
+        for start, count, (at, stride) in zip(starts, counts, self._pieces(data, counts), strict=False):
+            runs += launch(start, count, count, -(-count // BLOCK), at, stride)
+        return runs
+
+    def _launch(self, name: str, blocks: int, *arguments: Any) -> list[Run]:
+        if not blocks:
+            return []
+        return [self._kernel(name).bind(_grid(blocks), THREADS, *arguments)]

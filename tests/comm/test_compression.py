@@ -1,0 +1,166 @@
+"""The formats of compressed collectives: bytes, errors within the published bounds, infinities and NaN, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp
+from kos.comm.compression import BLOCK, FORMATS, Format
+from kos.errors import CollectiveMismatch, InvalidArgument
+from kos.testing import spawn
+from tests.comm.model import NAMES
+from tests.comm.test_operations import COMPRESSED
+
+formats = pytest.mark.parametrize("form", FORMATS.values(), ids=lambda form: form.name)
+BOUNDS = {"fp8": (1 / 15, 2.0**-17), "int8": (0, 1 / 168), "int4": (0, 1 / 11)}
+"""The largest error, as parts of a value and of its block's maximum."""
+
+
+def decoded(form: Format, x: np.ndarray) -> np.ndarray:
+    out = np.full(x.size, np.nan, x.dtype)
+    form.decode(form.encode(x), out)
+    return out
+
+
+@formats
+def test_bytes_of_bf16(form: Format) -> None:
+    """Wire bytes as a part of those of bf16."""
+    limit = {"fp8": 0.53, "int8": 0.53, "int4": 0.28}[form.name]
+    assert form.nbytes(1 << 20) == form.encode(np.zeros(1 << 20, np.float32)).size <= limit * 2 * (1 << 20)
+    assert form.nbytes(0) == 0 and form.nbytes(1) == form.nbytes(BLOCK) < form.nbytes(BLOCK + 1)
+
+
+@formats
+@pytest.mark.parametrize("power", [0, 20, -20, 100, -100])
+def test_errors_are_within_the_bounds(form: Format, seed: int, power: int) -> None:
+    """Normal values, outliers, one-hot blocks, one sign, and denormals beside larger values."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((600, BLOCK)).astype(np.float32)
+    x[::6, 0] = 1e4
+    x[1::6] = np.eye(BLOCK)[np.arange(100) % BLOCK]
+    x[2::6] = abs(x[2::6])
+    x[3::6] *= np.exp(rng.uniform(-20, 0, (100, 1)))
+    x = np.ldexp(x, power).astype(np.float32)
+    x[4::6, 1:] *= np.float32(2.0**-40)
+    relative, of_maximum = BOUNDS[form.name]
+    x = x[abs(x).max(1) >= 2.0**-118]
+    assert len(x) > 500
+    wide = x.astype(np.float64)
+    bound = relative * abs(wide) + of_maximum * abs(wide).max(1, keepdims=True)
+    error = abs(decoded(form, x.reshape(-1)).reshape(x.shape) - wide)
+    assert (error <= bound).all()
+    assert (error.max(1) > bound.max(1) / 8).mean() > 0.2, "the bound is far from what happens"
+
+
+@formats
+def test_zeros_stay(form: Format) -> None:
+    x = np.array([0.0, -0.0] * 100, np.float32)
+    assert decoded(form, x).tobytes() == np.zeros(200, np.float32).tobytes()
+
+
+@formats
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_infinities_and_nan_arrive_where_they_were(form: Format, seed: int, dtype: Any) -> None:
+    """In blocks of their own, and beside numbers, which arrive within the bounds."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(50 * BLOCK).astype(np.float32)
+    special = rng.choice([np.inf, -np.inf, np.nan], x.size)
+    x = np.where(rng.random(x.size) < np.repeat([0, 1 / BLOCK, 0.5, 1, 0], x.size // 5), special, x).astype(dtype)
+    got = decoded(form, x).astype(np.float64)
+    wide = x.astype(np.float64)
+    for known in (np.isnan, np.isposinf, np.isneginf):
+        assert known(wide).any() and (known(got) == known(wide)).all()
+    finite = np.isfinite(wide)
+    largest = abs(np.where(finite, wide, 0)).reshape(-1, BLOCK).max(1).repeat(BLOCK)
+    relative, of_maximum = BOUNDS[form.name]
+    allowed = 1.01 * (relative * abs(wide) + of_maximum * largest) + largest * 2.0**-8
+    assert (abs(got - wide)[finite] <= allowed[finite]).all()
+
+
+@formats
+def test_the_largest_numbers_stay_finite(form: Format) -> None:
+    largest = np.finfo(np.float32).max
+    x = np.array([largest, -largest, largest / 2] + [0] * 61, np.float32)
+    got = decoded(form, x)
+    assert np.isfinite(got).all() and (abs(got[:2]) > 0.98 * largest).all()
+
+
+@formats
+def test_what_is_decoded_is_encoded_alike(form: Format, seed: int) -> None:
+    """Ranks that send on what they received lose nothing more, beyond the rounding of the scale."""
+    x = np.random.default_rng(seed).standard_normal(1000).astype(np.float32)
+    once = decoded(form, x)
+    twice = decoded(form, once)
+    assert abs(twice - once).max() <= abs(x).max() * 2.0**-7
+
+
+def test_what_cannot_be_compressed(seed: int) -> None:
+    with kos.init("mock") as comm:
+        x = np.zeros(8, np.float32)
+        for compress in ("int2", 8, True, b"fp8", np.float16, ["fp8"]):
+            with pytest.raises(InvalidArgument, match="compress: expected None, 'fp8', 'int8', 'int4', got "):
+                comm.all_reduce(x, compress=compress)  # type: ignore[call-overload]
+        for dtype in (np.float64, np.int32, np.complex64, np.bool_, ml_dtypes.float8_e5m2):
+            with pytest.raises(InvalidArgument, match=f"x: expected float32, float16, bfloat16 with compress, got {np.dtype(dtype)}"):  # noqa: E501
+                comm.all_gather(np.zeros(8, dtype), compress="int8")
+        for op in (ReduceOp.MAX, kos.PremulSum(0.5)):
+            with pytest.raises(InvalidArgument, match="op: expected SUM or AVG with compress, got (MAX|PREMUL_SUM)"):
+                comm.all_reduce(x, op, compress="int8")
+        with pytest.raises(InvalidArgument, match="algorithm: expected 'auto' with compress, got 'ring'"):
+            comm.all_reduce(x, algorithm="ring", compress="int8")
+        for name in set(NAMES) - set(COMPRESSED):
+            with pytest.raises(TypeError, match="compress"):
+                getattr(comm, name)(x, compress="int8")
+
+
+def test_what_feed_back_refuses() -> None:
+    with kos.init("mock") as comm:
+        x = np.zeros(8, np.float32)
+        for residual in (x, x[:4], np.zeros(8, np.float16), np.zeros((2, 4), np.float32)):
+            with pytest.raises(InvalidArgument, match="residual: expected memory of its own, as "):
+                comm.feed_back(x, residual, "int8")
+        with pytest.raises(InvalidArgument, match="feed_back: expected a format and float32.* got None"):
+            comm.feed_back(x, x.copy(), None)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgument, match="got 'int8' and float64"):
+            comm.feed_back(np.zeros(8), np.zeros(8), "int8")
+
+
+def test_a_group_of_one_keeps_every_bit(seed: int) -> None:
+    with kos.init("mock") as comm:
+        x = np.random.default_rng(seed).standard_normal(100).astype(np.float32)
+        for call in (comm.all_reduce, comm.all_gather, comm.all_to_all, comm.reduce_scatter):
+            assert call(x.copy(), compress="int4").tobytes() == x.tobytes()
+
+
+@pytest.mark.parametrize("theirs", [None, "fp8"])
+def test_ranks_that_compress_differently(theirs: str | None) -> None:
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(CollectiveMismatch, match="compress"):
+            comm.all_reduce(np.ones(100, np.float32), compress="int8" if comm.rank else theirs)
+
+    spawn(body, 2)
+
+
+def test_persistent_batches_and_the_format_in_texts() -> None:
+    spawn(_persistent_and_batches, 3)
+
+
+def _persistent_and_batches(comm: kos.Communicator) -> None:
+    x, y = np.full(100, 2.0, np.float32), np.full(64, comm.rank + 1.0, np.float32)
+    kept = comm.all_reduce_init(x, ReduceOp.AVG, compress="int8")
+    for _ in range(3):
+        kept.start().wait()
+        assert (abs(x - 2) < 0.02).all()
+    with comm.batch():
+        comm.all_reduce(y, compress="fp8")
+        comm.all_reduce(x, ReduceOp.AVG)
+    n = comm.size
+    assert (abs(y - n * (n + 1) / 2) < 0.1 * n).all() and (abs(x - 2) < 0.02).all()
+    work = comm.all_reduce(x, compress="int4", async_op=True)
+    assert "compressed by int4" in str(work)
+    work.wait()
