@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kos.bench.report import provenance, to_json
-from kos.comm.failures import Ledger
+from kos.comm.failures import FailureLog
 from kos.comm.host.shared import CallRing, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Operation, Options
@@ -53,7 +53,7 @@ def calls_beside_others(ranks: int, work: Work[Any]) -> CallRing:
     """Rank 0 of a host, whose other ranks have called the same as ``work`` so often as is remembered."""
     segment, *_ = spawn(lambda comm: open_segment(comm.rendezvous)[0], ranks)
     assert segment is not None
-    calls = CallRing(segment, Ledger(range(ranks), 0))
+    calls = CallRing(segment, FailureLog(range(ranks), 0))
     calls.add(work.prepared)
     for rank in range(1, ranks):
         segment.words[segment.layout.line(rank) + ARRIVED] = RING

@@ -360,7 +360,7 @@ int kos_open(kos_group *g, uint8_t *memory, size_t bytes, int rank, int size);  
 void kos_free(kos_group *g);  // what kos_open has allocated
 void kos_publish(kos_group *g, uint64_t sequence, uint64_t fingerprint);  // that this rank begins that call
 int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint);  // a rank whose call differs, or -1
-void kos_fail(const kos_group *g, uint64_t sequence);  // sets the failure word, unless an earlier failure has
+void kos_fail(const kos_group *g, uint64_t sequence);  // sets the failure word, unless that of an earlier call is
 kos_result kos_failure(const kos_group *g, uint64_t sequence);  // FAILED if that call cannot go on, or PENDING
 int64_t kos_clock(void);
 

@@ -27,7 +27,7 @@ static PyObject *group_publish(PyObject *self, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
-// fail(sequence): fails that call and later ones on all ranks, unless an earlier failure does.
+// fail(sequence): fails that call and later ones on all ranks, unless the failure of an earlier call does.
 static PyObject *group_fail(PyObject *self, PyObject *argument) {
     kos_group *g = &((Group *)self)->core;
     const uint64_t sequence = PyLong_AsUnsignedLongLong(argument);

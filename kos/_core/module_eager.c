@@ -50,7 +50,7 @@ typedef struct {
 } Operation;
 
 static PyTypeObject *ndarray_type, *operation_type;
-static PyObject *s_active, *s_broken, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked;
+static PyObject *s_active, *s_first, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ static PyObject *run(Group *g, const known *k, PyObject *const *args) {
     PyObject *frame;
     if (g->off || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, args)
-        || !is_none(objects[COMM], s_active) || !is_none(objects[BOARD], s_last) || !is_none(objects[BACKEND], s_broken)
+        || !is_none(objects[COMM], s_active) || !is_none(objects[BOARD], s_last) || !is_none(objects[FAILURES], s_first)
         || !(frame = (PyObject *)PyEval_GetFrame()))
         return NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
@@ -331,7 +331,7 @@ static PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operat
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
-        {&s_active, "_active"}, {&s_broken, "broken"}, {&s_last, "last"}, {&s_count, "count"}, {&s_lasti, "f_lasti"},
+        {&s_active, "_active"}, {&s_first, "first"}, {&s_last, "last"}, {&s_count, "count"}, {&s_lasti, "f_lasti"},
         {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)

@@ -121,9 +121,10 @@ int kos_compare(const kos_group *g, uint64_t sequence, uint64_t fingerprint) {
 }
 
 void kos_fail(const kos_group *g, uint64_t sequence) {
-    uint64_t none = 0;
+    uint64_t known = atomic_load(&g->header->failure);
     // Release: whoever acquires the word finds its text.
-    atomic_compare_exchange_strong(&g->header->failure, &none, KOS_WORD(g->rank, sequence));
+    while ((!known || sequence < (known & KOS_WORD_SEQUENCE))
+           && !atomic_compare_exchange_weak(&g->header->failure, &known, KOS_WORD(g->rank, sequence))) {}
 }
 
 kos_result kos_failure(const kos_group *g, uint64_t sequence) {

@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm import compressed, timeouts
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import again
+from kos.comm.failures import Late
 from kos.comm.operation import Operation
 from kos.comm.prepared import Prepared, Store
 from kos.comm.recorder import failed
@@ -24,7 +24,6 @@ from kos.errors import (
     BackendUnavailable,
     CollectiveError,
     CollectiveMismatch,
-    CollectiveTimeout,
     Interrupted,
     InvalidArgument,
     KosError,
@@ -45,8 +44,6 @@ class Probe:
     claim: str = ""
     """A resource that only one rank of the group may use, such as a GPU."""
 
-
-_UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # a transport raises these without knowing the call
 
 SHRINKS = "it shrinks the communicator"  # why a survivor has closed the old one
 UNMADE = "its communicator could not be made"
@@ -73,12 +70,11 @@ class Backend(ABC):
     """The class of what its calls start."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
-        self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
-        self.group_suffix = self.ledger.group_suffix  # follows the number of a rank in texts
+        self.rank, self.size, self.failures = rendezvous.rank, rendezvous.size, rendezvous.failures
+        self.group_suffix = self.failures.group_suffix  # follows the number of a rank in texts
         self.timeout = rendezvous.timeout  # seconds, for operations without one; follows the communicator's
         self.engine = engine or Engine()
         self.store = Store()
-        self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
 
     @classmethod
     @abstractmethod
@@ -162,15 +158,10 @@ class Backend(ABC):
         """Whether it started ``work``; splits share an engine."""
         return work.backend in self.parts
 
-    def raise_failure(self, what: object) -> None:
-        """Raise the first failure of this communicator, if any, for the call ``what``."""
-        if self.broken is not None:
-            raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
-
     def refuse(self, work: Work[Any]) -> NoReturn:
         """Raise the first failure of this communicator for ``work``, which is recorded already."""
         try:
-            self.raise_failure(work.name)
+            self.failures.refuse(work.name)
         except KosError as error:
             failed(work, error)
             raise
@@ -183,7 +174,7 @@ class Backend(ABC):
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         """Launch the Works of a batch together; with ``overlap``, on a separate stream."""
         for work in works:
-            if self.broken is not None:
+            if self.failures.first is not None:
                 self.refuse(work)
             with nullcontext() if self.tracing is None else self.tracing((work,), False, False):
                 steps = work.prepared.launch(work)
@@ -206,18 +197,14 @@ class Backend(ABC):
             rows += [(label, *cells) for label, cells in zip(labels, alike, strict=True)]
         return rows if rows[1:] else []
 
-    def missing(self, work: Work[Any]) -> str:
-        """For a timeout's error: which ranks did not arrive, as far as known."""
+    def late(self, work: Work[Any]) -> Late:
+        """Which ranks ``work`` waits for, as far as known, and how an error says that."""
         if work.collective:
-            return timeouts.UNKNOWN
+            return Late(words=timeouts.UNKNOWN)
         message = work.operation.message
         if message.src is None:
-            return timeouts.unreceived(f"rank {message.dst}")
-        return timeouts.unsent(f"rank {message.src}", message.recv_tag)
-
-    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
-        """The error of an operation that took too long."""
-        return CollectiveTimeout(f"{work}: {timeouts.incomplete(seconds)}; {self.missing(work)}")
+            return Late(words=timeouts.unreceived(f"rank {message.dst}"))
+        return Late(words=timeouts.unsent(f"rank {message.src}", message.recv_tag))
 
     def report_two_threads(self, error: CollectiveError) -> bool:
         """Report ``error``, that two threads call the communicator at once; returns whether to raise it."""
@@ -225,29 +212,18 @@ class Backend(ABC):
 
     def find_failure(self) -> KosError | None:
         """The failure of this communicator, if it can be found without a call.  Called by the watchdog's thread."""
-        return self.broken
-
-    def waits_for(self, work: Work[Any]) -> list[int]:
-        """The ranks of the world that ``work`` waits for, as far as known."""
-        return []
+        return self.failures.first
 
     def may_sleep(self, work: Work[Any]) -> bool:
         """Whether polling for ``work`` can move no data until another rank begins the call."""
         return False
 
-    def report_wait(self, work: Work[Any] | None) -> None:  # noqa: B027
-        """Report that this rank still waits for ``work``; None: it no longer waits."""
-
-    def failed(self, work: Work[Any], error: Exception) -> KosError:
+    def to_error(self, work: Work[Any], error: Exception) -> KosError:
         """The error to raise for a failed operation, whose memory may be freed afterwards."""
-        if not isinstance(error, KosError):
-            cause, error = error, CollectiveError(f"{work}: {type(error).__name__}: {error}")
-            error.__cause__ = cause
-        elif isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):
-            error = again(error, f"{work}: {error}")
-        if ends_group(work, error) and self.broken is None:
-            self.broken = again(error)
-        return error
+        failure = self.failures.named(work, error)
+        if ends_group(work, failure):
+            self.failures.report(work, failure, 0)
+        return failure
 
 
 def ends_group(work: Work[Any], error: Exception) -> bool:

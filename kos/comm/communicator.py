@@ -74,7 +74,7 @@ class Communicator(Groups):
         self._defaults, self._overlapped = Options(timeout), Options(timeout, overlap=True)
         self._options_of: dict[Any, Options] = {}
         self._collectives, self._messages, self._splits = itertools.count(), itertools.count(), itertools.count()
-        self.rank, self.size, self._suffix = rendezvous.rank, rendezvous.size, rendezvous.ledger.group_suffix
+        self.rank, self.size, self._suffix = rendezvous.rank, rendezvous.size, rendezvous.failures.group_suffix
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._active: Work[Any] | None = None  # the collective that a thread is in
         self._two_threads: CollectiveError | None = None  # a second thread called it meanwhile
@@ -90,7 +90,7 @@ class Communicator(Groups):
         self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
         if group is None:
-            rendezvous.ledger.board.publish_last_call(self.recorder.last_call)
+            rendezvous.failures.status.publish_last_call(self.recorder.last_call)
         self._tracing = backend.tracing = tracing(backend, self.recorder)
         self._eager = backend.eager(self)
         if self._eager is not None:
@@ -133,6 +133,11 @@ class Communicator(Groups):
     def world_ranks(self) -> list[int]:
         """The world rank of each rank; the world is the communicator that ``kos.init`` returned."""
         return list(self._group.ranks)
+
+    @property
+    def failure(self) -> KosError | None:
+        """The error that further calls raise, since this communicator has failed; None if it has not."""
+        return self.rendezvous.failures.first
 
     @property
     def timeout(self) -> float:
@@ -253,7 +258,7 @@ class Communicator(Groups):
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         handle = None if stream is None else self._handle(stream)
-        self.backend.raise_failure("synchronize")
+        self.rendezvous.failures.refuse("synchronize")
         if until is not None:
             if self.device is None or not callable(until):
                 raise InvalidArgument(f"until: expected None, or a function where GPUs are used, got {until!r}")
@@ -367,8 +372,8 @@ class Communicator(Groups):
         """
         if self._closed:
             return
-        if self.backend.broken is not None:
-            self._end(str(self.backend.broken))  # ranks out of step cannot close together
+        if (failure := self.failure) is not None:
+            self._end(str(failure))  # ranks out of step cannot close together
             self.rendezvous.abort(None)
             return
         self.recorder.close(self._group)
@@ -463,13 +468,13 @@ class Communicator(Groups):
         the other ranks raise at their timeout.
         """
         interrupted = isinstance(error, KeyboardInterrupt | SystemExit) and self.device is None
-        if not interrupted or self.backend.broken is not None:
+        if not interrupted or self.failure is not None:
             return
         work = next((work for work in works if work.collective), works[0])
         launched = sum(each.collective for each in works) or len(works)
         work.sequence = max(next(self._collectives if work.collective else self._messages) - launched, 0)
         with self.backend.engine.lock:
-            self.backend.failed(work, Interrupted(f"{work}: interrupted by {type(error).__name__}"))
+            self.backend.to_error(work, Interrupted(f"{work}: interrupted by {type(error).__name__}"))
 
     def _check_open(self) -> None:
         if self._closed:

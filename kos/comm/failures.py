@@ -1,27 +1,25 @@
-"""The ledger of failures: which failure a rank raises, which ranks its error names, and which ranks wait for others.
+"""The failure log of a group: its first failure, which failure a rank raises, and which ranks an error names.
 
 Two rules decide which failure a rank raises.  Of several failures of a group, that of the earliest collective counts.
 A cause counts before its consequences: a rank that is closed, late or waiting because of another rank is not named.
 So every rank of a job names the ranks that failed first.
 
-Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
+Whoever sees a failure **reports** it to the log: backends, transports, the watchdog, the control plane.  Whoever must
+raise **asks** the log.  Its *links* carry reports to the other ranks and have theirs: the shared memory of a host, a
+transport, the hub.  What ranks wait for, and their last failures in any group, are in ``peer_status.py``.
 
-The ledger uses no transport: backends record received failures here, and send records (``to_record``) to others.
-Through a ``Board`` the threads of one process read each other's state directly; through a ``SharedBoard``
-(``host/shared/board.py``) the processes of one host do.  Between hosts the hub of the world carries
-failures and ends.
+Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from kos.comm import timeouts
+from kos.comm.peer_status import PeerStatus
+from kos.comm.records import again, blaming
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -33,22 +31,19 @@ from kos.errors import (
     RendezvousError,
 )
 
-Error = TypeVar("Error", bound=KosError)
-_CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
-
 RECENT_SECONDS = 10.0
 """An older failure of a rank is not the reason why its process ended.  Added to the timeout of a wait, it is the same
 for a rank that is closed or late.
 """
 
 
+_UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # transports raise these without knowing the call
+
 SHOWN_CALLS = 4
 """The most late ranks whose last call an error shows."""
 
 LOOK_SECONDS = 0.2
 """Seconds between two checks for stopped ranks."""
-
-_END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
 
 WHY_CLOSED = "it closed its communicator"
 """The reason for the loss of a rank that has called ``close``: a failure only for a rank that waits for that rank."""
@@ -61,236 +56,174 @@ class EndedEarly(RankLost):
     """What is raised where nobody does."""
 
 
-def again(error: Error, text: object = None) -> Error:
-    """A copy of the error without its traceback, whose frames hold arrays."""
-    new = type(error)(str(error) if text is None else str(text))
-    new.ranks = error.ranks
-    return new
-
-
-def blaming(error: Error, ranks: Iterable[int]) -> Error:
-    """``error`` with these ranks of the world."""
-    error.ranks = tuple(ranks)
-    return error
-
-
-def to_record(error: KosError, length: int | None = None) -> list[Any]:
-    """A failure in the form in which ranks send it to each other, with at most ``length`` characters of its text."""
-    return [type(error).__name__, str(error)[:length], list(error.ranks)]
-
-
-def from_record(record: Sequence[Any]) -> KosError:
-    """The failure of another rank; an unknown class becomes CollectiveError."""
-    kind, text, ranks = record
-    return blaming(_CLASSES.get(kind, CollectiveError)(text), ranks)
-
-
-class Tables:
-    """What ranks know of each other, by world rank."""
-
-    def __init__(self) -> None:
-        self.failures: dict[int, tuple[KosError, float]] = {}  # the last failure of a rank, and when
-        self.waits: dict[int, tuple[int, ...]] = {}  # the ranks that a rank waits for
-        self.ends: dict[int, str] = {}  # why a rank has ended
-        self.last_calls: dict[int, Callable[[], str]] = {}  # functions that return a rank's last call
-
-
-class Board:
-    """The failures and awaited ranks of this rank, and those that are known of other ranks, in world ranks.
-
-    Ranks that are threads share ``tables``.  A subclass shares them with other processes.
-    """
-
-    def __init__(self, rank: int = -1, tables: Tables | None = None) -> None:
-        self._rank, self._tables = rank, tables or Tables()
-        self.last: KosError | None = None
-        self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
-        self._lock = threading.RLock()  # the watchdog's thread posts what is queued
-        self._users = 0
-        self._plane: Callable[[], Any] = lambda: None
-
-    @property
-    def queued(self) -> dict[Any, tuple[int, ...]]:
-        """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does.  A copy."""
-        with self._lock:
-            return dict(self._queued)
-
-    def connect(self, plane: Any) -> None:
-        """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
-
-        Its ``send_failure`` sends this rank's last failure to all others, or None once the program has handled it.
-        Its ``receive_failures`` adds what has arrived to Tables, and does not wait.
-        """
-        self._plane = weakref.ref(plane)
-
-    def _receive(self) -> Tables:
-        if (plane := self._plane()) is not None:
-            plane.receive_failures(self._tables)
-        return self._tables
-
-    def hold(self) -> None:
-        """Add a reference of a communicator."""
-        self._users += 1
-
-    def release(self) -> None:
-        """Remove a reference of a communicator; the last one frees the board."""
-        self._users -= 1
-        if not self._users:
-            self.free()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold a reference while one communicator replaces another."""
-        self.hold()
-        try:
-            yield
-        finally:
-            self.release()
-
-    def free(self) -> None:
-        """Free the memory; waits and failures are no longer shared."""
-
-    def post_failure(self, error: KosError) -> None:
-        """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
-        if error.ranks:
-            self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
-            self._tables.failures[self._rank] = self.last, time.monotonic()
-            self._send(self.last)
-
-    def clear_failure(self) -> None:
-        """Remove this rank's last failure: the program has handled it, since it makes another call."""
-        self.last = None
-        self._tables.failures.pop(self._rank, None)
-        self._send(None)
-
-    def _send(self, error: KosError | None) -> None:
-        if (plane := self._plane()) is not None:
-            plane.send_failure(error)
-
-    def post_wait(self, ranks: Iterable[int] | None) -> None:
-        """Post the ranks that this rank waits for; None if it no longer waits."""
-        if ranks is None:
-            self._tables.waits.pop(self._rank, None)
-        else:
-            self._tables.waits[self._rank] = tuple(ranks)
-
-    def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
-        """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
-        with self._lock:
-            if ranks:
-                self._queued[key] = tuple(ranks)
-            else:
-                self._queued.pop(key, None)
-
-    def publish_last_call(self, last_call: Callable[[], str]) -> None:
-        """Publish the last call of this rank, which ``last_call()`` returns; "" for none."""
-        self._tables.last_calls[self._rank] = last_call
-
-    def last_call(self, rank: int) -> str:
-        """The last call of that rank and its line in the program; "" if it is not known."""
-        known = self._tables.last_calls.get(rank)
-        return "" if known is None else known()
-
-    def failure(self, rank: int) -> tuple[KosError, float] | None:
-        """The last failure of that rank, and its age in seconds."""
-        known = self._receive().failures.get(rank)
-        return None if known is None else (known[0], time.monotonic() - known[1])
-
-    def awaited(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
-        return None if self.ended(rank) else self._tables.waits.get(rank)
-
-    def ended(self, rank: int) -> bool:
-        """Whether that rank is known to have ended."""
-        return rank in self._receive().ends
-
-    def await_end(self, rank: int) -> None:
-        """Wait for a moment until other hosts also know that the rank has ended: they learn of its failure first."""
-        deadline = time.monotonic() + _END_SECONDS
-        while self._plane() is not None and not self.ended(rank) and time.monotonic() < deadline:
-            time.sleep(0.001)
-
-    def runs(self, rank: int) -> bool:
-        """Whether that rank is known to run: neither ended nor stopped."""
-        return False
-
-    def halted(self, rank: int) -> bool:
-        """Whether that rank is known to be gone or stopped."""
-        return self.ended(rank)
-
-
 class StoppedRanks:
     """Finds the ranks of this host that a signal or a debugger has stopped for longer than the usual timeout.
 
     A call whose own timeout is longer waits that long for a rank that computes, but not for a rank that is stopped.
     """
 
-    def __init__(self, ledger: Ledger, usual: float) -> None:
-        self._ledger, self._usual = ledger, usual
+    def __init__(self, failures: FailureLog, usual: float) -> None:
+        self._failures, self._usual = failures, usual
         self._since: dict[int, float] = {}  # when a rank was first seen stopped
         self._look_at = 0.0
 
     def find(self, awaited: Iterable[int]) -> list[int]:
         """The awaited ranks that are stopped, as world ranks.  Checks at most every ``LOOK_SECONDS``."""
-        now, board = time.monotonic(), self._ledger.board
+        now, status = time.monotonic(), self._failures.status
         if now < self._look_at:
             return []
         self._look_at = now + LOOK_SECONDS
-        stopped = [rank for rank in awaited if board.halted(rank) and not board.ended(rank)]
+        stopped = [rank for rank in awaited if status.halted(rank) and not status.ended(rank)]
         self._since = {rank: self._since.get(rank, now) for rank in stopped}
         return [rank for rank, since in self._since.items() if now - since > self._usual]
 
     def check(self, what: object) -> None:
         """Raise if a rank is stopped, in an exchange of all ranks."""
-        if world := self.find(self._ledger.world):
-            late = [self._ledger.world.index(rank) for rank in world]
-            absent = timeouts.late(self._ledger.names(late), within=self._usual)
-            raise self._ledger.overdue(late, what, None, absent, RendezvousError)
+        if world := self.find(self._failures.world):
+            late = [self._failures.world.index(rank) for rank in world]
+            absent = timeouts.late(self._failures.names(late), within=self._usual)
+            raise self._failures.overdue(late, what, None, absent, RendezvousError)
 
 
-class Ledger:
+class Late(NamedTuple):
+    """The ranks that delay a call, as far as a backend knows."""
+
+    ranks: Sequence[int] = ()
+    words: str | None = None
+    """How they are late, or that they are not known: a text of ``timeouts.py``."""
+    arrived: Sequence[int] = ()
+    """Ranks that have begun the call and may wait for a stream of a GPU, which no rank posts."""
+    elsewhere: Sequence[int] = ()
+    """Ranks of the world that this one waits for in other groups."""
+    others: Sequence[int] = ()
+    """The ranks of which any may be late if nothing else is known."""
+
+
+class FailureLog:
     """The failures of one group, whose rank r is rank ``world[r]`` of the world.
 
     If the two numbers differ, errors name a rank that failed ``rank 2 of world``, and a rank in the arguments of a call
     ``rank 1 of the group``.
     """
 
-    def __init__(self, world: Sequence[int], rank: int, board: Board | None = None, timeout: float = 120.0) -> None:
+    def __init__(
+        self, world: Sequence[int], rank: int, status: PeerStatus | None = None, timeout: float = 120.0
+    ) -> None:
         self.world, self.rank, self.timeout = list(world), rank, timeout
-        self.board = board or Board(self.world[rank])
-        self.failure: tuple[int, KosError] | None = None  # sequence number and error of the earliest failed collective
+        self.status = status or PeerStatus(self.world[rank])
+        self.first: KosError | None = None
+        """What further calls of this rank raise: it has failed, and the ranks are out of step."""
+        self.over: KosError | None = None
+        """What further exchanges of the control plane raise: one has failed, or the group is closed."""
+        self.reported: tuple[int, KosError] | None = None
+        """The earliest collective in which a rank is known to have failed, and its error."""
         self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
+        self.ring: Any = None
+        """The calls and reports in the shared memory of this rank's host (``CallRing``), if there is one."""
+        self.links: list[Any] = []
+        """What carries reports to the other ranks: each has ``report_failure``, ``report_end`` and ``find_failure``."""
+        self._told: int | None = None  # the earliest collective whose failure the links have carried
 
     @property
     def group_suffix(self) -> str:
         """What follows a rank of this group in the arguments of a call."""
         return "" if self.world == list(range(len(self.world))) else " of the group"
 
-    def of(self, ranks: Sequence[int], rank: int) -> Ledger:
-        """The ledger of the group of these ranks; this process is its rank ``rank``."""
-        return Ledger([self.world[each] for each in ranks], rank, self.board, self.timeout)
+    def in_world(self, ranks: Iterable[int]) -> list[int]:
+        """The numbers of these ranks in the world."""
+        return [self.world[rank] for rank in ranks]
 
-    # Records.
+    def of(self, ranks: Sequence[int], rank: int) -> FailureLog:
+        """The failures of the group of these ranks; this process is its rank ``rank``."""
+        return FailureLog(self.in_world(ranks), rank, self.status, self.timeout)
+
+    # Reports.
 
     def record(self, sequence: int, error: KosError) -> None:
         """Record that a rank failed in that collective; the earliest counts."""
-        if self.failure is None or sequence < self.failure[0]:
-            self.failure = sequence, error
+        if self.reported is None or sequence < self.reported[0]:
+            self.reported = sequence, error
 
     def record_end(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
         """Record that the rank begins no collective from ``sequence`` on."""
         self.ends.setdefault(rank, (sequence, why, cause))
 
-    def check(self, sequence: int | None, what: object = None) -> None:
-        """Raise the known failure, if any, that ends collective ``sequence`` (None: any message) of this group."""
-        if self.failure is not None and (sequence is None or self.failure[0] <= sequence):
-            raise again(self.failure[1])
+    def report(self, work: Any, error: KosError, begun: int, lost: bool = False) -> None:
+        """Report to the other ranks that ``work`` failed, which ends the group; ``begun`` collectives were begun.
+
+        ``lost``: the device of this rank is unusable.
+        """
+        sequence = work.sequence if work.collective and work.sequence >= 0 else begun
+        self.first = self.first or again(error)
+        shared = self._shared(error, lost, None if work.collective else work)
+        self.record(sequence, shared)
+        if self._told is None or sequence < self._told:  # other ranks may wait in an earlier collective
+            self._told = sequence
+            for link in self.links:
+                link.report_failure(shared, sequence)
+
+    def report_end(self, reason: str, sequence: int) -> None:
+        """Report to the other ranks that this one begins no collective from ``sequence`` on, and why."""
+        cause = self.cause()
+        for link in self.links:
+            link.report_end(sequence, reason, cause)
+
+    # Questions.
+
+    def ask(self, sequence: int | None, what: object = None) -> None:
+        """Raise the reported failure, if any, that ends collective ``sequence`` (None: any message) of this group."""
+        if self.reported is not None and (sequence is None or self.reported[0] <= sequence):
+            raise again(self.reported[1])
         if sequence is not None:
             for rank, (end, why, cause) in self.ends.items():
                 if end <= sequence:
                     raise self.lost(rank, why, what, cause)
 
+    def refuse(self, what: object) -> None:
+        """Raise the first failure, if any, for the call ``what``, which comes after it."""
+        if self.first is not None:
+            raise again(self.first, f"{what}: the communicator failed before: {self.first}")
+
+    def find(self) -> KosError | None:
+        """The failure of this group, if it can be found without a call.  Called by the watchdog's thread."""
+        return self.first or next(filter(None, (link.find_failure() for link in self.links)), None)
+
+    def cause(self) -> KosError | None:
+        """The failure because of which this rank closes the group: of this group, of any group, or a killed rank."""
+        for known in (self.first, self.status.last):
+            if known is not None and known.ranks:
+                return known
+        killed = None if self.ring is None else self.ring.killed()
+        return None if killed is None else self.ended(killed)
+
+    def closing(self) -> KosError | None:
+        """The failure of this rank in any group, if it now closes a group without having made another call."""
+        last = self.status.last
+        return last if last is not None and last.ranks else None
+
+    def show_wait(self, late: Late | None) -> None:
+        """Show the ranks of this host for whom this one waits; None: for nobody."""
+        if late is None:
+            return self.status.post_wait(None)
+        known, others = self.in_world(late.ranks) or late.elsewhere, self.in_world(late.others)
+        # Any may be late: first those that do not wait, for few are shown.
+        self.status.post_wait(known or sorted(others, key=lambda rank: self.status.awaited(rank) is not None))
+
     # Errors and their causes.
+
+    def named(self, work: Any, error: Exception) -> KosError:
+        """The error of kos for ``error``, which names ``work``."""
+        if not isinstance(error, KosError):
+            named = CollectiveError(f"{work}: {type(error).__name__}: {error}")
+            named.__cause__ = error
+            return named
+        if isinstance(error, _UNNAMED) and f"{work.name} #" not in str(error):
+            return again(error, f"{work}: {error}")
+        return error
+
+    def ended(self, rank: int) -> KosError:
+        """The error of a rank whose process has ended."""
+        return self.lost(rank, "its process ended", None, None, 0.0)
 
     def lost(
         self, rank: int, why: str, what: object = None, cause: KosError | None = None, window: float | None = None
@@ -305,6 +238,16 @@ class Ledger:
             return again(cause, _prefixed(what, f"{cause}; {self._names([world])} aborted because of it"))
         return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
 
+    def timeout_of(self, work: Any, seconds: float | None, late: Late) -> KosError:
+        """The error of ``work``, whose time is up: it names the ranks that block the late ones."""
+        if late.ranks or late.elsewhere or not late.others:
+            return self.overdue(
+                late.ranks, work, seconds, late.words, arrived=late.arrived, elsewhere=late.elsewhere
+            )
+        error = self.overdue(late.others, work, seconds)
+        few = len(error.ranks) < len(late.others) or all(map(self.status.halted, error.ranks))
+        return error if error.ranks and few else self.overdue((), work, seconds, late.words)
+
     def overdue(
         self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
         kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (), elsewhere: Sequence[int] = (),
@@ -314,11 +257,11 @@ class Ledger:
         ``words``, a text of ``timeouts.py``, say how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU
         stream, without posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
         """
-        world = [*(self.world[rank] for rank in late), *elsewhere]
+        world = [*self.in_world(late), *elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return again(cause, _prefixed(what, f"{cause}; {self._names([rank])} failed because of it"))
-        culprits, cycle = self._blocking(world, [self.world[rank] for rank in arrived])
+        culprits, cycle = self._blocking(world, self.in_world(arrived))
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and words is not None:
             absent = words
@@ -328,10 +271,10 @@ class Ledger:
         if cycle:
             absent += f"; {timeouts.cycle(self._names(cycle, True))}"
         for rank in culprits[:SHOWN_CALLS]:
-            call = self.board.last_call(rank)
+            call = self.status.last_call(rank)
             if call and not f"{what} ".startswith(call.partition(" at ")[0] + " "):  # it has not begun ``what``
                 absent += f"; {timeouts.last_called(self._names([rank]), call)}"
-        if stopped := [rank for rank in culprits if self.board.halted(rank) and not self.board.ended(rank)]:
+        if stopped := [rank for rank in culprits if self.status.halted(rank) and not self.status.ended(rank)]:
             absent += f"; {timeouts.stopped(self._names(stopped, True))}"
         over = "" if seconds is None else f"{timeouts.incomplete(seconds)}; "
         return blaming(kind(_prefixed(what, over + absent)), culprits)
@@ -351,7 +294,7 @@ class Ledger:
             ranks,
         )
 
-    def shared(self, failure: KosError, lost: bool, message: object = None) -> KosError:
+    def _shared(self, failure: KosError, lost: bool, message: object = None) -> KosError:
         """The failure of this rank as the other ranks raise it; ``lost``: its device is unusable.
 
         ``message`` is the failed call if it is a send or receive.  The text of such a call names only the peer, so
@@ -366,19 +309,8 @@ class Ledger:
             shared = blaming(CollectiveError(f"{me}: {failure}"), mine)
         elif message is not None and str(failure).startswith(str(message)):  # not a failure of another rank
             shared = again(failure, f"{me}: {failure}")
-        self.board.post_failure(shared)
+        self.status.post_failure(shared)
         return shared
-
-    def cause(self, broken: KosError | None, killed: int | None) -> KosError | None:
-        """The failure because of which this rank closes a group: of this group, of any group, or a killed rank."""
-        for failure in (broken, self.board.last):
-            if failure is not None and failure.ranks:
-                return failure
-        return None if killed is None else self.lost(killed, "its process ended")
-
-    def closing(self) -> KosError | None:
-        """The failure of this rank in any group, if it now closes a group without having made another call."""
-        return self.cause(None, None)
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
         """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""
@@ -387,19 +319,19 @@ class Ledger:
     def suspects(self) -> list[int]:
         """The ranks of this group that are known to have ended or failed; ended ones first."""
         others = [rank for rank in range(len(self.world)) if rank != self.rank]
-        gone = [rank for rank in others if rank in self.ends or self.board.ended(self.world[rank])]
+        gone = [rank for rank in others if rank in self.ends or self.status.ended(self.world[rank])]
         return gone + [rank for rank in others if rank not in gone and self._failure_of(self.world[rank]) is not None]
 
     def names(self, ranks: Sequence[int], several: bool = True) -> str:
         """``ranks [1, 3]``, or ``rank 1`` if not ``several``: these ranks of the group, as ranks of the world."""
-        return self._names([self.world[rank] for rank in ranks], several)
+        return self._names(self.in_world(ranks), several)
 
     def _names(self, world: Sequence[int], several: bool = False) -> str:
         text = f"ranks {list(world)}" if several or len(world) != 1 else f"rank {world[0]}"
         return f"{text} of world" if self.group_suffix else text
 
     def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
-        known = self.board.failure(rank)
+        known = self.status.failure(rank)
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] >= window else known[0]
 
@@ -416,17 +348,17 @@ class Ledger:
             if rank in seen:
                 continue
             seen.add(rank)
-            awaited: Iterable[int] | None = self.board.awaited(rank)
+            awaited: Iterable[int] | None = self.status.awaited(rank)
             if awaited is None and (failure := self._failure_of(rank)) is not None:
                 awaited = None if rank in failure.ranks else failure.ranks  # it failed because of those
-            if awaited is None and not (rank in arrived and self.board.runs(rank)):
+            if awaited is None and not (rank in arrived and self.status.runs(rank)):
                 culprits.append(rank)
             elif awaited is None:
                 todo += late
             else:
                 cycle = cycle or me in awaited
                 todo += awaited
-        halted = [rank for rank in culprits if self.board.halted(rank)]  # for which others may wait unseen
+        halted = [rank for rank in culprits if self.status.halted(rank)]  # for which others may wait unseen
         if found := sorted(halted or culprits):
             return found, []
         return list(late), sorted(seen) if cycle else []

@@ -17,10 +17,10 @@ from kos.comm.arguments import check_int, check_ranks, check_shape, check_timeou
 from kos.comm.backend import SHRINKS, UNMADE, Probe
 from kos.comm.collectives import Operations
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import again
 from kos.comm.gpu.nccl_options import NCCLOptions, check_nccl
 from kos.comm.operation import Operation
 from kos.comm.recorder import Group, Recorder
+from kos.comm.records import again
 from kos.errors import CollectiveError, InvalidArgument, RendezvousError
 
 
@@ -176,8 +176,8 @@ class Groups(Operations):
         """
         self._check_open()
         self.rendezvous.check_shrink()
-        with self.rendezvous.ledger.board.held():
-            reason = str(self.backend.broken or SHRINKS)
+        with self.rendezvous.failures.status.held():
+            reason = str(self.rendezvous.failures.first or SHRINKS)
             self._signal_end(reason)
             self._abort_groups(reason)
             self._end(reason)
@@ -200,10 +200,10 @@ class Groups(Operations):
             with self.backend.engine.paused():
                 yield
         except (CollectiveError, RendezvousError) as error:
-            rendezvous.ledger.board.post_failure(error)
+            rendezvous.failures.status.post_failure(error)
             text = f"{self.name}: {error}"
-            if rendezvous.failure is not None and self.backend.broken is None:
-                self.backend.broken = again(error, text)
+            if rendezvous.failures.over is not None and rendezvous.failures.first is None:
+                rendezvous.failures.first = again(error, text)
             raise again(error, text) from error  # not by a name, which would hold this frame
         finally:
             rendezvous.call, rendezvous.timeout = usual
@@ -224,7 +224,7 @@ class Groups(Operations):
             assert backend is not None
             undo.callback(backend.abort, UNMADE)
             backend.gpu_array_hint = self.backend.gpu_array_hint
-            group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
+            group = Group(self.recorder, name, rendezvous.failures.world, rendezvous.rank, backend.name)
             kind: Any = type(self)
             made: Self = kind(backend, rendezvous, self.probes, self.timeout, group)
             undo.pop_all()

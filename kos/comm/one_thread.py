@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kos.comm.failures import again, blaming
 from kos.comm.recorder import call_site
+from kos.comm.records import again, blaming
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch
 
@@ -42,9 +42,9 @@ def check_one_thread(comm: Any, work: Work[Any]) -> None:
         return
     backend = other.backend
     with comm.backend.engine.lock:
-        if backend.broken is None:
-            backend.failed(other, error)
-        backend.broken, comm._two_threads = again(error), error
+        if backend.failures.first is None:
+            backend.to_error(other, error)
+        backend.failures.first, comm._two_threads = again(error), error
     raise error
 
 
@@ -96,7 +96,7 @@ def _in_library(file: str) -> bool:
 
 
 def _two_threads_error(comm: Any, first: str, work: Work[Any]) -> CollectiveError:
-    rank = comm.rendezvous.ledger.world[comm.rank]
+    rank = comm.rendezvous.failures.world[comm.rank]
     second = f"{work.name}{work.arguments} at {program_line(sys._getframe())}"
     remedy = "order their calls, or give each thread a communicator of its own (comm.duplicate())"
     text = f"rank {rank}: two threads call {comm.name} at once: {first} and {second}; {remedy}"

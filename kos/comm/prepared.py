@@ -98,7 +98,7 @@ class Prepared:
                     steps = backend.resume(work, left)
                 else:
                     note(comm, work, depth + 1)
-                    if backend.broken is not None:
+                    if backend.failures.first is not None:
                         backend.refuse(work)
                     if comm._tracing is None:
                         steps = self.launch(work)

@@ -23,8 +23,9 @@ from kos.comm import compressed
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import Backoff
-from kos.comm.failures import Ledger, blaming
+from kos.comm.failures import FailureLog
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
+from kos.comm.records import blaming
 from kos.comm.reduction import Reduction
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import execute
@@ -67,7 +68,7 @@ class Transport(ABC):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine) -> None:
         """Connects the ranks of ``rendezvous``.  Collective."""
-        self.rank, self.size, self.ledger, self.engine = rendezvous.rank, rendezvous.size, rendezvous.ledger, engine
+        self.rank, self.size, self.failures, self.engine = rendezvous.rank, rendezvous.size, rendezvous.failures, engine
 
     @classmethod
     @abstractmethod
@@ -405,13 +406,14 @@ def remove(queues: dict[Key, deque[T]], cancelled: Callable[[T], bool]) -> None:
 
 
 def wrong_message(
-    ledger: Ledger, receiver: int, expected: tuple[int, np.dtype[Any]], sender: int, got: tuple[int, np.dtype[Any]]
-) -> CollectiveMismatch:
+    failures: FailureLog, receiver: int, expected: tuple[int, np.dtype[Any]], sender: int,
+    got: tuple[int, np.dtype[Any]],
+) -> CollectiveMismatch:  # fmt: skip
     """The error of a message whose bytes and dtype differ from those of its receive, for both ends."""
-    to, source = (ledger.names([rank], False) for rank in (receiver, sender))
+    to, source = (failures.names([rank], False) for rank in (receiver, sender))
     what, more = (
         f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
         for nbytes, dtype in (expected, got)
     )
     wrong = CollectiveMismatch(f"{to} expected {what} from {source}, got {more}")
-    return blaming(wrong, sorted(ledger.world[rank] for rank in (receiver, sender)))
+    return blaming(wrong, sorted(failures.world[rank] for rank in (receiver, sender)))

@@ -1,7 +1,7 @@
 """The watchdog: one daemon thread of a process that finds failures while the program waits or computes outside kos.
 
 Every ``TICK`` seconds it calls ``watch`` on each GPU backend, which checks for dead ranks, errors of libraries and
-passed deadlines.  It also calls ``watch`` on the board of this host, which publishes the rank's last call.
+passed deadlines.  It also calls ``watch`` on the status of this host, which publishes the rank's last call.
 
 A communicator that fails aborts its operations in flight, so that streams drain, and its next use raises the error.
 The watchdog also calls the callbacks of ``on_failure``, once each, for any failure.  For them it also checks backends
@@ -41,7 +41,7 @@ _stop = threading.Event()
 
 
 def add(backend: Any) -> None:
-    """Call ``backend.watch()`` every ``TICK`` seconds until the backend, or board, is removed or garbage-collected.
+    """Call ``backend.watch()`` every ``TICK`` seconds until the backend, or status, is removed or garbage-collected.
 
     The first one starts the thread.
     """
@@ -136,8 +136,8 @@ def _tick() -> None:
         with _checking:
             try:
                 failure = backend.find_failure()
-                if failure is not None and backend.broken is None:
-                    backend.ledger.board.post_failure(failure)  # the cause, if a callback aborts the communicator
+                if failure is not None and backend.failures.first is None:
+                    backend.failures.status.post_failure(failure)  # the cause, if a callback aborts the communicator
             except Exception as error:
                 _log(backend, error)
         if failure is None:

@@ -284,7 +284,7 @@ class Work(Generic[T]):
             self._steps = None
         except Exception as error:
             self._fail(error)
-            if self.backend.broken is None:
+            if self.backend.failures.first is None:
                 self.backend.engine.unreported.append(self)
             return True
         except BaseException as error:  # Ctrl-C has ended the generator during the operation
@@ -307,12 +307,12 @@ class Work(Generic[T]):
                 self.expire(timeout)
             if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
                 with self.backend.engine.lock:
-                    self.backend.report_wait(self)  # a program that polls waits
+                    self.backend.failures.show_wait(self.backend.late(self))  # a program that polls waits
                 self._report_at = now + _REPORT_EVERY
         if self._steps is not None:
             return False
         if self._report_at is not None:
-            self.backend.report_wait(None)
+            self.backend.failures.show_wait(None)
             self._report_at = None
         self.reported = True
         if self._error is not None:
@@ -356,7 +356,7 @@ class Work(Generic[T]):
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
-            self.cancel(self.backend.timed_out(self, seconds))
+            self.cancel(self.backend.failures.timeout_of(self, seconds, self.backend.late(self)))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.remove(self)
@@ -368,7 +368,7 @@ class Work(Generic[T]):
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
         idle, engine = backend.idle(), backend.engine
         usual = timeout is not None and timeout <= backend.timeout
-        began, stopped = now, None if usual else StoppedRanks(backend.ledger, backend.timeout)
+        began, stopped = now, None if usual else StoppedRanks(backend.failures, backend.timeout)
         sleeps = False
         engine.pause()
         try:
@@ -384,8 +384,9 @@ class Work(Generic[T]):
                     return
                 if now > report_at:
                     with engine.lock:
-                        backend.report_wait(self)
-                        awaited = [] if stopped is None else backend.waits_for(self)
+                        late = backend.late(self)
+                        backend.failures.show_wait(late)
+                        awaited = backend.failures.in_world(late.ranks)
                         # No sleep while another operation is in flight: polls advance it.
                         alone = now - began > LONG_WAIT and engine.outstanding() == [self]
                         sleeps = alone and backend.may_sleep(self)
@@ -399,10 +400,10 @@ class Work(Generic[T]):
         finally:
             engine.resume()
             if reported:
-                backend.report_wait(None)
+                backend.failures.show_wait(None)
 
     def _fail(self, error: Exception) -> None:
-        self._error = self.backend.failed(self, error)
+        self._error = self.backend.to_error(self, error)
         self._steps = None  # after the error: the program may look while the progress thread is here
         failed(self, self._error)
 

@@ -14,7 +14,7 @@ from kos.cuda.driver import cu
 from kos.cuda.graphs import CapturedGraph, captured_graph
 from kos.cuda.streams import LEGACY
 
-Launch = Callable[..., None]
+Run = Callable[..., None]
 """Queues an operation on a stream: (stream, address of what is sent, address of what is received)."""
 
 
@@ -77,7 +77,7 @@ class InWindows:
 
     __slots__ = ("_memories", "launch")
 
-    def __init__(self, launch: Launch, memories: Sequence[WindowMemory]) -> None:
+    def __init__(self, launch: Run, memories: Sequence[WindowMemory]) -> None:
         self.launch, self._memories = launch, memories
 
     def __call__(self, stream: int, send: int = 0, recv: int = 0) -> None:
@@ -91,7 +91,7 @@ memories: dict[int, WindowMemory] = {}
 """All windows of this process."""
 
 
-def in_windows(launch: Launch, pointers: Iterable[Any]) -> Launch:
+def in_windows(launch: Run, pointers: Iterable[Any]) -> Run:
     """``launch`` as InWindows; ``launch`` itself if none of the addresses lies in a window of this process."""
     known = [p for p in pointers if isinstance(p, int)]
     near = [m for m in list(memories.values()) if any(0 <= p - m.pointer < m.nbytes for p in known)]

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from kos.comm import Communicator, init, timeouts
 from kos.comm.arguments import check_bool, check_timeout, number_in
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous, ThreadWorld, rank_thread
-from kos.comm.failures import blaming
 from kos.comm.one_thread import program_line
+from kos.comm.records import blaming
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
 from kos.testing.watch import Deadlock, Watch

@@ -11,7 +11,7 @@ from typing import Any
 
 from kos.comm.arguments import check_int
 from kos.comm.control.threads import ThreadWorld
-from kos.comm.failures import blaming
+from kos.comm.records import blaming
 from kos.comm.work import Work
 from kos.errors import CollectiveError, InvalidArgument
 

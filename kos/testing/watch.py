@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from kos.comm.control.threads import ThreadGroup, ThreadWorld, Waits
-from kos.comm.failures import blaming
 from kos.comm.host.backend import HostBackend
 from kos.comm.recorder import call_site
+from kos.comm.records import blaming
 from kos.comm.work import Steps, Work
 from kos.errors import CollectiveError, CollectiveTimeout
 from kos.testing.faults import FaultPlan
@@ -149,7 +149,7 @@ class Watch:
         """The operations, in groups that have not failed, for which that rank never waited, with their lines."""
         return [
             f"rank {rank} never waited for {work}, at {line}"
-            for work, line in self._works[rank] if not work.reported and work.backend.broken is None
+            for work, line in self._works[rank] if not work.reported and work.backend.failures.first is None
         ]  # fmt: skip
 
     def opened(self, backend: HostBackend, group: ThreadGroup) -> None:
@@ -159,7 +159,7 @@ class Watch:
     def unreceived(self) -> list[str]:
         """Messages that were never received, in groups without a failure."""
         groups: dict[ThreadGroup, Any] = {}
-        failed = {group for group, backend in self._backends if backend.broken is not None or group.failure is not None}
+        failed = {group for group, backend in self._backends if backend.failures.first or group.failure}
         for group, backend in self._backends:
             if group not in failed:
                 groups.setdefault(group, backend)

@@ -25,7 +25,7 @@ from kos.comm import Communicator, init
 from kos.comm.control.bootstrap import launched_rank
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.gpu.peer.launches import Launch, Launches, pick
+from kos.comm.gpu.peer.launches import KernelConfig, Launches, pick
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
 from kos.commands import program
 from kos.cuda import capture, create_stream, driver, set_device, streams
@@ -50,21 +50,21 @@ Times = dict[int, dict[str, float]]
 """Microseconds by number of bytes and name."""
 
 
-def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
+def candidates(nbytes: int, symmetric: bool) -> Iterator[KernelConfig]:
     """The launches worth trying for an all-reduce of that size."""
     if nbytes <= 512 * KB:
-        yield from (Launch("one_shot", threads=threads) for threads in (64, 128, 256))
+        yield from (KernelConfig("one_shot", threads=threads) for threads in (64, 128, 256))
     if 16 * KB <= nbytes <= 4 * MB:
-        yield from (Launch("two_shot", threads=threads) for threads in (64, 128, 256))
-        yield from (Launch("two_shot", blocks, threads=threads) for blocks, threads in ((32, 512), (128, 256)))
+        yield from (KernelConfig("two_shot", threads=threads) for threads in (64, 128, 256))
+        yield from (KernelConfig("two_shot", blocks, threads=threads) for blocks, threads in ((32, 512), (128, 256)))
     if symmetric and 128 * KB <= nbytes <= 16 * MB:
-        yield from (Launch("direct", blocks) for blocks in (16, 32, 64))
+        yield from (KernelConfig("direct", blocks) for blocks in (16, 32, 64))
     if nbytes >= 256 * KB:
-        yield from (Launch("push", blocks) for blocks in (32, 64, 128))
+        yield from (KernelConfig("push", blocks) for blocks in (32, 64, 128))
     if symmetric and 4 * MB <= nbytes <= 64 * MB:
-        yield from (Launch("specialized", tile=tile) for tile in (32 * KB, 64 * KB))
+        yield from (KernelConfig("specialized", tile=tile) for tile in (32 * KB, 64 * KB))
     if symmetric and nbytes >= 16 * MB:
-        yield from (Launch("copies", pieces=pieces) for pieces in (1, 2))
+        yield from (KernelConfig("copies", pieces=pieces) for pieces in (1, 2))
 
 
 def best_of(times: Times) -> list[tuple[int | None, str]]:
@@ -169,7 +169,7 @@ class Tuner:
             streams.synchronize(self.stream, self.device)
             yield time.perf_counter() - began
 
-    def launches(self, symmetric: bool) -> tuple[tuple[int | None, Launch], ...]:
+    def launches(self, symmetric: bool) -> tuple[tuple[int | None, KernelConfig], ...]:
         """The fastest kernels of peer's all-reduce (bf16, in graphs)."""
         times, named = Times(), {}
         for nbytes in self.sizes:

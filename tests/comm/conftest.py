@@ -156,7 +156,7 @@ def gpu_world(
     request: pytest.FixtureRequest, mpi_world: kos.Communicator, worlds: list[kos.Communicator]
 ) -> kos.Communicator:
     """The communicator of all ranks, shared by the tests until one of them breaks it."""
-    fit = bool(worlds) and worlds[-1].backend.broken is None
+    fit = bool(worlds) and worlds[-1].failure is None
     if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
         if worlds:
             worlds[-1].abort()

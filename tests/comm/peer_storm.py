@@ -8,17 +8,18 @@ import numpy as np
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch, Launches
+from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.reduction import ReduceOp
 from kos.dtypes import dtype_of
 from kos.memory.array import Array
 
 FLOAT = dtype_of(np.dtype(np.float32))
 LAUNCHES = {
-    "one_shot": Launch("one_shot", threads=32), "two_shot": Launch("two_shot", blocks=2, threads=64),
-    "ring": Launch("ring", threads=32), "tree": Launch("tree", threads=32),
-    "push": Launch("push", blocks=2, threads=32), "direct": Launch("direct", blocks=2, threads=32),
-    "copies": Launch("copies", threads=32, pieces=3), "specialized": Launch("specialized", threads=64, tile=512),
+    "one_shot": KernelConfig("one_shot", threads=32), "two_shot": KernelConfig("two_shot", blocks=2, threads=64),
+    "ring": KernelConfig("ring", threads=32), "tree": KernelConfig("tree", threads=32),
+    "push": KernelConfig("push", blocks=2, threads=32), "direct": KernelConfig("direct", blocks=2, threads=32),
+    "copies": KernelConfig("copies", threads=32, pieces=3),
+    "specialized": KernelConfig("specialized", threads=64, tile=512),
 }  # fmt: skip
 KINDS = [
     "exchange", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "reduce_scatter by packets",

@@ -316,7 +316,7 @@ def test_a_failure_on_the_host_ends_the_calls_on_gpus(parts: str) -> None:
         for _ in range(2):
             comm.all_reduce(x)
         comm.rendezvous.barrier()
-        comm.backend.host.broken = CollectiveError("barrier #7: rank 1 did not arrive")
+        comm.backend.failures.first = CollectiveError("barrier #7: rank 1 did not arrive")
         with pytest.raises(CollectiveError, match="failed before: barrier #7: rank 1 did not arrive"):
             comm.all_reduce(x)
 
@@ -335,7 +335,7 @@ def test_a_failure_of_one_backend_breaks_the_communicator(monkeypatch: pytest.Mo
         backend = comm.backend
         part = next(gpu for gpu in backend.gpus if gpu.name == failing)
         call = work_of("all_reduce", part, sequence=7)
-        part.failed(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
+        part.to_error(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
         # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.
         assert ended == ["waits of nccl", "waits of peer", "nccl", "peer"]
         for x in (zeros(1), zeros(1 << 20), np.zeros(1)):
@@ -367,7 +367,7 @@ def test_a_failure_on_the_host_breaks_calls_on_gpus(comm: kos.Communicator, log:
     if comm.rank:
         return
     backend = comm.backend
-    backend.host.broken = CollectiveError("barrier #3: late")
+    backend.failures.first = CollectiveError("barrier #3: late")
     with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
         comm.all_reduce(zeros(1))
 

@@ -33,7 +33,7 @@ def comm(world: kos.Communicator) -> Iterator[kos.Communicator]:
     """A communicator in which nothing has been called yet."""
     comm = world.duplicate()
     yield comm
-    if comm.backend.broken is None:
+    if comm.failure is None:
         comm.close()
     else:
         comm.abort()

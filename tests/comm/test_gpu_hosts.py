@@ -21,7 +21,7 @@ from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.mpi import MPITransport
 from kos.comm.host.tcp import TCPTransport
-from kos.errors import CollectiveMismatch, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, quiet
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_watchdog import DIFFERENCES, Heard, on_gpu
@@ -67,16 +67,23 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     return run
 
 
+def is_stuck(comm: kos.Communicator) -> Any:
+    """The part of ``comm`` whose GPU ends nothing from now on, as a library's kernels that wait for other ranks."""
+    part: Any = comm.backend.gpus[0] if isinstance(comm.backend, AutoBackend) else comm.backend
+    part.is_idle = lambda *_: False
+    return part
+
+
 KINDS = pytest.mark.parametrize("kind", [nccl, auto], ids=["nccl", "auto"])
 
 
-def all_raise(comm: kos.Communicator, heard: Heard) -> str:
-    """The text of the mismatch that the watchdog reported, and that the next use raises."""
-    error = heard.wait()
-    assert isinstance(error, CollectiveMismatch), error
-    with pytest.raises(CollectiveMismatch):
-        comm.all_reduce(on_gpu())
-    return str(error)
+def all_raise(comm: kos.Communicator) -> str:
+    """The text of the mismatch that hosts find at a timeout, and that the next use raises."""
+    is_stuck(comm)
+    for use in (lambda: comm.synchronize(timeout=0.3), lambda: comm.all_reduce(on_gpu())):
+        with pytest.raises(CollectiveMismatch) as raised:
+            use()
+    return str(raised.value)
 
 
 @pytest.mark.parametrize("hosts", [APART, PAIRS, TWO_AND_ONE], ids=str)
@@ -85,11 +92,10 @@ def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int
     """Of the ranks of two hosts, which agree among themselves."""
 
     def body(comm: kos.Communicator) -> str:
-        heard = Heard(comm)
         for count in (5, 6, 7):
             comm.all_reduce(on_gpu(count))
         comm.all_reduce(on_gpu(10 + hosts[comm.rank]))
-        return all_raise(comm, heard)
+        return all_raise(comm)
 
     for text in run(body, hosts, kind):
         other = hosts.index(1)
@@ -112,9 +118,11 @@ def test_calls_of_auto_on_both_kinds_of_memory(run: Any, case: str, hosts: tuple
                 comm.barrier()
                 comm.all_reduce(np.ones(3))
         wait_for_looks(comm)
-        assert comm.backend.broken is None
+        assert comm.failure is None
+        is_stuck(comm)
         with contextlib.suppress(CollectiveMismatch):  # a call on host memory waits, and raises it itself
             DIFFERENCES[case][hosts[comm.rank]](comm, on_gpu)
+            comm.backend.gpus[0].synchronize(timeout=0.3)
         error = heard.wait()
         comm.rendezvous.barrier()
         return str(error)
@@ -140,96 +148,49 @@ def wait_for_looks(comm: kos.Communicator, count: int = 5) -> None:
 @KINDS
 @pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
 def test_a_host_that_is_behind_is_no_mismatch(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
-    """Calls of one host are sent long before the other begins them; each call is compared nevertheless."""
+    """At its timeout the other one tells its calls, of which this one has begun few."""
 
     def body(comm: kos.Communicator) -> str:
-        heard = Heard(comm)
-        for ahead in (0, 1):
-            if hosts[comm.rank] != ahead:
-                wait_for_looks(comm)
-            for turn in range(300):
-                comm.all_reduce(on_gpu(turn % 7))
-            if hosts[comm.rank] == ahead:
-                wait_for_looks(comm)
-        wait_for_looks(comm)
-        assert comm.backend.broken is None
-        comm.all_reduce(on_gpu(10 + (comm.rank == comm.size - 1)))
-        return all_raise(comm, heard) if hosts == APART else str(heard.wait())
+        for turn in range(2 if hosts[comm.rank] else 300):
+            comm.all_reduce(on_gpu(turn % 7))
+        comm.rendezvous.barrier()
+        part = is_stuck(comm)
+        with pytest.raises(CollectiveTimeout) as raised:
+            part.synchronize(timeout=0.3)
+        comm.rendezvous.barrier()
+        return str(raised.value)
 
-    for text in run(body, hosts, kind):
-        assert "#600" in text and "count 10 against 11" in text
+    assert all("not complete after 0.3 s" in text for text in run(body, hosts, kind))
 
 
 @pytest.mark.parametrize(("calls", "wrong"), [(1000, 10), (1000, 999), (3000, 2100), (3000, 100)])
-@pytest.mark.parametrize("late", [0, 1])
-def test_many_calls_between_two_looks(run: Any, calls: int, wrong: int, late: int) -> None:
-    """The last 1,024 are compared, and so are calls that another host has sent; the rank that began them later too."""
+def test_the_last_calls_are_compared(run: Any, calls: int, wrong: int) -> None:
+    """The last 1,024."""
 
-    def body(comm: kos.Communicator) -> str | None:
-        part: Any = comm.backend
-        part.unwatch()
-        part._closing = False
+    def body(comm: kos.Communicator) -> str:
         xs = [on_gpu(count) for count in (5, 6, 7)]  # no multiple of 3 is a power of two
-        if comm.rank == late:
-            comm.rendezvous.barrier()
         for turn in range(calls):
             comm.all_reduce(xs[(turn + (turn == wrong and comm.rank)) % 3])
-        if comm.rank != late:
-            comm.rendezvous.barrier()
-        wait_for_looks(comm, 2)
-        return part.broken and str(part.broken)
+        part = is_stuck(comm)
+        comm.rendezvous.barrier()
+        with pytest.raises(CollectiveError) as raised:
+            part.synchronize(timeout=0.3)
+        comm.rendezvous.barrier()
+        return str(raised.value)
 
     counts = [5, 6, 7]
     for text in run(body):
         mine, theirs = counts[wrong % 3], counts[(wrong + 1) % 3]
         if calls - wrong > 1024:
-            assert text is None, "what neither rank has on record any more"
+            assert "not complete" in text, "what neither rank has on record any more"
         else:
             assert f"#{wrong} of float32[{mine}]" in text and f"they differ in count {mine} against {theirs}" in text
-
-
-def test_calls_that_the_host_ahead_no_longer_keeps(run: Any) -> None:
-    """It has sent them: the host that begins them later compares them."""
-
-    def body(comm: kos.Communicator) -> str:
-        part: Any = comm.backend
-        xs = [on_gpu(count) for count in (5, 6, 7)]
-        comm.all_reduce(xs[0])
-        for ahead in (True, False):
-            with contextlib.suppress(CollectiveMismatch):  # found amid the calls of rank 1
-                for turn in range(2700 if ahead == (comm.rank == 0) else 0):
-                    if turn % 300 == 0:
-                        look(comm)
-                    comm.all_reduce(xs[(turn + (turn == 10 and comm.rank)) % 3])
-            wait_for_looks(comm)
-        return str(part.broken)
-
-    assert all("#11 " in text and "count 6 against 7" in text for text in run(body))
-
-
-def test_a_host_that_is_further_behind_than_calls_are_kept(run: Any) -> None:
-    """What it begins later is compared with nothing else, and what both begin then is compared."""
-
-    def body(comm: kos.Communicator) -> str:
-        heard = Heard(comm)
-        xs = [on_gpu(count) for count in (5, 6, 7)]
-        for ahead in (True, False):
-            for turn in range(3001 if ahead == (comm.rank == 0) else 0):
-                comm.all_reduce(xs[turn % 3])
-                if not ahead and turn % 100 == 0:
-                    look(comm)
-            wait_for_looks(comm)
-        assert comm.backend.broken is None
-        comm.all_reduce(xs[comm.rank])
-        return all_raise(comm, heard)
-
-    assert all("#3001" in text and "count 5 against 6" in text for text in run(body))
 
 
 @pytest.mark.parametrize("how", ["captured", "batch", "async", "persistent", "cached"])
 def test_every_way_to_call(run: Any, how: str) -> None:
     def body(comm: kos.Communicator) -> str:
-        heard, x = Heard(comm), on_gpu(10 + comm.rank)
+        x = on_gpu(10 + comm.rank)
         if how == "captured":
             with captures():
                 comm.all_reduce(x)
@@ -247,7 +208,7 @@ def test_every_way_to_call(run: Any, how: str) -> None:
             comm.all_reduce(x if comm.rank else y)
         else:
             comm.all_reduce(x, async_op=True)
-        return all_raise(comm, heard)
+        return all_raise(comm)
 
     assert all("against 11" in text for text in run(body))
 
@@ -255,11 +216,10 @@ def test_every_way_to_call(run: Any, how: str) -> None:
 def test_a_split_names_ranks_of_the_world(run: Any) -> None:
     def body(comm: kos.Communicator) -> str | None:
         part = comm.split(comm.rank % 2)
-        heard = Heard(part)
         part.all_reduce(on_gpu(10 + (comm.rank == 3)))
-        text = all_raise(part, heard) if comm.rank % 2 else None
+        text = all_raise(part) if comm.rank % 2 else None
         comm.rendezvous.barrier()
-        assert comm.rank % 2 or part.backend.broken is None
+        assert comm.rank % 2 or part.failure is None
         comm.rendezvous.barrier()
         part.abort()
         return text
@@ -268,21 +228,6 @@ def test_a_split_names_ranks_of_the_world(run: Any) -> None:
     assert even is None and other is None
     assert first == last or "rank 1 of world called all_reduce #0" in first
     assert "rank 1 of world called" in last and "rank 3 of world called" in last
-
-
-@KINDS
-def test_calls_that_differ_shortly_before_the_end(run: Any, kind: Any) -> None:
-    """The watchdog does not look any more: ``close`` compares the last calls."""
-
-    def body(comm: kos.Communicator) -> str:
-        for gpu in getattr(comm.backend, "gpus", (comm.backend,)):
-            gpu.unwatch()
-        comm.all_reduce(on_gpu(10 + comm.rank))
-        with pytest.raises(CollectiveMismatch) as raised:
-            comm.close()
-        return str(raised.value)
-
-    assert all("count 10 against 11" in text for text in run(body, kind=kind))
 
 
 @KINDS
@@ -326,15 +271,30 @@ def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pyt
     assert "rank 0 is gone: of the test" in run(body)[1]
 
 
-def test_many_hosts(run: Any) -> None:
-    """All of them hear of a difference, also those that are not connected with the two."""
+def test_one_rank_whose_time_is_up_asks_the_hosts_for_their_calls(run: Any) -> None:
+    """Here the second of its host, while nobody else waits."""
 
     def body(comm: kos.Communicator) -> str:
-        heard = Heard(comm)
-        comm.all_reduce(on_gpu(10 + (comm.rank == 3)))
-        return all_raise(comm, heard)
+        heard, part = Heard(comm), is_stuck(comm)
+        comm.all_reduce(on_gpu(10 + PAIRS[comm.rank]))
+        if comm.rank == 3:
+            with pytest.raises(CollectiveMismatch):
+                part.synchronize(timeout=0.3)
+        error = str(heard.wait())
+        comm.rendezvous.barrier()
+        return error
 
-    assert all("but rank 3 called" in text or "rank 3 called" in text for text in run(body, tuple(range(7))))
+    assert all("count 10 against 11" in text for text in run(body, PAIRS))
+
+
+def test_many_hosts(run: Any) -> None:
+    """All of them hear of a difference, also those whose calls are alike."""
+
+    def body(comm: kos.Communicator) -> str:
+        comm.all_reduce(on_gpu(10 + (comm.rank == 3)))
+        return all_raise(comm)
+
+    assert all("rank 3 called" in text for text in run(body, tuple(range(7))))
 
 
 def test_an_orderly_end_is_no_failure(run: Any) -> None:
@@ -343,6 +303,6 @@ def test_an_orderly_end_is_no_failure(run: Any) -> None:
         comm.all_reduce(on_gpu())
         comm.close()
         assert time.monotonic() - began < TIMEOUT
-        return comm.backend.broken
+        return comm.failure
 
     assert run(body, PAIRS) == [None] * 4

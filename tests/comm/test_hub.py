@@ -21,7 +21,7 @@ from kos.comm.control.env import JobRendezvous, env_rendezvous
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.hub import Hub, pair
 from kos.comm.control.wire import Connection, Network, admit_all
-from kos.comm.failures import blaming
+from kos.comm.records import blaming
 from kos.errors import CollectiveMismatch, CollectiveTimeout, CudaError, KosError, RankLost, RendezvousError
 from tests.comm.ranks import on_threads
 from tests.comm.tcp_ranks import (
@@ -279,7 +279,7 @@ def test_ctrl_c_amid_a_call_of_the_hub_blames_this_rank(
         with pytest.raises(KeyboardInterrupt):
             rendezvous.split(0)
         reported.set()
-        last = rendezvous.ledger.board.last
+        last = rendezvous.failures.status.last
         assert last is not None and last.ranks == (rank,) and "KeyboardInterrupt" in str(last)
 
     def body(rendezvous: JobRendezvous) -> None:
@@ -330,7 +330,7 @@ def test_a_timeout_of_another_rank_is_no_lack_of_connections() -> None:
 
         def fail() -> None:
             usual()
-            rendezvous.failure = late
+            rendezvous.failures.over = late
             raise late
 
         if rendezvous.rank == 1:
@@ -438,7 +438,7 @@ def test_a_rank_that_joins_after_another_was_found_dead(monkeypatch: pytest.Monk
         join_at(self, *arguments)
 
     def body(rendezvous: JobRendezvous) -> None:
-        monkeypatch.setattr(rendezvous.ledger.board, "ended", lambda rank: rank == 2)
+        monkeypatch.setattr(rendezvous.failures.status, "ended", lambda rank: rank == 2)
         with pytest.raises(RankLost) as caught:
             rendezvous.split(0)
         if rendezvous.rank != 2:

@@ -381,5 +381,5 @@ def test_a_failure_keeps_no_frames(gpu: Any, /, fake: FakeNCCL, monkeypatch: pyt
     monkeypatch.setattr(fake, "all_reduce", fail)
     with pytest.raises(CollectiveError, match="a test"):
         gpu.all_reduce(np.ones(3, np.float32))
-    failure = gpu.comm.backend.broken
+    failure = gpu.comm.failure
     assert "a test" in str(failure) and failure.__traceback__ is None and failure.__context__ is None

@@ -15,7 +15,7 @@ import kos
 from kos import ReduceOp, cuda
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer import engine as peer_engine
-from kos.comm.gpu.peer.launches import Launch, Launches
+from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable
@@ -105,7 +105,7 @@ def test_blocks_of_one_role_each(gpu: Any, /, seed: int, dtype: np.dtype, op: Re
     included; between them push, in another grid."""
     comm, me = gpu.comm, gpu.rank
     launches = comm.backend._engine.launches
-    mixed = Launch("specialized", tile=512), Launch("push", 2), Launch("specialized", tile=1024)
+    mixed = KernelConfig("specialized", tile=512), KernelConfig("push", 2), KernelConfig("specialized", tile=1024)
     x, out = (comm.allocate(LARGE // 8 * 16 // dtype.itemsize, dtype) for _ in range(2))
     for turn, vectors in enumerate((1, 9, 8 * gpu.size, 1001, LARGE // 8)):
         count = vectors * 16 // dtype.itemsize
@@ -138,7 +138,7 @@ def test_parts_of_any_size_go_by_one_kernel(
     """By packets and by direct writes, in one or several batches, with empty and unaligned parts."""
     comm, n, me, guard = gpu.comm, gpu.size, gpu.rank, 24
     launches = comm.backend._engine.launches
-    comm.backend.use(Launches(*[((None, Launch(algorithm, threads=64)),)] * 2))
+    comm.backend.use(Launches(*[((None, KernelConfig(algorithm, threads=64)),)] * 2))
     for turn, sizes in enumerate(((64, 16, 32), (1001, 0, 7), (0, LARGE // 2 + 3, 2), (33, 33, 33), (16, 16, 16))):
         counts = [sizes[rank % 3] for rank in range(n)]
         begin, total = sum(counts[:me]), sum(counts)

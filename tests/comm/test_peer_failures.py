@@ -19,13 +19,14 @@ from kos import ReduceOp
 from kos.comm import tuning, watchdog
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.failures import EndedEarly, blaming
+from kos.comm.failures import EndedEarly
 from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import record as peer_record
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.gpu.peer.record import CAUSE, FAILED, PEER
+from kos.comm.records import blaming
 from kos.cuda import driver
 from kos.errors import (
     BackendUnavailable,
@@ -213,8 +214,8 @@ def test_a_communicator_that_has_failed_is_in_the_way_of_no_other(rendezvous: Re
     """The program may still refer to it when it makes the next one."""
     failed = communicator(rendezvous, 20.0)
     meet(rendezvous)
-    failed.backend.broken = CollectiveError("a failure")
-    other = communicator(rendezvous, 20.0)
+    failed.backend.failures.first = CollectiveError("a failure")
+    other = communicator(rendezvous.split(0, rendezvous.rank), 20.0)
     assert (other.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == SIZE).all()
     meet(rendezvous)
     for comm in (failed, other):
@@ -346,7 +347,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(rendezvous: Rendezvous, /,
         if turn == 0 or rendezvous.rank < SIZE - 1:
             if turn and how == "abort":
                 threading.Timer(0.2, engine.record.abort).start()
-            launch = Launch("specialized", tile=512)
+            launch = KernelConfig("specialized", tile=512)
             engine.bind_all_reduce(memory.pointer, memory.pointer, count, FLOAT, ReduceOp.SUM, launch=launch)(0)
             if turn == 0:
                 engine.record.check("x")
@@ -409,29 +410,31 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.
     monkeypatch.setattr(driver, "synchronize", broken)
     monkeypatch.setattr(driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
-    calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: reported.append(error))
+    calls = _silent(check=Mock(side_effect=late), report_failure=lambda error, sequence: reported.append(error))
     backend.unwatch()
-    backend.shared.calls = calls
+    backend.shared.calls, backend.failures.links = calls, [calls]
     error = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)")
-    assert backend.failed(work_of("all_reduce", backend, 7), error) is error
-    assert type(backend.broken) is CudaError and not more
+    assert backend.to_error(work_of("all_reduce", backend, 7), error) is error
+    assert type(backend.failures.first) is CudaError and not more
     assert [(type(each), str(each)) for each in reported] == [(RankLost, f"rank 0 is gone: {error}")]
     monkeypatch.setattr(driver, "broken", lambda: None)  # the GPU works: other ranks may know the cause
     reported.clear()
     for known in (None, late):
-        calls.check.side_effect, backend.broken = known, None
+        calls.check.side_effect, backend.shared.ended, backend.failures.first = known, False, None
+        backend.failures.reported = backend.failures._told = None
         refused = CompileError("sum.cu:3: undefined")
-        assert backend.failed(work_of("all_reduce", backend, 7), refused) is (known or refused)
+        assert backend.to_error(work_of("all_reduce", backend, 7), refused) is (known or refused)
     assert [(type(each), str(each)) for each in reported] == [
         (CollectiveError, "rank 0: sum.cu:3: undefined"),
         (CollectiveTimeout, "all_reduce #7: ranks [1] did not arrive"),
     ]
 
 
-def _silent() -> dict[str, Any]:
-    """Of the calls of ranks that report nothing."""
+def _silent(**more: Any) -> Any:
+    """The calls of ranks that report nothing."""
     nothing = lambda *arguments: None  # noqa: E731
-    return {"fail": nothing, "raise_failure": nothing, "killed": nothing}
+    known = {"raise_failure": nothing, "killed": nothing, "missing": lambda work: [], "begun": 8}
+    return SimpleNamespace(**known | more)
 
 
 def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
@@ -441,9 +444,9 @@ def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
     reports = iter([None, None, first])
     check = Mock(side_effect=lambda call: _raise(next(reports)))
     backend.unwatch()
-    backend.shared.calls = SimpleNamespace(check=check, **_silent())
+    backend.shared.calls = _silent(check=check)
     call = work_of("all_reduce", backend, 7)
-    assert backend.failed(call, EndedEarly("all_reduce #7: the kernel of rank 1 ended early")) is first
+    assert backend.to_error(call, EndedEarly("all_reduce #7: the kernel of rank 1 ended early")) is first
     assert check.call_count == 3
 
 
@@ -451,9 +454,9 @@ def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu: None, monke
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.05)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     backend.unwatch()
-    backend.shared.calls = SimpleNamespace(check=lambda call: None, **_silent())
+    backend.shared.calls = _silent(check=lambda call: None)
     ended = blaming(EndedEarly("rank 1 ended early"), [1])
-    failure = backend.failed(work_of("all_reduce", backend, 7), ended)
+    failure = backend.to_error(work_of("all_reduce", backend, 7), ended)
     assert type(failure) is RankLost and "rank 1 ended early" in str(failure)
 
 
@@ -489,14 +492,14 @@ def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytes
 
     def body(rendezvous: Rendezvous) -> None:
         comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-        x, board = Array.zeros(4, np.float32, 0), rendezvous.ledger.board
+        x, status = Array.zeros(4, np.float32, 0), rendezvous.failures.status
         rendezvous.barrier()
         if rank == 1:  # announced, and not launched
             call = work_of("barrier", comm.backend, 0, comm._group)
             comm.backend.shared.calls.announce(call)
-            while board.awaited(0) != (1,) and time.monotonic() < deadline:
+            while status.awaited(0) != (1,) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert board.awaited(0) == (1,)
+            assert status.awaited(0) == (1,)
             shown.set()
             comm.send(x, 0)
         elif rank == 0:
@@ -519,7 +522,7 @@ def test_what_ends_a_kernel_is_what_is_raised(rendezvous: Rendezvous, /) -> None
     backend.unwatch()
 
     def ended_meanwhile() -> bool:
-        backend.failed(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
+        backend.to_error(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
         backend._engine.record.words[[CAUSE, PEER, FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
         return False
 
@@ -544,7 +547,7 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous: Rendezvous, /
     backend._engine.record.words[[CAUSE, PEER, FAILED]] = 3, peer, 1  # the kernel of the peer ended
     with pytest.raises(KosError, match="all_reduce #3"):
         comm.all_reduce(x)
-    assert backend.broken is not None and (x.numpy() == before).all()
+    assert backend.failures.first is not None and (x.numpy() == before).all()
     rendezvous.barrier()
     comm.abort()
 
@@ -552,14 +555,14 @@ def test_a_kernel_that_ended_early_fails_the_next_call(rendezvous: Rendezvous, /
 def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
-    shared, board = backend.shared, Mock(awaited=lambda rank: None, failure=lambda rank: None)
-    board.last_call = lambda rank: ""
-    shared.ledger.world, shared.ledger.board, halted = [0, 3], board, set[int]()
-    board.halted = board.ended = lambda rank: rank in halted
-    board.runs = lambda rank: rank not in halted
+    shared, status = backend.shared, Mock(awaited=lambda rank: None, failure=lambda rank: None)
+    status.last_call = lambda rank: ""
+    shared.failures.world, shared.failures.status, halted = [0, 3], status, set[int]()
+    status.halted = status.ended = lambda rank: rank in halted
+    status.runs = lambda rank: rank not in halted
     ended = blaming(EndedEarly("all_reduce #7: aborted while it waited for rank 3 of world"), [3])
-    error = shared.explained(work_of("all_reduce", backend, 7), ended)
+    error = shared.cause(work_of("all_reduce", backend, 7), ended)
     assert type(error) is RankLost and error.ranks == () and str(error) == str(ended)
     halted.add(3)
-    error = shared.explained(work_of("all_reduce", backend, 7), ended)
+    error = shared.cause(work_of("all_reduce", backend, 7), ended)
     assert error.ranks == (3,) and str(error) == f"{ended}: ranks [3] of world did not arrive"

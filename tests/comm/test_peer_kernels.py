@@ -15,7 +15,7 @@ import pytest
 from kos import cuda
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.cuda import streams
 from kos.cuda.kernels import load_kernel
@@ -35,16 +35,16 @@ FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
 DTYPES = [np.dtype(x) for x in (*FLOATS, *INTS)]
 LAUNCHES = [
-    Launch("one_shot", threads=128),
-    Launch("one_shot", blocks=3, threads=64),
-    Launch("two_shot", threads=128),
-    Launch("two_shot", blocks=2, threads=256),
-    Launch("ring", threads=128),
-    Launch("tree", threads=128),
-    Launch("push", blocks=4, threads=256),
-    Launch("direct", blocks=4, threads=256),
+    KernelConfig("one_shot", threads=128),
+    KernelConfig("one_shot", blocks=3, threads=64),
+    KernelConfig("two_shot", threads=128),
+    KernelConfig("two_shot", blocks=2, threads=256),
+    KernelConfig("ring", threads=128),
+    KernelConfig("tree", threads=128),
+    KernelConfig("push", blocks=4, threads=256),
+    KernelConfig("direct", blocks=4, threads=256),
 ]
-SPECIALIZED = Launch("specialized", threads=256, tile=1024)  # between symmetric buffers alone
+SPECIALIZED = KernelConfig("specialized", threads=256, tile=1024)  # between symmetric buffers alone
 NAMES = [f"{launch.algorithm}-{launch.blocks}" for launch in LAUNCHES]
 
 
@@ -107,8 +107,8 @@ def same(got: np.ndarray, want: np.ndarray, exact: bool) -> None:
 
 
 def reduce_once(
-    rendezvous: Rendezvous, device: int, engine: PeerEngine, launch: Launch, inputs: list[np.ndarray], ops: list[Any],
-    *, offset: int = 0, in_place: bool = False, memory: SymmetricMemory | None = None,
+    rendezvous: Rendezvous, device: int, engine: PeerEngine, launch: KernelConfig, inputs: list[np.ndarray],
+    ops: list[Any], *, offset: int = 0, in_place: bool = False, memory: SymmetricMemory | None = None,
 ) -> np.ndarray:  # fmt: skip
     """This rank's result; guards around the output must stay as they were."""
     x, op = inputs[rendezvous.rank], ops[rendezvous.rank]
@@ -149,7 +149,7 @@ def reduce_once(
     return got[inside]
 
 
-def every_dtype(rendezvous: Rendezvous, device: int, launch: Launch, start: int) -> None:
+def every_dtype(rendezvous: Rendezvous, device: int, launch: KernelConfig, start: int) -> None:
     rng = np.random.default_rng(start)
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     size = rendezvous.size
@@ -165,7 +165,7 @@ def every_dtype(rendezvous: Rendezvous, device: int, launch: Launch, start: int)
     engine.close()
 
 
-def every_op(rendezvous: Rendezvous, device: int, launch: Launch, start: int) -> None:
+def every_op(rendezvous: Rendezvous, device: int, launch: KernelConfig, start: int) -> None:
     rng = np.random.default_rng(start)
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     size = rendezvous.size
@@ -184,12 +184,12 @@ def every_op(rendezvous: Rendezvous, device: int, launch: Launch, start: int) ->
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_every_dtype_and_odd_sizes(launch: Launch) -> None:
+def test_every_dtype_and_odd_sizes(launch: KernelConfig) -> None:
     on_ranks(every_dtype, 3, launch, seed())
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_every_op(launch: Launch) -> None:
+def test_every_op(launch: KernelConfig) -> None:
     on_ranks(every_op, 2, launch, seed())
 
 
@@ -200,7 +200,7 @@ def ring_order(rendezvous: Rendezvous, device: int, start: int) -> None:
     size, blocks, per = rendezvous.size, 2, 40
     count = size * blocks * per * 3  # float32: 3 to a packet
     inputs = [(rng.standard_normal(count) * 10.0 ** rng.integers(-6, 7, count)).astype(np.float32) for _ in range(size)]
-    launch = Launch("ring", blocks=blocks, threads=64)
+    launch = KernelConfig("ring", blocks=blocks, threads=64)
     got = reduce_once(rendezvous, device, engine, launch, inputs, [ReduceOp.SUM] * size)
     want, chunk = np.empty_like(got), count // size
     for b in range(size):
@@ -221,7 +221,7 @@ def zero_copy(rendezvous: Rendezvous, device: int, start: int) -> None:
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 16)
     with SymmetricMemory(rendezvous, 64 << 20, device) as memory:
         engine.register(memory)
-        others = Launch("direct", blocks=8, threads=256), Launch("copies", pieces=3), SPECIALIZED
+        others = KernelConfig("direct", blocks=8, threads=256), KernelConfig("copies", pieces=3), SPECIALIZED
         for launch in (*LAUNCHES[-3:], *others):
             for count in (1, 8, 100, 65536, 300_007):
                 for in_place in (False, True):
@@ -240,7 +240,7 @@ def test_symmetric_buffers() -> None:
 
 
 def storm(
-    rendezvous: Rendezvous, device: int, start: int, launches: list[Launch], rounds: int, macros: dict[str, Any]
+    rendezvous: Rendezvous, device: int, start: int, launches: list[KernelConfig], rounds: int, macros: dict[str, Any]
 ) -> int:
     """Many graphs of back-to-back operations on changing data; the number of wrong elements on this rank."""
     rng = np.random.default_rng(start)
@@ -287,7 +287,7 @@ def test_back_to_back_in_graphs(stall: int) -> None:
 
 
 @pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
-def test_without_flags_the_storm_is_wrong(launch: Launch) -> None:
+def test_without_flags_the_storm_is_wrong(launch: KernelConfig) -> None:
     """The negative control: with the waits taken out, stalled ranks must read what has not come."""
     wrong = on_ranks(storm, 2, seed(), [launch], 3, {"STALL": 20_000, "BROKEN": 1})
     assert sum(wrong) > 0
@@ -318,8 +318,8 @@ def test_without_flags_what_moves_is_wrong(kind: str) -> None:
     assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
 
 
-def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, launch: Launch, how: str) -> str:
-    """Rank 1 launches nothing.  ``all_ended`` is no wait that the ledger knows: it would be followed to its cause."""
+def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, launch: KernelConfig, how: str) -> str:
+    """Rank 1 launches nothing.  ``all_ended`` is no wait that the log knows: it would be followed to its cause."""
     engine = PeerEngine(rendezvous, device, timeout=0.5, staging=1 << 14)
     stream = cuda.create_stream(device)
     memory = SymmetricMemory(rendezvous, 1 << 16, device)
@@ -356,20 +356,20 @@ def absent(rendezvous: Rendezvous, device: int, all_ended: threading.Barrier, la
 
 
 @pytest.mark.parametrize("launch", [*LAUNCHES, SPECIALIZED], ids=[*NAMES, "specialized"])
-def test_absent_rank_is_named(launch: Launch) -> None:
+def test_absent_rank_is_named(launch: KernelConfig) -> None:
     messages = on_ranks(absent, 2, threading.Barrier(2), launch, "timeout")
     assert messages[0].startswith("all_reduce #7: rank 1 did not arrive within 0.5 s")
 
 
 def test_the_others_are_told() -> None:
-    messages = on_ranks(absent, 3, threading.Barrier(3), Launch("one_shot"), "timeout")
+    messages = on_ranks(absent, 3, threading.Barrier(3), KernelConfig("one_shot"), "timeout")
     told = [text for text in (messages[0], messages[2]) if "ended early" in text]
     named = [text for text in messages if "rank 1 did not arrive" in text]
     assert named and len(named) + len(told) == 2, messages
 
 
 def test_abort_ends_a_wait() -> None:
-    messages = on_ranks(absent, 2, threading.Barrier(2), Launch("two_shot"), "abort")
+    messages = on_ranks(absent, 2, threading.Barrier(2), KernelConfig("two_shot"), "abort")
     assert "aborted while it waited for rank 1" in messages[0]
 
 

@@ -22,7 +22,7 @@ from kos.comm.gpu.peer import exchange as peer_exchange
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch, Launches
+from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.cuda import driver
 from kos.cuda import kernels as cuda_kernels
 from kos.errors import InvalidArgument
@@ -334,7 +334,7 @@ def test_an_async_message_takes_few_blocks_and_is_not_ordered(
 
 def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -> None:
     """Where the staging does not hold what ``specialized`` needs, and where the operation is not for the launch."""
-    table = Launches(((None, Launch("specialized", tile=512)),), ((None, Launch("direct")),))
+    table = Launches(((None, KernelConfig("specialized", tile=512)),), ((None, KernelConfig("direct")),))
 
     def body(gpu: Any) -> None:
         comm, backend = gpu.comm, gpu.comm.backend

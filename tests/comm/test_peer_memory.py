@@ -18,7 +18,7 @@ from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer import copies as peer_copies
 from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch, Launches
+from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.operation import Operation
 from kos.comm.reduction import resolve
 from kos.cuda import driver, streams
@@ -127,8 +127,9 @@ def test_cached_routes_are_dropped_with_their_window(gpu: Any, /, monkeypatch: p
 def test_ranks_compare_where_large_buffers_lie(gpu: Any, /) -> None:
     """The kernel of a large call depends on where its buffers lie, so ranks compare this."""
     comm = gpu.comm
-    symmetric = (1000, Launch("one_shot", threads=64)), (None, Launch("direct"))  # packets are as for ordinary memory
-    comm.backend.use(Launches(symmetric, ((1000, Launch("one_shot")), (None, Launch("two_shot")))))
+    # Packets are as for ordinary memory.
+    symmetric = (1000, KernelConfig("one_shot", threads=64)), (None, KernelConfig("direct"))
+    comm.backend.use(Launches(symmetric, ((1000, KernelConfig("one_shot")), (None, KernelConfig("two_shot")))))
     ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
     other = comm.allocate(1 << 18, np.float32)
     ways, names = {}, ("ordinary", "symmetric", "shifted", "another")

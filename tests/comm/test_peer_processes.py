@@ -18,7 +18,7 @@ from kos import cuda
 from kos.comm.control.env import env_rendezvous
 from kos.comm.control.threads import single_rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
-from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.launches import KernelConfig
 from kos.comm.reduction import ReduceOp
 from kos.cuda import streams
 from kos.dtypes import dtype_of
@@ -53,7 +53,8 @@ def child(role: str, algorithm: str) -> None:
         places = memory.pointer, memory.pointer + memory.nbytes // 2
         pairs = zip(places, (x, y), strict=True)
         x, y = (Array(at, (COUNT,), np.float32, device).copy_from(each) for at, each in pairs)
-    run = engine.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2))
+    launch = KernelConfig(algorithm, blocks=2)
+    run = engine.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=launch)
     cuda.synchronize(device)
     rendezvous.barrier()
     last = rank == size - 1

@@ -16,7 +16,7 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
-from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.launches import KernelConfig
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 
@@ -31,9 +31,9 @@ KINDS = [
 ]  # fmt: skip
 TYPES = ["float32", "bfloat16", "float64", "int8", "float8_e4m3fn"]
 LAUNCHES = [
-    Launch("one_shot", threads=128), Launch("two_shot", threads=128), Launch("ring", threads=128),
-    Launch("tree", threads=128), Launch("direct", 32),
-    Launch("push", 64), Launch("copies", pieces=2), Launch("specialized", tile=16384),
+    KernelConfig("one_shot", threads=128), KernelConfig("two_shot", threads=128), KernelConfig("ring", threads=128),
+    KernelConfig("tree", threads=128), KernelConfig("direct", 32),
+    KernelConfig("push", 64), KernelConfig("copies", pieces=2), KernelConfig("specialized", tile=16384),
 ]  # fmt: skip
 
 

@@ -125,14 +125,14 @@ def wakes(thread: threading.Thread) -> int:
 def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread has found the failure and not yet recorded it: ``wait`` does not take that for the end."""
     (comm, other), begun, waits = pair(), threading.Event(), threading.Event()
-    backend, failed, idle = comm.backend, comm.backend.failed, comm.backend.idle
+    backend, to_error, idle = comm.backend, comm.backend.to_error, comm.backend.idle
 
     def record(*of: Any) -> Any:
         begun.set()
         assert waits.wait(TIMEOUT)
-        return failed(*of)
+        return to_error(*of)
 
-    monkeypatch.setattr(backend, "failed", record)
+    monkeypatch.setattr(backend, "to_error", record)
     monkeypatch.setattr(backend, "idle", lambda: (waits.set(), idle())[1])
     work = comm.recv(np.ones(3), 1, async_op=True)
     other.abort(reason="a test")

@@ -281,7 +281,7 @@ def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytes
     elif how == "aborted":
         alone.abort()
     else:
-        alone.backend.broken = CollectiveError("an earlier failure")
+        alone.backend.failures.first = CollectiveError("an earlier failure")
     with pytest.raises(CollectiveError, match="closed|out of step|earlier failure"):
         alone.all_reduce(x)
     assert not launched

@@ -139,7 +139,7 @@ def test_ranks_that_may_not_read_each_other_use_slots(monkeypatch: pytest.Monkey
     tell = Node._read_each_other
 
     def wrong(self: Node, rendezvous: Rendezvous) -> bool:
-        if self.ledger.rank != 1:
+        if self.failures.rank != 1:
             return tell(self, rendezvous)
         rendezvous.allgather((8).to_bytes(8, "little") + bytes(16) if place else np.ones(1).tobytes() * 3)
         return all(rendezvous.allgather(b"1"))

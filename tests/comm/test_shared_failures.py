@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 import time
@@ -16,12 +15,13 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.failures import Ledger, from_record, to_record
+from kos.comm.failures import FailureLog
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Node, Segment
-from kos.comm.host.shared import board as shared_board
-from kos.comm.host.shared.board import SharedBoard
+from kos.comm.host.shared import status as shared_status
 from kos.comm.host.shared.segment import CALL_BYTES, STARTED, process
+from kos.comm.host.shared.status import SharedStatus
+from kos.comm.records import from_record, to_record
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import Fault, spawn
 from kos.testing.conformance.failures import MISMATCHES
@@ -29,6 +29,7 @@ from tests.comm.ranks import on_each_rank
 from tests.comm.shared_ranks import TIMEOUT, needs_core, run
 from tests.comm.test_failures import F4
 from tests.comm.test_jobs import mpirun, program
+from tests.comm.test_message_failures import Interrupted
 from tests.comm.test_recorder import line_of
 from tests.comm.works import work_of
 
@@ -203,23 +204,44 @@ def test_a_description_that_is_half_written_does_not_hide_the_others(comm: kos.C
         comm.all_reduce(np.zeros(4 + comm.rank))
 
 
-def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lock that it holds keeps nobody for long from raising what is known without it."""
-    monkeypatch.setattr("kos.comm.host.shared.segment.LOCK_SECONDS", 0.1)
+@on_each_rank(run, 3, close=False)
+def test_a_failure_of_an_earlier_call_that_comes_after_one_of_a_later_call(comm: kos.Communicator, /) -> None:
+    """A rank that waits in the earlier call raises it at once, not at its timeout."""
+    vars(comm).pop("all_reduce")  # Python handles no signal where the core starts a call
+    if comm.rank == 2:
+        assert _later.wait(TIMEOUT)
+        _later.clear()
+        comm._collectives = Interrupted(comm._collectives)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            comm.all_reduce(np.ones(3))
+        return
+    first, began = comm.all_reduce(np.ones(3), async_op=True), time.monotonic()
+    if comm.rank == 1:
+        with pytest.raises(CollectiveTimeout, match="barrier #1"):
+            comm.barrier(timeout=0.1)
+        _later.set()
+    with pytest.raises(CollectiveError, match="rank 2: .*all_reduce #0.*: interrupted by KeyboardInterrupt") as caught:
+        first.wait()
+    assert caught.value.ranks == (2,) and time.monotonic() - began < TIMEOUT / 2
 
-    def body(comm: kos.Communicator) -> None:
+
+_later = threading.Event()
+
+
+@on_each_rank(run, 2, close=False)
+def test_a_rank_that_was_stopped_while_it_told_its_failure(comm: kos.Communicator, /) -> None:
+    """It had told one of a later call, over which it wrote another: who waits raises what is left."""
+    calls = comm.backend.calls
+    comm.barrier()
+    if comm.rank == 1:
+        calls.report_failure(CollectiveError("of a later call"), 1)
+        at = calls.segment.layout.report_of(1)
+        calls.segment.bytes[at : at + 5] = b"[12, "
+        comm.rendezvous.barrier()
+        return
+    comm.rendezvous.barrier()
+    with pytest.raises(CollectiveError, match="collective #1 failed on a rank that was stopped meanwhile"):
         comm.barrier()
-        if comm.rank == 1:
-            return
-        file = os.open(f"/proc/self/fd/{comm.backend._segment._file}", os.O_RDWR)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive"):
-                comm.barrier(timeout=0.1)
-        finally:
-            os.close(file)
-
-    run(body, 2, close=False)
 
 
 def test_a_failure_of_a_class_that_ranks_do_not_share() -> None:
@@ -241,8 +263,8 @@ def test_the_board_may_be_freed_while_another_thread_reads_it(
     comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hub of a rendezvous looks for ranks that have ended while the program closes its last communicator."""
-    board = comm.rendezvous.ledger.board
-    read, usual = SharedBoard(comm.backend._segment, [0, 1]), shared_board.process  # type: ignore[attr-defined]
+    status = comm.rendezvous.failures.status
+    read, usual = SharedStatus(comm.backend._segment, [0, 1]), shared_status.process  # type: ignore[attr-defined]
 
     def free(pid: int) -> tuple[str, int]:
         read.free()
@@ -250,10 +272,10 @@ def test_the_board_may_be_freed_while_another_thread_reads_it(
 
     comm.barrier()
     if comm.rank == 0:
-        monkeypatch.setattr(shared_board, "process", free)
+        monkeypatch.setattr(shared_status, "process", free)
         assert read.runs(1) and not read.runs(1)  # freed within the first
-        monkeypatch.setattr(shared_board, "process", usual)
-        assert board.runs(1) and not board.ended(1)
+        monkeypatch.setattr(shared_status, "process", usual)
+        assert status.runs(1) and not status.ended(1)
     comm.barrier()
 
 
@@ -267,8 +289,8 @@ def test_a_timeout_shows_the_last_call_of_a_late_rank(start: Callable[..., Any])
         if comm.rank == 1:
             over.wait(TIMEOUT)
             return
-        board, deadline = comm.rendezvous.ledger.board, time.monotonic() + TIMEOUT
-        while "all_reduce #1" not in board.last_call(1):  # the watchdog copies it in intervals
+        status, deadline = comm.rendezvous.failures.status, time.monotonic() + TIMEOUT
+        while "all_reduce #1" not in status.last_call(1):  # the watchdog copies it in intervals
             assert time.monotonic() < deadline, "rank 1 did not publish its call"
             time.sleep(0.01)
         with pytest.raises(CollectiveTimeout) as caught:
@@ -283,24 +305,24 @@ def test_a_timeout_shows_the_last_call_of_a_late_rank(start: Callable[..., Any])
 
 
 def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last() -> None:
-    ledger = Ledger([0, 1], 0)
+    failures = FailureLog([0, 1], 0)
     call = "world: barrier #1 at train.py:6"
-    ledger.board.last_call = lambda rank: call  # type: ignore[method-assign]
-    texts = [str(ledger.overdue([1], f"world: barrier #{number}", None)) for number in (1, 12)]
+    failures.status.last_call = lambda rank: call  # type: ignore[method-assign]
+    texts = [str(failures.overdue([1], f"world: barrier #{number}", None)) for number in (1, 12)]
     assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
 
 
 def test_a_long_path_of_a_last_call_is_cut_not_lost() -> None:
     def body(comm: kos.Communicator) -> None:
-        board: Any = comm.rendezvous.ledger.board
-        board._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
-        board.watch()
+        status: Any = comm.rendezvous.failures.status
+        status._read_call = lambda: f"world: barrier #0 at /{'é' * CALL_BYTES}/train.py:6"
+        status.watch()
         comm.barrier()
-        text = board.last_call(1 - comm.rank)
+        text = status.last_call(1 - comm.rank)
         assert text.endswith("é/train.py:6") and len(text.encode()) <= CALL_BYTES + 2
-        board.free()
-        board.watch()
-        assert board.last_call(1 - comm.rank) == ""
+        status.free()
+        status.watch()
+        assert status.last_call(1 - comm.rank) == ""
 
     run(body, 2, close=False)
 

@@ -15,8 +15,10 @@ import pytest
 
 import kos
 from kos.comm.backend import SHRINKS
-from kos.comm.control.threads import ThreadRendezvous
-from kos.comm.failures import Ledger
+from kos.comm.control import mpi_job
+from kos.comm.control.mpi import wait_for_all
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.comm.failures import FailureLog
 from kos.comm.host.mpi import MPITransport
 from kos.errors import CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
@@ -158,18 +160,18 @@ def test_ranks_of_mpi_go_on_without_mpi(comm: kos.Communicator, /, memory: str) 
 
 def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may have learned first of the one that failed, and say that it goes on without it."""
-    ledger = Ledger([0, 1, 2], rank=2)
-    ledger.record_end(0, 3, SHRINKS)
+    failures = FailureLog([0, 1, 2], rank=2)
+    failures.record_end(0, 3, SHRINKS)
     reads = iter(range(3))
 
     def receive() -> None:
         if next(reads) == 2:
-            ledger.record_end(1, 0, "its connection was closed")
+            failures.record_end(1, 0, "its connection was closed")
 
-    transport: Any = SimpleNamespace(ring=None, receive_notices=receive, ledger=ledger)
-    monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 0.0)
+    transport: Any = SimpleNamespace(ring=None, receive_notices=receive, failures=failures)
+    monkeypatch.setattr("kos.comm.host.mpi.NAMING_SECONDS", 0.0)
     assert next(MPITransport.gone(transport)) == (0, SHRINKS)
-    monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 1000.0)
+    monkeypatch.setattr("kos.comm.host.mpi.NAMING_SECONDS", 1000.0)
     assert next(MPITransport.gone(transport)) == (1, "its connection was closed")
 
 
@@ -367,3 +369,21 @@ os._exit(0)
 """
     lines = job(tmp_path, 3, text, *ULFM)
     assert len(lines) == 2 and all(re.match("rendezvous: rank 1 is gone: start: MPI: ", line) for line in lines)
+
+
+def test_mpi_fails_for_a_rank_that_is_not_in_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names that rank, of which the hub of the world knows."""
+
+    class Failed(Exception):
+        def Get_error_string(self) -> str:
+            return "MPI_ERR_PROC_FAILED"
+
+    def create() -> None:
+        raise Failed
+
+    monkeypatch.setattr(mpi_job, "load_mpi", lambda: SimpleNamespace(Exception=Failed))
+    rendezvous = ThreadRendezvous(ThreadGroup(2), 0, 20.0)
+    rendezvous.threads.world.ends[5] = "its connection was closed"
+    with pytest.raises(RankLost, match="rank 5 of world is gone: create: MPI: MPI_ERR_PROC_FAILED") as caught:
+        wait_for_all(rendezvous, "create", create)
+    assert caught.value.ranks == (5,)

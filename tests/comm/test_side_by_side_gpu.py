@@ -52,7 +52,7 @@ def groups(world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
         groups = [world.split(0, world.rank) for _ in range(4)]
         for each in groups:
             assert each is not None
-            stack.callback(lambda each=each: each.close() if each.backend.broken is None else each.abort())
+            stack.callback(lambda each=each: each.close() if each.failure is None else each.abort())
         yield groups  # type: ignore[misc]
 
 

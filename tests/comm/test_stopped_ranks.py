@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kos.comm.control.group import GRACE_SECONDS
+from kos.comm.control.mpi import look_for_lost
+from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
+from kos.errors import RendezvousError
 from tests.comm.tcp_ranks import run_processes
 from tests.forked import python
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -31,9 +36,12 @@ try:
             comm.recv(np.empty(9), 0, timeout=50)
         comm.broadcast_bytes(b"" if comm.rank == 0 else None, timeout=50)
     else:
-        comm.all_gather_bytes(b"x", timeout=50)
+        began = time.monotonic()
+        comm.all_gather_bytes(b"x", timeout={timeout})
 except kos.errors.KosError as error:
     print(type(error).__name__, error.ranks, error, flush=True)
+    if "{way}" == "rendezvous":
+        print("after", time.monotonic() - began, flush=True)
 time.sleep(0.5)  # the others look at the stopped rank
 if comm.rank == (0 if {stopped} else 1):
     os.kill(pids[{stopped}], signal.SIGCONT)
@@ -53,17 +61,38 @@ def check(output: str, way: str, stopped: int) -> None:
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
 def test_a_stopped_rank_on_tcp(way: str, stopped: int) -> None:
     began = time.monotonic()
-    results = run_processes(STOPS.format(backend="tcp", way=way, stopped=stopped), 3)
+    results = run_processes(STOPS.format(backend="tcp", way=way, stopped=stopped, timeout=50), 3)
     check("".join(output for _, output in results), way, stopped)
     assert time.monotonic() - began < 40
+
+
+def test_a_stopped_hub_is_not_awaited_longer_than_another_rank() -> None:
+    """A rank knows that the process of its hub is stopped: it does not wait for the hub's report of late ranks."""
+    results = run_processes(STOPS.format(backend="tcp", way="rendezvous", stopped=0, timeout=1), 3)
+    output = "".join(output for _, output in results)
+    seconds = [float(line.split()[1]) for line in output.splitlines() if line.startswith("after")]
+    assert len(seconds) == 2 and max(seconds) < 1 + GRACE_SECONDS - 0.5, output
+    assert output.count("ranks [0] were stopped by a signal or a debugger") == 2, output
 
 
 @needs_mpirun
 @pytest.mark.parametrize(("way", "stopped"), WAYS)
 def test_a_stopped_rank_on_mpi(tmp_path: Path, way: str, stopped: int) -> None:
     path, began = tmp_path / "program.py", time.monotonic()
-    path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped))
+    path.write_text(STOPS.format(backend="mpi", way=way, stopped=stopped, timeout=50))
     environment = {**OUTSIDE, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
     done = run_program(MPIRUN, "-n", "3", *python(), str(path), env=environment, cwd="/")
     check(done.stdout, way, stopped)
     assert time.monotonic() - began < 40
+
+
+def test_a_stopped_rank_in_an_exchange_that_mpi_carries() -> None:
+    """Where hosts have no hub: each wait looks for as long as it lasts."""
+    rendezvous = ThreadRendezvous(ThreadGroup(2), 0, 50.0)
+    status: Any = rendezvous.failures.status
+    rendezvous.usual, status.halted = 0.3, lambda rank: rank == 1
+    look = look_for_lost(rendezvous)
+    look()
+    time.sleep(0.5)
+    with pytest.raises(RendezvousError, match=r"ranks \[1\] did not arrive within 0.3 s; ranks \[1\] were stopped"):
+        look()

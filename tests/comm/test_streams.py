@@ -20,7 +20,7 @@ from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer import engine
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels, Occupancy
-from kos.comm.gpu.peer.launches import Launch, Launches
+from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.cuda import driver, streams
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
@@ -359,7 +359,7 @@ def test_communicators_that_fit_on_one_gpu_run_concurrently(monkeypatch: pytest.
         monkeypatch.setattr(
             "kos.comm.gpu.order.Streams.follow", lambda self, stream, before, capture: follows.append((stream, before))
         )
-        table = Launches(((None, Launch("one_shot", 32)),), ((None, Launch("one_shot", 32)),))
+        table = Launches(((None, KernelConfig("one_shot", 32)),), ((None, KernelConfig("one_shot", 32)),))
         for comm in comms:
             comm.backend.use(table)  # type: ignore[attr-defined]
         for turn in range(3):

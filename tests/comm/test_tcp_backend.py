@@ -15,6 +15,7 @@ import pytest
 
 import kos
 from kos.comm.control.threads import single_rendezvous
+from kos.comm.failures import Late
 from kos.comm.host import tcp_messages as backend
 from kos.comm.host.tcp import RECENT, TCPTransport
 from kos.comm.schedules import algorithms
@@ -186,14 +187,14 @@ def test_awaited_ranks_are_looked_up_under_the_lock(monkeypatch: pytest.MonkeyPa
             return
         backend: Any = comm.backend
 
-        def waits_for(call: Any) -> list[int]:
+        def late(call: Any) -> Late:
             [free] = run_threads(partial(is_free, backend.engine.lock))
             held.append(free is False)
             if len(held) == 3:
                 asked.set()
-            return []
+            return Late()
 
-        monkeypatch.setattr(backend, "waits_for", waits_for)
+        monkeypatch.setattr(backend, "late", late)
         comm.recv(np.zeros(3), 1, timeout=2 * comm.timeout)
         assert all(held)
 

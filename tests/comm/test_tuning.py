@@ -15,7 +15,7 @@ import pytest
 
 from kos.comm import tuning
 from kos.comm.control.threads import ThreadGroup, ThreadRendezvous
-from kos.comm.gpu.peer.launches import DEFAULT, Launch
+from kos.comm.gpu.peer.launches import DEFAULT, KernelConfig
 from kos.comm.tuning import Table, load, merged, parse, pick, read
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.tune import measure as tune
@@ -56,10 +56,10 @@ def launched(**launch: Any) -> dict[str, Any]:
 
 def test_round_trip() -> None:
     table = parse(TABLE, "here")
-    assert table.launches.symmetric[0] == (65536, Launch("one_shot", threads=128))
+    assert table.launches.symmetric[0] == (65536, KernelConfig("one_shot", threads=128))
     assert table.launches.pick(1024, True) == table.launches.pick(1024, False)  # packets go alike wherever buffers lie
-    assert table.launches.pick(65537, True) == Launch("push", 64)
-    assert table.launches.pick(1, False) == Launch("two_shot")
+    assert table.launches.pick(65537, True) == KernelConfig("push", 64)
+    assert table.launches.pick(1, False) == KernelConfig("two_shot")
     again = parse(json.loads(json.dumps(table.to_json())), "there")
     assert again.to_json() == table.to_json()
 
@@ -350,5 +350,5 @@ def test_candidates_are_launches_that_a_table_may_hold() -> None:
     for nbytes in (1 << 10, 1 << 18, 1 << 22, 1 << 30):
         for symmetric in (False, True):
             found = list(tune.candidates(nbytes, symmetric))
-            assert found and all(Launch.from_json(launch.as_json()) == launch for launch in found)
+            assert found and all(KernelConfig.from_json(launch.as_json()) == launch for launch in found)
             assert symmetric or not {"copies", "direct"} & {launch.algorithm for launch in found}

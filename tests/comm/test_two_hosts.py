@@ -51,14 +51,12 @@ ON_GPUS = """
 import pytest
 from kos.comm.control.bootstrap import default_rendezvous
 from tests.comm.fake_nccl import quiet
-from tests.comm.test_gpu_hosts import {kind}, on_gpu
-from tests.comm.test_watchdog import Heard
+from tests.comm.test_gpu_hosts import all_raise, {kind}, on_gpu
 with pytest.MonkeyPatch.context() as patch, quiet(patch):
     comm = {kind}(default_rendezvous(60.0))
-    heard = Heard(comm)
     comm.all_reduce(on_gpu(10))
     comm.all_reduce(on_gpu(10 + (comm.rank == 1)))
-    print(heard.wait(), flush=True)
+    print(all_raise(comm), flush=True)
     comm.rendezvous.barrier()
     comm.close()
 """

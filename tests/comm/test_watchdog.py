@@ -114,7 +114,7 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
             both = threading.Event()
 
             def drain(gpu: Any) -> None:
-                if all(each.broken is not None for each in gpus):
+                if all(each.failures.first is not None for each in gpus):
                     both.set()
                 both.wait(2 * TIMEOUT)
 
@@ -123,7 +123,7 @@ def test_kernels_of_every_communicator_of_a_lost_rank_are_ended(
             heard = [Heard(each) for each in (comm, other)]
             if finder == "a call":
                 kill(other, 1)
-                gpus[0].failed(gpus[0]._last, RankLost("world: rank 1 is gone"))
+                gpus[0].to_error(gpus[0]._last, RankLost("world: rank 1 is gone"))
             else:
                 kill(comm, 1)
                 kill(other, 1)
@@ -152,22 +152,22 @@ def test_graphs_of_another_communicator_do_not_hold_the_gpu(
             ended = threading.Event()
 
             def drain(gpu: Any) -> None:
-                if all(each.broken is not None for each in gpus):
+                if all(each.failures.first is not None for each in gpus):
                     ended.set()
                 ended.wait(TIMEOUT)
 
             monkeypatch.setattr(device.DeviceBackend, "_drain", drain)
-            monkeypatch.setattr(type(gpus[1].ledger.board), "halted", lambda *_: rank_is == "stopped")
+            monkeypatch.setattr(type(gpus[1].failures.status), "halted", lambda *_: rank_is == "stopped")
             gpus[1].timeout = 0.6 if rank_is == "late" else 1000.0
             heard, began = Heard(graphs), time.monotonic()
             late = CollectiveTimeout("synchronize: rank 1 did not arrive")
             late.ranks = (1,)
-            gpus[0].failed(gpus[0]._last, late)
+            gpus[0].to_error(gpus[0]._last, late)
             error = heard.wait()
             assert isinstance(error, CollectiveTimeout) and error.ranks == (1,)
             assert "after another communicator failed" in str(error) and "rank 1 did not arrive" in str(error)
             assert time.monotonic() - began > (0.3 if rank_is == "stopped" else 0.6)
-            assert bystander.backend.broken is None
+            assert bystander.failure is None
         comm.rendezvous.barrier()
 
     run(body, "nccl", host=SharedOnly)
@@ -270,7 +270,7 @@ def test_who_timed_out_waiting_for_the_dead_names_them(comm: kos.Communicator, l
     comm.rendezvous.barrier()
     if comm.rank == 0:
         kill(comm, 1)
-        error = part.failed(part._last or comm.backend.gpus[1]._last, CollectiveTimeout("rank 1 did not arrive"))
+        error = part.to_error(part._last or comm.backend.gpus[1]._last, CollectiveTimeout("rank 1 did not arrive"))
         assert isinstance(error, RankLost) and "rank 1 is gone: its process ended" in str(error)
     comm.rendezvous.barrier()
 
@@ -281,17 +281,17 @@ def test_a_wait_on_the_host_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def body(comm: kos.Communicator, log: Any) -> None:
         part = comm.backend.gpus[0]
-        board = part.ledger.board
+        status = part.failures.status
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
             waiting = threading.Event()
-            monkeypatch.setattr(board, "post_wait", _telling(board.post_wait, waiting))
+            monkeypatch.setattr(status, "post_wait", _telling(status.post_wait, waiting))
             late = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[1\] did not arrive"
             with pytest.raises(CollectiveTimeout, match=late) as got:
                 comm.synchronize(0.3)
             assert got.value.ranks == (1,)
-            assert waiting.is_set() and board.awaited(0) is None, "shown, and no longer"
-            assert board.last is not None, "the failure is shown before"
+            assert waiting.is_set() and status.awaited(0) is None, "shown, and no longer"
+            assert status.last is not None, "the failure is shown before"
         comm.rendezvous.barrier()
 
     run(body, "nccl", host=SharedOnly)
@@ -312,15 +312,15 @@ def test_a_queue_that_waits_is_shown_while_the_program_does_something_else() -> 
     began = threading.Event()
 
     def body(comm: kos.Communicator, log: Any) -> None:
-        board = comm.backend.gpus[0].ledger.board
+        status = comm.backend.gpus[0].failures.status
         if comm.rank == 0:
             comm.all_reduce(on_gpu())
-            assert eventually(lambda: board.queued and list(board.queued.values()) == [(1,)])
+            assert eventually(lambda: status.queued and list(status.queued.values()) == [(1,)])
             began.set()
-            assert eventually(lambda: not board.queued)
+            assert eventually(lambda: not status.queued)
         else:
             assert began.wait(TIMEOUT)
-            assert board.awaited(0) == (1,)
+            assert status.awaited(0) == (1,)
             comm.all_reduce(on_gpu())
         comm.rendezvous.barrier()
 

@@ -201,7 +201,7 @@ def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterat
 def comm(world: kos.Communicator) -> Iterator[kos.Communicator]:
     comm = world.duplicate()
     yield comm
-    if comm.backend.broken is None:
+    if comm.failure is None:
         comm.close()
     else:
         comm.abort()

@@ -379,10 +379,10 @@ def test_a_group_that_has_ended_raises(rank: OneRank, end: str) -> None:
 def test_a_group_that_has_failed_raises(rank: OneRank) -> None:
     x = ones()
     rank.cache(x)
-    rank.comm.backend.broken = RankLost("rank 1 is gone")
+    rank.comm.backend.failures.first = RankLost("rank 1 is gone")
     with pytest.raises(dist.DistBackendError, match="rank 1 is gone"):
         rank.all_reduce(x)
-    rank.comm.backend.broken = None
+    rank.comm.backend.failures.first = None
 
 
 def test_every_collective_gives_what_gloo_gives_when_it_is_cached():

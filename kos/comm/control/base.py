@@ -6,7 +6,7 @@ import json
 import platform
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kos.comm import timeouts
-from kos.comm.control.notices import Channel, Notices
-from kos.comm.failures import Ledger, StoppedRanks, again
+from kos.comm.control.notices import Channel
+from kos.comm.failures import FailureLog, StoppedRanks
+from kos.comm.records import again, blaming
 from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RendezvousError
 from kos.memory.ipc import pretended_host
@@ -42,7 +43,7 @@ class Rendezvous(ABC):
 
     A backend checks its capabilities and never its type: ``threads`` (the ranks are threads of this process and share
     this object), ``mpi_comm`` (an MPI communicator over the same ranks, made on first use) and ``connect`` (opens a TCP
-    connection to every other rank, or to those given: each rank calls those below it and accepts those above it).
+    connection to every other rank: each rank calls those below it and accepts those above it).
 
     A subclass implements ``_exchange`` and ``_free``.  Every exchange carries ``call`` and a number, so that ranks that
     make different calls all raise CollectiveMismatch.  After the first failure the ranks are out of step, so every
@@ -67,20 +68,19 @@ class Rendezvous(ABC):
     call = "exchange"  # the program's call, with its arguments; the same on all ranks
     usual: float | None = None
     """The communicator's timeout, where ``timeout`` is that of a call.  It limits the wait for a stopped rank."""
-    failure: KosError | None = None  # the first
     _exchanges = 0  # begun by this rank
-    _ledger: Ledger | None = None
+    _failures: FailureLog | None = None
 
     @property
     def mpi_comm(self) -> Any:
         return None
 
     @property
-    def ledger(self) -> Ledger:
+    def failures(self) -> FailureLog:
         """The known failures in this group."""
-        if self._ledger is None:
-            self._ledger = Ledger(range(self.size), self.rank, timeout=self.timeout)
-        return self._ledger
+        if self._failures is None:
+            self._failures = FailureLog(range(self.size), self.rank, timeout=self.timeout)
+        return self._failures
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes (of any length), in rank order.
@@ -88,10 +88,10 @@ class Rendezvous(ABC):
         Raises CollectiveMismatch if ranks make different calls, RendezvousError if a rank does not arrive within
         ``timeout`` seconds, RankLost if one is lost; every later call raises that failure again.
         """
-        if self.failure is not None:
-            raise again(self.failure)
-        if self.ledger.board.last is not None:
-            self.ledger.board.clear_failure()
+        if self.failures.over is not None:
+            raise again(self.failures.over)
+        if self.failures.status.last is not None:
+            self.failures.status.clear_failure()
         self._exchanges += 1
         name = self.call.encode()
         head = _HEAD.pack(self._exchanges, len(name)) + name
@@ -99,9 +99,9 @@ class Rendezvous(ABC):
         try:
             parts = self._exchange(message) if self.size > 1 else [message]
             if not all(part.startswith(head) for part in parts):
-                raise CollectiveMismatch(_difference(parts, self.ledger))
+                raise CollectiveMismatch(_difference(parts, self.failures))
         except KosError as error:
-            self.failure = self.failure or again(error)  # a copy: the frames of ``error`` would keep this group alive
+            self.failures.over = self.failures.over or again(error)  # not ``error``: its frames hold this group
             raise
         except BaseException as error:
             self._cut_short(error)
@@ -119,22 +119,22 @@ class Rendezvous(ABC):
         except BackendUnavailable:
             raise
         except BaseException as error:
-            if self.failure is None:
+            if self.failures.over is None:
                 self._exchanges += 1  # the first that this rank does not join
                 self._cut_short(error)
             raise
 
     def _cut_short(self, error: BaseException) -> None:
         """Keep ``error``, such as Ctrl-C, as the failure of this rank, and report it."""
-        me = self.ledger.names([self.rank], False)
+        me = self.failures.names([self.rank], False)
         if isinstance(error, CollectiveError | RendezvousError):
-            self.failure = again(error, None if error.ranks else f"{me}: {error}")
+            failure: KosError = again(error, None if error.ranks else f"{me}: {error}")
         else:
             what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            self.failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
-        self.failure.ranks = self.failure.ranks or (self.ledger.world[self.rank],)
+            failure = RendezvousError(f"rendezvous: {self.call} was interrupted on {me} by {what}")
+        self.failures.over = blaming(failure, failure.ranks or [self.failures.world[self.rank]])
         if self.size > 1:
-            self._report(self.failure)
+            self._report(failure)
 
     def _report(self, failure: KosError) -> None:  # noqa: B027 -- not every kind can
         """Report to the other ranks that this one joins no more exchanges."""
@@ -143,7 +143,7 @@ class Rendezvous(ABC):
         """The check that raises if ranks are stopped, for a call whose timeout is longer than the usual one."""
         if self.usual is None or self.usual >= self.timeout:
             return None
-        return partial(StoppedRanks(self.ledger, self.usual).check, "rendezvous")
+        return partial(StoppedRanks(self.failures, self.usual).check, "rendezvous")
 
     @abstractmethod
     def _exchange(self, message: bytes) -> list[bytes]:
@@ -152,10 +152,6 @@ class Rendezvous(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
-
-    def open_notices(self, ranks: Collection[int]) -> Notices | None:
-        """Notices to and from these ranks, each of which names this one; None where ranks have none.  Collective."""
-        return None
 
     def open_channel(self) -> Channel | None:
         """Notices to and from all other ranks, for one backend; None where ranks have none.  Collective."""
@@ -175,22 +171,22 @@ class Rendezvous(ABC):
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Post to the ranks of this host that this one waits for the others of this group."""
-        ledger = self.ledger
-        ledger.board.post_wait(rank for rank in ledger.world if rank != ledger.world[self.rank])
+        failures = self.failures
+        failures.status.post_wait(rank for rank in failures.world if rank != failures.world[self.rank])
         try:
             yield
         except KosError as error:  # posted before the wait ends: a rank with neither would be named as the cause
-            ledger.board.post_failure(error)
+            failures.status.post_failure(error)
             raise
         finally:
-            ledger.board.post_wait(None)
+            failures.status.post_wait(None)
 
     def absent(
         self, ranks: Sequence[int], what: str = "rendezvous", verb: str = timeouts.ARRIVE, several: bool = True
     ) -> KosError:
         """The error of ``what``, in which those ranks are missing at the timeout."""
-        text = timeouts.late(self.ledger.names(ranks, several), verb, self.timeout)
-        return self.ledger.overdue(ranks, what, None, text, RendezvousError)
+        text = timeouts.late(self.failures.names(ranks, several), verb, self.timeout)
+        return self.failures.overdue(ranks, what, None, text, RendezvousError)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -198,8 +194,8 @@ class Rendezvous(ABC):
 
     def close(self) -> None:
         """Free the resources of the group; safe to call when other ranks are lost."""
-        self._free(self.failure is None and self.ledger.closing() is None, None)
-        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
+        self._free(self.failures.over is None and self.failures.closing() is None, None)
+        self.failures.over = self.failures.over or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
 
     def abort(self, code: int | None) -> None:
         """Free the resources of the group without waiting for the other ranks.
@@ -207,7 +203,7 @@ class Rendezvous(ABC):
         ``code`` is the exit code of a rank that ends by an error, None for an error that was handled.
         """
         self._free(False, code)
-        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} aborted the group")
+        self.failures.over = self.failures.over or RendezvousError(f"rendezvous: rank {self.rank} aborted the group")
 
     def _free(self, orderly: bool, code: int | None) -> None:  # noqa: B027 -- not every kind holds something
         """Free the resources: together with the other ranks if ``orderly``, else without waiting for them."""
@@ -254,10 +250,10 @@ class Rendezvous(ABC):
         wrong = [rank for rank, name in enumerate(names) if len(name) > HOST_CHARACTERS or not name.isprintable()]
         if wrong:
             allowed = f"expected a name of at most {HOST_CHARACTERS} printable characters"
-            return f"KOS_HOST: {allowed}, got {names[wrong[0]]!r} on {self.ledger.names(wrong)}"
+            return f"KOS_HOST: {allowed}, got {names[wrong[0]]!r} on {self.failures.names(wrong)}"
         without = [rank for rank, name in enumerate(names) if not name]
         if 0 < len(without) < self.size:
-            return f"KOS_HOST: expected a name on all ranks or on none, got none on {self.ledger.names(without)}"
+            return f"KOS_HOST: expected a name on all ranks or on none, got none on {self.failures.names(without)}"
         return ""
 
     def _alike(self, color: int | None, key: int) -> list[int]:
@@ -279,14 +275,14 @@ class Rendezvous(ABC):
         return _Place(machine_id(), host[: HOST_CHARACTERS + 1], process_numa_node())
 
 
-def _difference(messages: list[bytes], ledger: Ledger) -> str:
+def _difference(messages: list[bytes], failures: FailureLog) -> str:
     """A text that names two ranks whose calls differ, and both calls."""
     calls = []
     for message in messages:
         number, length = _HEAD.unpack_from(message)
         calls.append(f"{message[_HEAD.size : _HEAD.size + length].decode(errors='replace')} (exchange {number})")
     other = next(rank for rank, call in enumerate(calls) if call != calls[0])
-    first, second = (ledger.names([rank], False) for rank in (0, other))
+    first, second = (failures.names([rank], False) for rank in (0, other))
     return f"{first} called {calls[0]} but {second} called {calls[other]}"
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from kos.comm.control.group import TCPRendezvous
 from kos.comm.control.secret import load_secret
 from kos.comm.control.wire import Network, is_loopback
-from kos.comm.failures import Ledger
+from kos.comm.failures import FailureLog
 from kos.errors import RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,19 +39,19 @@ class JobRendezvous(TCPRendezvous):
     _is_job = True
 
     def __init__(
-        self, place: Place, timeout: float, listener: socket.socket | None = None, ledger: Ledger | None = None,
+        self, place: Place, timeout: float, listener: socket.socket | None = None, failures: FailureLog | None = None,
         host: str | None = None,
     ) -> None:  # fmt: skip
         loopback = is_loopback(place.host)
         network = Network(place.secret, place.host if loopback or place.rank else "127.0.0.1", "", loopback)
         super().__init__(place.rank, place.size, timeout, network, place.local_rank)
-        self._ledger, self.host = ledger, host
+        self._failures, self.host = failures, host
         if self.size > 1:
             self._address = f"{place.names[0]}={place.host}"
             if self.rank == 0 and listener is None:
                 listener = _listen(network, place)
             self._join("", place.ports, place.purpose, listener)
-        self.ledger.board.connect(self)
+        self.failures.status.connect(self)
 
 
 def env_rendezvous(timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> JobRendezvous:

@@ -11,7 +11,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,10 +31,11 @@ from kos.comm.control.hub import (
     pair,
 )
 from kos.comm.control.inbox import Inbox
-from kos.comm.control.notices import Channel, Notices
+from kos.comm.control.notices import Channel
 from kos.comm.control.threads import ThreadGroup
 from kos.comm.control.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback, lacks_files
-from kos.comm.failures import Tables, blaming, from_record, to_record
+from kos.comm.peer_status import Tables
+from kos.comm.records import blaming, from_record, to_record
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 GRACE_SECONDS = 2.0  # added to the timeout for the hub's report of the missing ranks
@@ -90,7 +91,7 @@ class TCPRendezvous(Rendezvous):
         self._channel(0).send([self.rank, None if error is None else to_record(error)])
 
     def receive_failures(self, tables: Tables) -> None:
-        world = self.ledger.world
+        world = self.failures.world
         with self._receiving:  # not the inbox's lock, which is held while another thread waits in an exchange
             for rank, record in self._channel(0).receive():
                 tables.failures.pop(world[rank], None)
@@ -103,7 +104,7 @@ class TCPRendezvous(Rendezvous):
         return self._channel(self._channels)
 
     def _channel(self, number: int) -> Channel:
-        return Channel(number, self.post, self.deaths, self.inbox)
+        return Channel(number, self.post, self.deaths, self.inbox, self.failures)
 
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
@@ -123,24 +124,23 @@ class TCPRendezvous(Rendezvous):
             if child is not None:
                 child._join_at(hub_address, listener)
         except BaseException as error:
-            if child is not None and (self.failure is not None or not isinstance(error, KosError)):
+            if child is not None and (self.failures.over is not None or not isinstance(error, KosError)):
                 child._refuse(error, hub_address, listener)
             if listener is not None and child is not None and child._hub is None:
                 listener.close()  # refuses the other ranks
             raise
         return child
 
-    def connect(self, ranks: Collection[int] | None = None) -> dict[int, Connection]:
+    def connect(self) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
         if self._listener is None:
             return found
-        ranks = range(self.size) if ranks is None else sorted(ranks)
         purpose = self.allgather(os.urandom(16))[0]
-        me, above = self.ledger.names([self.rank], False), {rank for rank in ranks if rank > self.rank}
+        me, above = self.failures.names([self.rank], False), set(range(self.rank + 1, self.size))
         peer = self.rank
         with self.waiting():
             try:
-                for peer in (rank for rank in ranks if rank < self.rank):
+                for peer in range(self.rank):
                     found[peer] = self.network.call(*self._addresses[peer], purpose, self.rank, self.size, deadline)
                 key = self.network.key(purpose)
                 listener, look = self._listener.dup(), self._look_for_failure
@@ -157,16 +157,13 @@ class TCPRendezvous(Rendezvous):
                     raise self._unable(error) from error
                 if isinstance(error, TimeoutError):
                     raise self.absent([peer], "tcp", timeouts.ANSWER, several=False) from error
-                raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
+                raise self.failures.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
 
     def _look_for_failure(self) -> None:
         """Raise the failure of another rank if the hub reports one."""
         if self.deaths() or self.inbox.failure is not None:
             self.barrier()
-
-    def open_notices(self, ranks: Collection[int]) -> Notices | None:
-        return Notices(self.connect(ranks).values())
 
     def check_shrink(self) -> None:
         if self.size > 1 and self._connection is None:
@@ -216,8 +213,8 @@ class TCPRendezvous(Rendezvous):
 
     def _unseen(self, missing: Sequence[int]) -> KosError:
         """The error of a shrink in which live ranks did not arrive."""
-        text = timeouts.late(f"shrink: {self.ledger.names(missing)}", within=self.timeout)
-        return blaming(RendezvousError(text), [self.ledger.world[rank] for rank in missing])
+        text = timeouts.late(f"shrink: {self.failures.names(missing)}", within=self.timeout)
+        return blaming(RendezvousError(text), [self.failures.world[rank] for rank in missing])
 
     def _listens(self, rank: int) -> bool:
         """Whether that rank is alive: connections to one that has ended are refused."""
@@ -242,14 +239,14 @@ class TCPRendezvous(Rendezvous):
         child = self._unjoined(ranks)
         child.network = replace(self.network, epoch=self.epoch + 1)
         child._join_at(hub_address, listener)
-        child.ledger.board.connect(child)
+        child.failures.status.connect(child)
         return child
 
     def _unjoined(self, ranks: list[int]) -> TCPRendezvous:
         """The group of these ranks, which this rank has not joined yet."""
         rank = ranks.index(self.rank)
         child = TCPRendezvous(rank, len(ranks), self.timeout, self.network, self._given_local_rank)
-        child._ledger, child.host = self.ledger.of(ranks, rank), self.host
+        child._failures, child.host = self.failures.of(ranks, rank), self.host
         return child
 
     def _join_at(self, hub_address: str, listener: socket.socket | None) -> None:
@@ -259,7 +256,7 @@ class TCPRendezvous(Rendezvous):
         self._join(host, [port], purpose.encode(), listener)
 
     def _unable(self, error: BaseException) -> KosError:
-        me = self.ledger.world[self.rank]
+        me = self.failures.world[self.rank]
         return blaming(RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}"), [me])
 
     def _refuse(self, error: BaseException, hub_address: str, listener: socket.socket | None) -> None:
@@ -267,15 +264,16 @@ class TCPRendezvous(Rendezvous):
 
         A rank that had already joined has reported it.
         """
-        if self.failure is not None:
+        failures = self.failures
+        if failures.over is not None:
             return
         self.timeout = CALL_SECONDS
         if isinstance(error, KosError):
-            self.failure = error
+            failures.over = error
         else:
             self._cut_short(error)
-        assert self.failure is not None
-        self.ledger.board.post_failure(self.failure)  # a hub that has admitted this rank refuses a second call
+        assert failures.over is not None
+        failures.status.post_failure(failures.over)  # a hub that has admitted this rank refuses a second call
         with contextlib.suppress(KosError):
             self._join_at(hub_address, listener)
 
@@ -290,16 +288,17 @@ class TCPRendezvous(Rendezvous):
                     where = f"port {port}, which others find by {self._address or 'the address they know'}"
                 self._connection, hubs_end = pair(self.epoch)
                 key, warns = self.network.key(purpose), len(ports) == 1  # at others, other jobs call too
-                hub = Hub(hubs_end, listener, key, self.ledger, self.timeout, where, warns, self.epoch)
+                known = self.failures.of(range(self.size), 0)  # without links, which hold communicators
+                hub = Hub(hubs_end, listener, key, known, self.timeout, where, warns, self.epoch)
                 hub.start()
                 # At the end of the process, the hub still sends the last answers if the group was not closed.
                 self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
                 self._hub = hub
             else:
-                with nullcontext() if self.failure else self.waiting():  # a rank that only reports does not wait
+                with nullcontext() if self.failures.over else self.waiting():  # a rank that only reports does not wait
                     self._connection = self._call_hub(host, ports, purpose)
-            if self.failure is not None:
-                self._report(self.failure)
+            if self.failures.over is not None:
+                self._report(self.failures.over)
             self._listener = self.network.listen()
             mine = [self.network.host, self._listener.getsockname()[1], *self._own_place()]
             everyone = [json.loads(each) for each in self.allgather(json.dumps(mine).encode())]
@@ -309,7 +308,7 @@ class TCPRendezvous(Rendezvous):
             unable = isinstance(error, OSError) and not isinstance(error, KosError)  # as a CollectiveTimeout is both
             failure = self._unable(error) if unable else error
             if self._connection is not None:
-                if self.failure is None:  # else the others know
+                if self.failures.over is None:  # else the others know
                     self._cut_short(failure)
                 self.close()
             if unable:
@@ -328,7 +327,7 @@ class TCPRendezvous(Rendezvous):
                         raise
                     problem = f"{host or self.network.hub}:{port}: {error}"
                     if isinstance(error, ConnectionRefusedError) and not self._is_job:  # it listened before
-                        raise self.ledger.lost(0, "its connection was refused", "rendezvous") from error
+                        raise self.failures.lost(0, "its connection was refused", "rendezvous") from error
                     if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
                     continue
@@ -337,9 +336,9 @@ class TCPRendezvous(Rendezvous):
                     self.network.host = "" if is_loopback(mine) else mine
                 return found
             if time.monotonic() >= deadline:
-                me, hub = (self.ledger.names([rank], False) for rank in (self.rank, 0))
+                me, hub = (self.failures.names([rank], False) for rank in (self.rank, 0))
                 silent = timeouts.unreached(me, hub, self.timeout, problem)
-                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
+                raise self.failures.overdue([0], "rendezvous", None, silent, RendezvousError)
             time.sleep(pause)
             greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
 
@@ -359,7 +358,7 @@ class TCPRendezvous(Rendezvous):
             self._listener.close()
         if connection is None:
             return
-        last = None if orderly else self.ledger.board.last
+        last = None if orderly else self.failures.status.last
         why = "it closed the group" if code is None else "it aborted the group"
         with self._sending:
             _send(connection, CLOSE if code is None and last is None else _abort(why, last))
@@ -379,7 +378,7 @@ class TCPRendezvous(Rendezvous):
         if self._hub is not None:
             self._hub.timeout = self.timeout  # the program may have changed it
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
-        look = self.look_for_stopped()  # the hub may wait for a stopped rank, or run on one
+        look = self._look_for_stopped(time.monotonic() + self.timeout)
         with self.waiting(), self.inbox.lock:
             try:
                 # The hub may have reported a failure before it closed.
@@ -390,21 +389,33 @@ class TCPRendezvous(Rendezvous):
             except TimeoutError as error:
                 raise self.absent([0], "rendezvous", timeouts.REPLY, several=False) from error
             except OSError as error:
-                raise self.ledger.lost(0, CONNECTION_CLOSED, "rendezvous") from error
+                raise self.failures.lost(0, CONNECTION_CLOSED, "rendezvous") from error
             kind, answer = answer[:1], answer[1:]
             if kind in FAILURES:
                 raise self._failure_of(kind, *json.loads(answer))
             return answer
 
+    def _look_for_stopped(self, late_at: float) -> Callable[[], None]:
+        """The check of a wait for the hub, which may wait for a stopped rank, or run on one."""
+        usual, hub = self.look_for_stopped(), self.failures.world[0]
+
+        def look() -> None:
+            if usual is not None:
+                usual()
+            if time.monotonic() > late_at and self.failures.status.halted(hub):
+                raise TimeoutError
+
+        return look
+
     def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
         """The failure that the hub reports."""
         if kind in (LOST, DIED):
-            return self.ledger.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
+            return self.failures.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
         if not ranks:
             return RendezvousError(why)
-        names = self.ledger.names(ranks)
+        names = self.failures.names(ranks)
         names += f" of {self.size}" * ("of world" not in names)
-        return self.ledger.overdue(ranks, "rendezvous", None, f"{names} {why}", RendezvousError)
+        return self.failures.overdue(ranks, "rendezvous", None, f"{names} {why}", RendezvousError)
 
     @property
     def local_rank(self) -> int:

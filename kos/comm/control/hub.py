@@ -20,7 +20,8 @@ from typing import Any
 
 from kos.comm import timeouts
 from kos.comm.control.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
-from kos.comm.failures import Ledger, blaming, to_record
+from kos.comm.failures import FailureLog
+from kos.comm.records import blaming, to_record
 from kos.errors import RendezvousError
 
 log = logging.getLogger(__name__)
@@ -51,18 +52,18 @@ class _Failure(Exception):
 
 
 class Hub(threading.Thread):
-    """Serves one group, the one of ``ledger``, until its rank 0 closes it.
+    """Serves one group, the one of ``failures``, until its rank 0 closes it.
 
     ``own`` is the hub's end of rank 0's connection; other ranks call at ``listener``, with ``key``.  ``warns``: log
     callers with another secret; False where ranks of other jobs call too.
     """
 
     def __init__(
-        self, own: Connection, listener: socket.socket, key: bytes, ledger: Ledger, timeout: float, where: str,
+        self, own: Connection, listener: socket.socket, key: bytes, failures: FailureLog, timeout: float, where: str,
         warns: bool = True, epoch: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(name="kos rendezvous", daemon=True)
-        self._size, self._ledger, self.timeout, self._where = len(ledger.world), ledger, timeout, where
+        self._size, self._failures, self.timeout, self._where = len(failures.world), failures, timeout, where
         self._warns = warns
         self._members = {0: own}
         self._reading: dict[int, Waiting[bytes]] = {}  # ranks whose message has arrived in part
@@ -147,7 +148,7 @@ class Hub(threading.Thread):
             return self._acceptor.admit(min(seconds, _POLL_SECONDS))
         except OSError as error:
             self._expected = self._size - present
-            me = self._ledger.world[0]
+            me = self._failures.world[0]
             cause = blaming(RendezvousError(f"rank {me} cannot open its connections: {error}"), [me])
             raise _Failure(LOST, [0], "", to_record(cause)) from None
         finally:
@@ -156,9 +157,9 @@ class Hub(threading.Thread):
 
     def _look_for_ended(self, present: list[int]) -> None:
         """Raise _Failure if a rank of this host has ended before it joined: it has no connection that could be lost."""
-        board, world = self._ledger.board, self._ledger.world
+        status, world = self._failures.status, self._failures.world
         missing = [rank for rank in range(self._size) if rank not in present]
-        if ended := [rank for rank in missing if board.ended(world[rank])]:
+        if ended := [rank for rank in missing if status.ended(world[rank])]:
             self._expected = len(missing) - len(ended)
             raise _Failure(LOST, ended[:1], "its process ended")
 

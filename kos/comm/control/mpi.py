@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous, machine_id
 from kos.comm.control.env import JobRendezvous, Place
 from kos.comm.control.offers import listen_for, place_by
-from kos.comm.failures import Ledger
+from kos.comm.failures import FailureLog
+from kos.comm.records import blaming
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from kos.memory.ipc import pretended_host
 
@@ -32,6 +34,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 TAGS = 1 << 26
 """Number of MPI tags in use by messages of backends."""
+NAMING_SECONDS = 1.0  # of waiting for the name of a rank that MPI reports as lost
 _REACH_SECONDS = 8.0  # limit for a connection to rank 0; Linux asks again after 1, 3 and 7 s
 
 
@@ -69,7 +72,7 @@ class MPIRanks:
         if self._own is None:
             tag = int.from_bytes(hashlib.sha256(name).digest()[:3], "big")
             create = partial(shared.Create_group, shared.Get_group().Incl(self.ranks), tag)
-            look = partial(raise_death, rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
+            look = look_for_lost(rendezvous)  # on a thread, because MPI_Comm_create_group has no timeout
             self._own = wait_for_all(
                 rendezvous, "create", partial(mpi_job.in_thread, create, rendezvous.timeout, look)
             )[0]
@@ -90,10 +93,18 @@ class MPIRanks:
                     mpi_job.free_after_all(comm)
 
 
-def raise_death(rendezvous: Rendezvous) -> None:
-    """Raise RankLost if a rank of the group is known to have ended."""
-    for rank, why in rendezvous.deaths().items():
-        raise rendezvous.ledger.lost(rank, why, "rendezvous")
+def look_for_lost(rendezvous: Rendezvous) -> Callable[[], None]:
+    """The check of one wait: it raises if a rank of the group is known to have ended, or is stopped for long."""
+    failures, look_for_stopped = rendezvous.failures, rendezvous.look_for_stopped()
+
+    def look() -> None:
+        deaths = rendezvous.deaths()
+        for rank in (*deaths, *failures.suspects()):
+            raise failures.lost(rank, deaths.get(rank, "its process ended"), "rendezvous")
+        if look_for_stopped is not None:
+            look_for_stopped()
+
+    return look
 
 
 def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]) -> T:
@@ -101,21 +112,30 @@ def wait_for_all(rendezvous: Rendezvous, what: str, wait: Callable[[], T | None]
 
     Raises an error that names the rank that failed first, or the missing ranks.
     """
-    ledger, rank, size = rendezvous.ledger, rendezvous.rank, rendezvous.size
+    failures, rank, size = rendezvous.failures, rendezvous.rank, rendezvous.size
     with rendezvous.waiting():
         try:
             if outcome := wait():
                 return outcome
         except mpi_job.load_mpi().Exception as error:
-            why = f"{what}: MPI: {error.Get_error_string()}"
-            gone = [*rendezvous.deaths(), *ledger.suspects()]
-            if not gone:
-                raise RankLost(f"rendezvous: {why}") from error
-            raise ledger.lost(gone[0], why, "rendezvous") from error
+            why, deadline = f"{what}: MPI: {error.Get_error_string()}", time.monotonic() + NAMING_SECONDS
+            while time.monotonic() < deadline:
+                for gone in (*rendezvous.deaths(), *failures.suspects()):
+                    raise failures.lost(gone, why, "rendezvous") from error
+                for gone in failures.status.gone():  # MPI fails too if a rank is lost that is not in the group
+                    raise blaming(RankLost(f"rendezvous: rank {gone} of world is gone: {why}"), [gone]) from error
+                time.sleep(0.001)
+            raise RankLost(f"rendezvous: {why}") from error
         others = [each for each in range(size) if each != rank]
-        named = ledger.names(others, False) if size == 2 else f"all other {size - 1} ranks"
-        waited = timeouts.waited(ledger.names([rank], False), rendezvous.timeout, named)
-        raise ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
+        named = failures.names(others, False) if size == 2 else f"all other {size - 1} ranks"
+        waited = timeouts.waited(failures.names([rank], False), rendezvous.timeout, named)
+        raise failures.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
+
+
+def await_request(rendezvous: Rendezvous, what: str, request: Any) -> None:
+    """Wait until a request of all ranks is complete.  Raises RendezvousError, RankLost."""
+    look = look_for_lost(rendezvous)
+    wait_for_all(rendezvous, what, partial(mpi_job.wait_request, request, rendezvous.timeout, look))
 
 
 class MPIRendezvous(Rendezvous):
@@ -124,9 +144,9 @@ class MPIRendezvous(Rendezvous):
     Nothing reports a failure between hosts then: ranks of other hosts wait until their timeout.
     """
 
-    def __init__(self, mpi: MPIRanks, rank: int, timeout: float, ledger: Ledger, host: str) -> None:
+    def __init__(self, mpi: MPIRanks, rank: int, timeout: float, failures: FailureLog, host: str) -> None:
         self.mpi, self.rank, self.size, self.timeout = mpi, rank, len(mpi.ranks), timeout
-        self._ledger, self.host = ledger, host
+        self._failures, self.host = failures, host
         self.without_tcp = ""  # why the ranks have no hub
 
     @property
@@ -139,29 +159,18 @@ class MPIRendezvous(Rendezvous):
 
     def _exchange(self, message: bytes) -> list[bytes]:
         lengths, comm, BYTE = np.empty(self.size, np.int64), self.mpi_comm, mpi_job.load_mpi().BYTE
-        self.await_request("allgather", comm.Iallgather(np.array([len(message)], np.int64), lengths))
+        await_request(self, "allgather", comm.Iallgather(np.array([len(message)], np.int64), lengths))
         everyone = bytearray(int(lengths.sum()))
-        self.await_request("allgather", comm.Iallgatherv([message, BYTE], [everyone, lengths.tolist(), BYTE]))
+        await_request(self, "allgather", comm.Iallgatherv([message, BYTE], [everyone, lengths.tolist(), BYTE]))
         ends = itertools.accumulate(lengths.tolist(), initial=0)
         return [bytes(everyone[start:end]) for start, end in itertools.pairwise(ends)]
-
-    def await_request(self, what: str, request: Any) -> None:
-        """Wait until a request of all ranks is complete.  Raises RendezvousError, RankLost."""
-        wait_for_all(self, what, partial(mpi_job.wait_request, request, self.timeout, self._look))
-
-    def _look(self) -> None:
-        """Raise if a rank of this host has ended or is stopped."""
-        for rank in self.ledger.suspects():
-            raise self.ledger.lost(rank, "its process ended", "rendezvous")
-        if (look := self.look_for_stopped()) is not None:
-            look()
 
     def split(self, color: int | None, key: int = 0) -> MPIRendezvous | None:
         ranks = self._alike(color, key)
         if not ranks:
             return None
         rank = ranks.index(self.rank)
-        child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.ledger.of(ranks, rank), self.host or "")
+        child = MPIRendezvous(self.mpi.of(ranks), rank, self.timeout, self.failures.of(ranks, rank), self.host or "")
         child.without_tcp = self.without_tcp
         return child
 
@@ -188,14 +197,14 @@ def rendezvous_of_mpi(comm: Any = None, timeout: float = 120.0, process_hooks: b
     mpi_job.free_closed()
     parent, is_job = (MPI.COMM_WORLD, True) if comm is None else (comm, False)
     rank, size = parent.rank, parent.size
-    ledger = Ledger(range(size), rank, timeout=timeout)
-    carrier = MPIRendezvous(MPIRanks(SharedComm(parent), range(size), is_job), rank, timeout, ledger, pretended_host())
+    ranks, failures = MPIRanks(SharedComm(parent), range(size), is_job), FailureLog(range(size), rank, timeout=timeout)
+    carrier = MPIRendezvous(ranks, rank, timeout, failures, pretended_host())
     begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
     if is_job:
         begun, mpi_job.starting = mpi_job.starting, None
     duplicate, request = begun or parent.Idup()
     try:
-        carrier.await_request("start", request)
+        await_request(carrier, "start", request)
     except RendezvousError:
         if is_job:
             mpi_job.starting = duplicate, request
@@ -224,7 +233,7 @@ def _connected(carrier: MPIRendezvous) -> Rendezvous:
 
 
 def _job(carrier: MPIRendezvous, place: Place, listener: socket.socket | None) -> JobRendezvous:
-    job = JobRendezvous(place, carrier.timeout, listener, carrier.ledger, carrier.host)
+    job = JobRendezvous(place, carrier.timeout, listener, carrier.failures, carrier.host)
     job.mpi = carrier.mpi
     return job
 

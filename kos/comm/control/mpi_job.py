@@ -306,24 +306,6 @@ def _end_job(code: int) -> None:
     MPI.COMM_WORLD.Abort(code)
 
 
-def _all_exit(MPI: Any, grace: float | None) -> bool:
-    """Whether all ranks of the job come here within ``grace`` seconds, those excepted that MPI knows to have failed."""
-    world = MPI.COMM_WORLD
-    if not fault_tolerant():
-        return wait_request(world.Ibarrier(), grace)
-    tag, deadline, backoff = world.Get_attr(MPI.TAG_UB), time.monotonic() + (grace or 0.0), Backoff()
-    awaited = {rank: world.Irecv([bytearray(1), MPI.BYTE], rank, tag) for rank in range(world.size)}
-    for rank in awaited:
-        with contextlib.suppress(MPI.Exception):  # it has failed
-            keep_unfinished(world.Isend([b"", MPI.BYTE], rank, tag))
-    while awaited and time.monotonic() < deadline:
-        if failed := failed_ranks(world):
-            record_loss()  # MPI_Finalize would wait for them
-        awaited = {rank: each for rank, each in awaited.items() if rank not in failed and not is_over(each)}
-        backoff.pause()
-    return not awaited
-
-
 def _exit_job() -> None:
     """Wait for all ranks at exit: MPI_Finalize would wait forever for a missing rank."""
     MPI = load_mpi()
@@ -333,15 +315,16 @@ def _exit_job() -> None:
         return
     goes_on = fault_tolerant()
     grace = _EXIT_GRACE if goes_on or starting or abort_code is not None else None
-    together = False
-    with contextlib.suppress(MPI.Exception):  # a late rank may make other calls
+    together, began = False, time.monotonic()
+    with contextlib.suppress(MPI.Exception):  # a late rank may make other calls, and one may be lost
         if starting is None or wait_request(starting[1], grace):  # MPI matches calls in order
-            together = _all_exit(MPI, grace)
+            together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
     if together:
         return
     if goes_on and abort_code is None:
         record_loss()  # MPI_Finalize would wait for dead ranks
     else:
+        time.sleep(max(began + (grace or 0.0) - time.monotonic(), 0.0))  # others still report what they have met
         why = "exits" if abort_code is None else "aborted its communicator by an exception"
         world = MPI.COMM_WORLD
         log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)

@@ -1,4 +1,4 @@
-"""Notices: short messages between ranks that no rank waits for.  Those of a lost rank just end."""
+"""Notices: short messages of a rank to all others of a group through its hub, for which no rank waits."""
 
 from __future__ import annotations
 
@@ -6,71 +6,34 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kos.comm.control.hub import NOTICE
 from kos.comm.control.inbox import Inbox
-from kos.comm.control.wire import Connection, Waiting
-from kos.errors import RendezvousError
+from kos.comm.failures import FailureLog
+from kos.comm.records import from_record, to_record
+from kos.errors import KosError
 
 FORWARD_SECONDS = 2.0  # limit for the hub's answer that a notice has been forwarded
+_CHARACTERS = 2000  # of a reason or an error
 _tokens = itertools.count()
 
 
-class Notices:
-    """Notices to and from some other ranks, over connections of their own.  One thread at a time uses them."""
-
-    def __init__(self, connections: Iterable[Connection]) -> None:
-        self._arrived: list[list[Any]] = []
-        self._reading = {connection: self._read(connection) for connection in connections}
-
-    def send(self, notice: list[Any]) -> None:
-        """Send a notice, of JSON's types, to each of those ranks."""
-        for connection in self._reading:
-            connection.post(json.dumps(notice).encode())
-        self._flush()
-
-    def receive(self) -> list[list[Any]]:
-        """The notices that have arrived; those of one rank are in its order."""
-        self._flush()
-        for connection, reading in list(self._reading.items()):
-            try:
-                next(reading)
-            except (OSError, RendezvousError):  # the rank has closed it, or is lost
-                del self._reading[connection]
-                connection.close()
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def _read(self, connection: Connection) -> Waiting[None]:
-        while True:
-            data = yield from connection.receive()
-            self._arrived.append(json.loads(data))
-
-    def _flush(self) -> None:
-        for connection in self._reading:
-            with contextlib.suppress(OSError):
-                next(connection.flush(), None)
-
-    def close(self) -> None:
-        """Free the resources; notices that were sent still arrive."""
-        for connection in self._reading:
-            connection.drain()  # TCP may discard undelivered data when a connection is closed with unread input
-            connection.close()
-
-
 class Channel:
-    """Notices to and from all other ranks of a group, through its hub, for one backend.
+    """Notices of one backend of a group; as a link of its failure log they are reports.
 
     ``number`` is the same on all ranks.  ``post`` sends a message to the hub, ``deaths`` is that of the rendezvous,
     and reads into ``inbox``.
     """
 
     def __init__(
-        self, number: int, post: Callable[[bytes], None], deaths: Callable[[], dict[int, str]], inbox: Inbox
-    ) -> None:
-        self._number, self._post, self.deaths, self._inbox = number, post, deaths, inbox
+        self, number: int, post: Callable[[bytes], None], deaths: Callable[[], dict[int, str]], inbox: Inbox,
+        failures: FailureLog,
+    ) -> None:  # fmt: skip
+        self._number, self._post, self.deaths, self._inbox, self._failures = number, post, deaths, inbox, failures
+        self.holds: Callable[[], bool] = lambda: False
+        """Whether another rank may still read memory of this one: a report is then forwarded before it goes on."""
 
     def send(self, notice: list[Any], soon: bool = True, wait: bool = False) -> None:
         """Send a notice, of JSON's types; unless ``soon``, ranks that close the group at once do not get it.
@@ -94,3 +57,37 @@ class Channel:
             while True:
                 arrived.append(self._inbox.notices[self._number].popleft())
         return arrived
+
+    # As a link of the failure log.
+
+    def tell(self, kind: str, sequence: int, *what: Any) -> None:
+        """Send a notice about a collective."""
+        self.send([self._failures.rank, kind, sequence, *what])
+
+    def hear(self) -> Iterator[tuple[int, str, int, list[Any]]]:
+        """Record the reports that have arrived, and deaths; of other notices: rank, kind, collective, the rest."""
+        for rank, kind, sequence, *what in self.receive():
+            if kind == "failed":
+                self._failures.record(sequence, from_record(what))
+            elif kind == "gone":
+                why, cause = what
+                self._failures.record_end(rank, sequence, why, None if cause is None else from_record(cause))
+            else:
+                yield rank, kind, sequence, what
+        for rank, why in self.deaths().items():
+            self._failures.record_end(rank, 0, why)
+
+    def report_failure(self, failure: KosError, sequence: int) -> None:
+        """Make the other ranks raise the failure from collective ``sequence`` on."""
+        notice = [self._failures.rank, "failed", sequence, *to_record(failure, _CHARACTERS)]
+        self.send(notice, wait=self.holds())
+
+    def report_end(self, sequence: int, why: str, cause: KosError | None, soon: bool = True) -> None:
+        """Report that this rank begins no collective from ``sequence`` on; ``soon`` is as in ``send``."""
+        record = None if cause is None else to_record(cause)
+        self.send([self._failures.rank, "gone", sequence, why[:_CHARACTERS], record], soon, self.holds())
+
+    def find_failure(self) -> KosError | None:
+        """The loss of a rank whose process has ended.  Any thread may ask."""
+        gone = self.deaths().items()
+        return next((self._failures.lost(rank, why, None, None, 0.0) for rank, why in gone), None)

@@ -14,7 +14,7 @@ from kos.comm.control.base import machine_id
 from kos.comm.control.env import JobRendezvous, Place
 from kos.comm.control.group import GRACE_SECONDS
 from kos.comm.control.offers import checked_offer, listen_for, place_by
-from kos.comm.failures import Ledger
+from kos.comm.failures import FailureLog
 from kos.errors import InvalidArgument, RendezvousError
 
 
@@ -48,15 +48,15 @@ def store_rendezvous(
     On several hosts rank 0 must be reachable at the address by which it reaches ``MASTER_ADDR``, else at that of its
     host name.
     """
-    ledger = Ledger(range(size) if world_ranks is None else world_ranks, rank, timeout=timeout)
+    failures = FailureLog(range(size) if world_ranks is None else world_ranks, rank, timeout=timeout)
     place, listener = Place(rank, size), None
     if size > 1:
         listener, offer = _by_store(store, rank, size, timeout)
         if missing := offer.get("missing"):
-            text = timeouts.late(ledger.names(missing), timeouts.JOIN, timeout)
-            raise ledger.overdue(missing, "rendezvous", None, text, RendezvousError)
+            text = timeouts.late(failures.names(missing), timeouts.JOIN, timeout)
+            raise failures.overdue(missing, "rendezvous", None, text, RendezvousError)
         place = place_by(rank, size, "the store", offer)
-    return JobRendezvous(place, timeout, listener, ledger)
+    return JobRendezvous(place, timeout, listener, failures)
 
 
 def of_process_group(dist: Any, group: Any, timeout: float) -> JobRendezvous:

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import WHY_CLOSED, Board, Ledger, Tables, again
+from kos.comm.failures import WHY_CLOSED, FailureLog
+from kos.comm.peer_status import PeerStatus, Tables
+from kos.comm.records import again
 from kos.errors import KosError
 
 T = TypeVar("T")
@@ -35,7 +37,7 @@ class ThreadWorld(Tables):
         self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
-        self.boards = [Board(rank, self) for rank in range(size)]  # a rank's groups share its board
+        self.statuses = [PeerStatus(rank, self) for rank in range(size)]  # a rank's groups share its status
 
     def notify(self, ranks: list[int]) -> None:
         """Wake ranks that may be waiting; the caller holds the lock."""
@@ -109,23 +111,23 @@ class ThreadGroup:
         self.world.wait(self.members[rank], remaining, lambda: waits)
         return True
 
-    def raise_end(self, rank: int, ledger: Ledger, what: object = None) -> None:
+    def raise_end(self, rank: int, failures: FailureLog, what: object = None) -> None:
         """Raise, for ``what``, if group rank ``rank`` has ended or closed this group."""
         why, end = self.world.ends.get(self.members[rank]), self._closed.get(rank)
         if why is not None and (end is None or end[0] == WHY_CLOSED):  # an earlier abort has given a better reason
             end = why, None, None
         if end is not None:
             why, cause, window = end
-            raise ledger.lost(rank, why, what, cause, window)
+            raise failures.lost(rank, why, what, cause, window)
 
-    def find_failure(self, ledger: Ledger) -> KosError | None:
+    def find_failure(self, failures: FailureLog) -> KosError | None:
         """The failure of this group, or the loss of a rank that has not closed its communicator."""
         with self.world.lock:
             try:
                 self.raise_failure()
-                for rank in range(self.size) if ledger.rank not in self._closed else ():
+                for rank in range(self.size) if failures.rank not in self._closed else ():
                     if self._closed.get(rank, ("",))[0] != WHY_CLOSED:
-                        self.raise_end(rank, ledger)
+                        self.raise_end(rank, failures)
             except KosError as error:
                 return error.with_traceback(None)
         return None
@@ -144,13 +146,13 @@ class ThreadRendezvous(Rendezvous):
     """Ranks are threads of one process (the mock backend, users' tests)."""
 
     def __init__(
-        self, group: ThreadGroup, rank: int, timeout: float = 120.0, ledger: Ledger | None = None,
+        self, group: ThreadGroup, rank: int, timeout: float = 120.0, failures: FailureLog | None = None,
         host: str | None = None,
     ) -> None:  # fmt: skip
         self.rank, self.size, self.timeout, self.host = rank, group.size, timeout, host
         self.threads: ThreadGroup = group
         self._slots: dict[int, dict[int, bytes]] = group.shared("exchanges", dict)
-        self._ledger = ledger or Ledger(group.members, rank, group.world.boards[group.members[rank]], timeout)
+        self._failures = failures or FailureLog(group.members, rank, group.world.statuses[group.members[rank]], timeout)
 
     def _exchange(self, message: bytes) -> list[bytes]:
         group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
@@ -162,7 +164,7 @@ class ThreadRendezvous(Rendezvous):
             while missing := [rank for rank in range(self.size) if rank not in slots]:
                 group.raise_failure()
                 for rank in missing:
-                    group.raise_end(rank, self.ledger, "rendezvous")
+                    group.raise_end(rank, self.failures, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
                     group.fail(self.absent(missing))  # late ranks must not join another exchange
             # All ranks have completed the previous exchange, since they are in this one.
@@ -170,7 +172,7 @@ class ThreadRendezvous(Rendezvous):
             return [slots[rank] for rank in range(self.size)]
 
     def _report(self, failure: KosError) -> None:
-        self.threads.fail(self.ledger.lost(self.rank, "", None, failure))
+        self.threads.fail(self.failures.lost(self.rank, "", None, failure))
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)
@@ -202,8 +204,8 @@ class ThreadRendezvous(Rendezvous):
     def _child(self, group: ThreadGroup) -> Rendezvous:
         members = self.threads.members
         rank = group.members.index(members[self.rank])
-        ledger = self.ledger.of([members.index(member) for member in group.members], rank)
-        return ThreadRendezvous(group, rank, self.timeout, ledger, self.host)
+        failures = self.failures.of([members.index(member) for member in group.members], rank)
+        return ThreadRendezvous(group, rank, self.timeout, failures, self.host)
 
 
 def single_rendezvous(timeout: float = 120.0) -> ThreadRendezvous:

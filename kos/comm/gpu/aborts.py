@@ -13,7 +13,7 @@ from concurrent.futures import wait
 from kos.comm import watchdog
 from kos.comm.backend import Backend
 from kos.comm.control import mpi_job
-from kos.comm.failures import again
+from kos.comm.records import again
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ def raise_if_stuck(backend: Backend, now: float) -> None:
     In that case this communicator waits for the rank in calls whose start the watchdog does not see, such as those
     of a replayed graph.
     """
-    ledger = backend.ledger
+    failures = backend.failures
     for other, began in list(_aborting.items()):
-        failure = other.broken
-        ranks = set() if failure is None else set(failure.ranks) & set(ledger.world)
-        patience = _HALTED_SECONDS if all(map(ledger.board.halted, ranks)) else backend.timeout
+        failure = other.failures.first
+        ranks = set() if failure is None else set(failure.ranks) & set(failures.world)
+        patience = _HALTED_SECONDS if all(map(failures.status.halted, ranks)) else backend.timeout
         if ranks and other.device == backend.device and now - began > patience:
             assert failure is not None
             cause = str(failure).removesuffix(f"; {ENDED}")

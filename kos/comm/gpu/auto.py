@@ -24,7 +24,7 @@ from kos.comm.work import Steps, Work
 from kos.cuda import driver
 from kos.cuda.streams import is_captured
 from kos.dtypes import DTYPES, DType
-from kos.errors import InvalidArgument, KosError, PeerMemoryError
+from kos.errors import InvalidArgument, PeerMemoryError
 from kos.memory import Array, Buffer
 from kos.memory.windows import InWindows
 
@@ -62,15 +62,6 @@ class AutoBackend(Backend):
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(False, "combines several backends")
-
-    @property
-    def broken(self) -> KosError | None:
-        """The first failure of any backend."""
-        return self.host.broken or self.gpus[0].broken or self.gpus[-1].broken
-
-    @broken.setter
-    def broken(self, failure: KosError | None) -> None:
-        pass  # each backend holds its own failure
 
     @property
     def timeout(self) -> float:
@@ -148,14 +139,10 @@ class AutoBackend(Backend):
 
     def _launch_on_host(self, work: Work[Any]) -> Steps | None:
         self.gpus[0].confirm(work)  # the later of two ranks that differ finds it
-        if self.broken is not None:
-            self.refuse(work)
         return self.host.launch(work)  # type: ignore[attr-defined]
 
     def _launch_on_gpu(self, work: Work[Any]) -> None:
-        part, host = work.prepared.backend, self.host
-        if host.broken is not None:
-            self.refuse(work)
+        part = work.prepared.backend
         if self._only is None:
             former, last = self._last_queued
             if part is not former or (work.stream if work.prepared.waits else part.side) not in last:
@@ -181,7 +168,7 @@ class AutoBackend(Backend):
         return sorted(works, key=lambda work: parts.index(work.backend))
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
-        self.raise_failure(works[0].name)
+        self.failures.refuse(works[0].name)
         for part, several in itertools.groupby(works, lambda work: work.backend):
             mine = list(several)
             if part is self.host:

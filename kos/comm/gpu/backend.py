@@ -22,7 +22,7 @@ from kos.comm import watchdog
 from kos.comm.backend import Backend
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import again
+from kos.comm.failures import Late
 from kos.comm.gpu.aborts import ENDED, raise_if_stuck, wait_for_idle
 from kos.comm.gpu.compressed import feed_back
 from kos.comm.gpu.devices import device_of
@@ -35,6 +35,7 @@ from kos.comm.operation import NO_MESSAGE, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
+from kos.comm.records import again
 from kos.comm.tuning import Table
 from kos.comm.work import Work
 from kos.cuda import Kernel, create_stream, driver, load_kernel
@@ -73,7 +74,7 @@ class DeviceBackend(Backend):
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
         self.device = device_of(rendezvous).index if device is None else device
-        self.shared = CommState(rendezvous, self.ledger, self, host)
+        self.shared = CommState(rendezvous, self.failures, self, host)
         self._last: Work[Any] | None = None
         self._flying: deque[list[Any]] = deque()  # whose arrays must live until the GPU is done with them
         self._events: list[Any] = []  # that nobody uses
@@ -169,7 +170,7 @@ class DeviceBackend(Backend):
             self._raise(work, error)
 
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
-        self.raise_failure(works[0].name)
+        self.failures.refuse(works[0].name)
         self._last = works[-1]
         try:
             for each in works:
@@ -304,7 +305,7 @@ class DeviceBackend(Backend):
     def confirm(self, o: Work[Any]) -> None:
         """Compare the calls so far with those of the other ranks, before ``o`` that another backend carries."""
         try:
-            if self.broken is None:
+            if self.failures.first is None:
                 self.shared.confirm()
         except Exception as error:
             self._raise(o, error)
@@ -316,34 +317,35 @@ class DeviceBackend(Backend):
         try:
             while not over():
                 self.check(o)
-                if self.broken is not None:  # the watchdog was first: of a rank that died it alone knows
-                    raise again(self.broken)
+                if self.failures.first is not None:  # the watchdog was first: of a rank that died it alone knows
+                    raise again(self.failures.first)
                 now = time.monotonic()
                 if timeout is not None and now - began > timeout:
                     raise self._expired(o, timeout)
                 if now > show_at:
-                    self.report_wait(o)
+                    self.failures.show_wait(self.late(o))
                     show_at = now + _SHOW_EVERY
                 idle.pause(0, None)
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
-            if self.broken is not None:
-                raise again(self.broken)
+            if self.failures.first is not None:
+                raise again(self.failures.first)
         except Exception as error:
             self._raise(o, error)
         finally:  # after its failure is posted: a rank that does neither is to blame
             if show_at > first:
-                self.report_wait(None)
+                self.failures.show_wait(None)
 
     def _expired(self, o: Work[Any], timeout: float) -> KosError:
         """Fail ``o``, whose time is up: not while the watchdog does, which would take what ends here for the cause."""
         with self.shared.lock:
-            return self.failed(o, again(self.broken) if self.broken is not None else self.timed_out(o, timeout))
+            known = self.failures.first
+            return self.to_error(o, self.timed_out(o, timeout) if known is None else again(known))
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
         """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
-        self.raise_failure("synchronize")
+        self.failures.refuse("synchronize")
         last = self._last or unstarted("synchronize", self)
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
@@ -368,11 +370,12 @@ class DeviceBackend(Backend):
         """The ranks that a kernel has waited for since the last look, as far as known."""
         return []
 
-    def report_wait(self, work: Work[Any] | None) -> None:
-        self.shared.report_wait(work)
+    def late(self, work: Work[Any]) -> Late:
+        return self.shared.late(work, super().late(work).words)
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
-        return self.shared.overdue(work, seconds) or super().timed_out(work, seconds)
+        """The error of a call whose time is up."""
+        return self.failures.timeout_of(work, seconds, self.late(work))
 
     # Failures.
 
@@ -382,10 +385,12 @@ class DeviceBackend(Backend):
         if not shared.lock.acquire(blocking=False):  # another thread is ending it, which may wait until the GPU is idle
             return
         try:  # what is closed or aborted meanwhile must not be touched
-            if self.broken is not None or self._closing:
+            if shared.ended or self._closing:
                 return
             latest = self._last or shared.last or unstarted("watchdog", self)
             try:
+                if self.failures.first is not None:  # of calls on host memory, or of an exchange
+                    raise again(self.failures.first)
                 if self.shared.backends[0] is self:
                     shared.look_for_the_lost(latest)
                 with driver.on_device(self.device), relaxed_capture():
@@ -394,7 +399,7 @@ class DeviceBackend(Backend):
                         self._look_at_deadlines(time.monotonic())
                 self._show_queue()
             except Exception as error:
-                self.failed(latest, again(error, f"{error}; {ENDED}") if isinstance(error, KosError) else error)
+                self.to_error(latest, again(error, f"{error}; {ENDED}") if isinstance(error, KosError) else error)
         finally:
             shared.lock.release()
 
@@ -415,8 +420,8 @@ class DeviceBackend(Backend):
         if not late and last is not None:
             late = self.shared.missing(last) if last.sequence == self._seen else []
             self._seen = last.sequence
-        if late or self in self.ledger.board.queued:
-            self.ledger.board.post_queued(self, [self.ledger.world[rank] for rank in late])
+        if late or self in self.failures.status.queued:
+            self.failures.status.post_queued(self, [self.failures.world[rank] for rank in late])
 
     def lost(self, error: KosError) -> bool:
         """Whether ``error`` makes this rank's GPU unusable."""
@@ -428,29 +433,31 @@ class DeviceBackend(Backend):
         except CudaError:  # it cannot even be made current
             return True
 
-    def failed(self, work: Work[Any], error: Exception) -> KosError:
+    def to_error(self, work: Work[Any], error: Exception) -> KosError:
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
-        with self.shared.lock:
-            if self.broken is not None:
+        shared, failures = self.shared, self.failures
+        with shared.lock:
+            if shared.ended:  # of which ``error`` is a consequence
                 launching = not isinstance(error, KosError)  # during a launch the watchdog ended the communicator
-                text = f"{work}: the communicator failed before: {self.broken}" if launching else None
-                return super().failed(work, again(self.broken, text))  # of which ``error`` is a consequence
+                text = f"{work}: the communicator failed before: {failures.first}" if launching else None
+                assert failures.first is not None
+                return failures.named(work, again(failures.first, text))
             if isinstance(error, KosError) and not self.lost(error):  # the other ranks of the host may know it better
-                error = self.shared.explained(work, error)
-            failure = super().failed(work, error)
+                error = shared.cause(work, error)
+            failure = failures.named(work, error)
             record_failure(work, failure)
-            self.shared.report(work, failure, self.lost(failure))
-            self.shared.broken = failure
-            for each in self.shared.backends:
-                self.ledger.board.post_queued(each, ())
-                each.broken = each.broken or again(failure)
+            begun = 0 if shared.calls is None else shared.calls.begun
+            failures.report(work, failure, begun, self.lost(failure))
+            shared.ended = True
+            for each in shared.backends:
+                failures.status.post_queued(each, ())
                 each.signal_abort()  # of all before any is ended: that may wait for the whole GPU
-            for each in self.shared.backends:
+            for each in shared.backends:
                 each.abort_device()
             return failure
 
     def _raise(self, work: Work[Any], error: Exception) -> NoReturn:
-        raise self.failed(work, error)
+        raise self.to_error(work, error)
 
     def signal_abort(self) -> None:
         """Let kernels that wait for other ranks end, without waiting for that."""
@@ -468,7 +475,7 @@ class DeviceBackend(Backend):
         """End the watchdog's looks; waits for one that has begun."""
         with self.shared.lock:
             self._closing = True
-            self.ledger.board.post_queued(self, ())
+            self.failures.status.post_queued(self, ())
         watchdog.remove(self)
 
     def signal_end(self, reason: str) -> None:
@@ -480,14 +487,15 @@ class DeviceBackend(Backend):
         self.unwatch()
         self.shared.report_end(reason)
         with self.shared.lock:
-            self.broken = self.broken or CollectiveError(reason)  # no rank hears of what fails next
+            self.failures.first = self.failures.first or CollectiveError(reason)
+            self.shared.ended = True  # no rank hears of what fails next
             self.shared.close()
             self.abort_device()
 
     def close(self) -> None:
         self.unwatch()
         try:
-            self.shared.close(orderly=True)
+            self.shared.close()
         finally:
             self._scratch.close()
 

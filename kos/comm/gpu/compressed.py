@@ -13,13 +13,14 @@ from typing import Any
 
 from kos.comm.compressed import parts
 from kos.comm.compression import BLOCK, FORMATS, Format
-from kos.comm.gpu.memory import Run, up
+from kos.comm.gpu.memory import up
 from kos.comm.operation import Operation
 from kos.cuda import Kernel, driver
 from kos.cuda.devices import device_info
 from kos.cuda.graphs import relaxed_capture
 from kos.errors import InvalidArgument
 from kos.memory import Buffer
+from kos.memory.windows import Run
 
 KERNELS = Path(__file__).with_name("kernels") / "compressed.cu"
 

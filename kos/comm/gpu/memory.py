@@ -19,8 +19,6 @@ from kos.memory.buffer import Buffer
 from kos.memory.windows import Window, WindowMemory
 
 _LEAST_BYTES = 1 << 20
-Run = Callable[..., None]
-"""Queues an operation: stream, and addresses of what is sent and received where arguments refer to these."""
 Piece = tuple[Any, int]
 """Address and bytes; the address may refer to an array of a launch."""
 NONE: Piece = (0, 0)

@@ -54,7 +54,7 @@ from kos.errors import (
 from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
-from kos.memory.windows import InWindows, Launch, WindowMemory, in_windows
+from kos.memory.windows import InWindows, Run, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
@@ -147,11 +147,11 @@ class NCCLBackend(DeviceBackend):
                 self._check_others(what, timeout is not None and time.monotonic() - began > timeout, timeout)
             return begun.result()
         except KosError as error:
-            self.ledger.board.post_failure(error)
+            self.failures.status.post_failure(error)
             raise
         finally:
-            if self.broken is None:
-                self.report_wait(None)
+            if self.failures.first is None:
+                self.failures.show_wait(None)
 
     def _check_others(self, what: str, late: bool, timeout: float | None) -> None:
         """Raise what has failed on another rank, or if ``late`` a CollectiveTimeout that names late ranks."""
@@ -161,8 +161,9 @@ class NCCLBackend(DeviceBackend):
         self.shared.confirm()
         last = self.shared.last or unstarted(what, self)
         if late:
-            raise self.ledger.overdue(self.shared.late(last) or self.shared.others, text, None)
-        self.report_wait(last)
+            known = self.late(last)
+            raise self.failures.overdue(known.ranks or known.others, text, None)
+        self.failures.show_wait(self.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
         """The result of a call of NCCL that may wait for other ranks, for at most ``timeout`` seconds."""
@@ -181,7 +182,7 @@ class NCCLBackend(DeviceBackend):
             if named is None:
                 raise
             if isinstance(named, EndedEarly):
-                named = self.shared.explained(unstarted(what, self), named)
+                named = self.shared.cause(unstarted(what, self), named)
             raise named from error
 
     def split(
@@ -230,7 +231,7 @@ class NCCLBackend(DeviceBackend):
     def _aborted(self, ending: Future[Any]) -> None:
         """Log the error of an abort, and free the windows that it has left without arrays."""
         error = ending.exception()
-        if error is not None and not isinstance(self.broken, CudaError):  # else this error follows from it
+        if error is not None and not isinstance(self.failures.first, CudaError):  # else this error follows from it
             log.warning("rank %d: abort of NCCL: %s", self.rank, error)
         self._windows.free(self._windows.unused())
 
@@ -245,8 +246,8 @@ class NCCLBackend(DeviceBackend):
             error.unexplained = CollectiveError
             raise error
 
-    def failed(self, work: Work[Any], error: Exception) -> KosError:
-        return super().failed(work, binding.error_of(error, str(work)) or error)
+    def to_error(self, work: Work[Any], error: Exception) -> KosError:
+        return super().to_error(work, binding.error_of(error, str(work)) or error)
 
     # Registered memory.
 
@@ -340,10 +341,10 @@ class NCCLBackend(DeviceBackend):
             launch()
         super().queue(alone, stream)
 
-    def _compressed(self, o: Operation) -> tuple[Launch, str]:
+    def _compressed(self, o: Operation) -> tuple[Run, str]:
         return CompressedOperation(self, o), o.options.compress
 
-    def _reduction(self, o: Operation) -> tuple[Launch, str]:
+    def _reduction(self, o: Operation) -> tuple[Run, str]:
         """The launch of a reduction, and what runs it."""
         reduction, send, recv = o.reduction, o.send, o.recv
         assert reduction is not None and send is not None
@@ -375,7 +376,7 @@ class NCCLBackend(DeviceBackend):
         finally:
             self._nccl.red_op_destroy(op, self._comm)
 
-    def _movement(self, o: Operation) -> tuple[Launch, str]:
+    def _movement(self, o: Operation) -> tuple[Run, str]:
         """The launch of an operation without a reduction, and what runs it."""
         nccl, comm = self._nccl, self._comm
         root = () if o.root is None else (o.root,)
@@ -423,7 +424,7 @@ class _FirstCall:
 
     __slots__ = ("_backend", "_timeout", "kind", "launch")
 
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: _Kind) -> None:
+    def __init__(self, backend: NCCLBackend, o: Operation, launch: Run, kind: _Kind) -> None:
         self._backend, self.launch, self.kind, self._timeout = backend, launch, kind, o.options.timeout
 
     def __call__(self, stream: int, send: int, recv: int) -> None:
@@ -435,7 +436,7 @@ class _FirstCall:
             launch(stream, send, recv)
 
 
-def _native_launch(function: Callable[..., None], *arguments: Any) -> Launch:
+def _native_launch(function: Callable[..., None], *arguments: Any) -> Run:
     """The launch of a function of NCCL, which takes the addresses first, and the stream last."""
 
     def launch(stream: int, send: int, recv: int) -> None:

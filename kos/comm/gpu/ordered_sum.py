@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.memory import Piece, Run, up
+from kos.comm.gpu.memory import Piece, up
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.cuda import Kernel, driver
@@ -24,6 +24,7 @@ from kos.cuda.devices import device_info
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
+from kos.memory.windows import Run
 
 KERNELS = Path(__file__).with_name("kernels") / "reduce_ordered.cu"
 

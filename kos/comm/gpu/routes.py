@@ -9,13 +9,13 @@ from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
 from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
-from kos.memory.windows import Launch, in_windows
+from kos.memory.windows import Run, in_windows
 
 
 class Route(NamedTuple):
     """How a backend for GPUs runs calls of one signature."""
 
-    queue: Launch
+    queue: Run
     """Queues one: the handle of a stream, the address of what is sent, and of what is received."""
     kernel: str | None = None
     """The kernel, if it depends on more than the arguments and must be the same on all ranks."""

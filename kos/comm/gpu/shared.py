@@ -1,7 +1,8 @@
 """What the backends of one communicator share on a GPU: its streams, the comparison of its calls, and its failure.
 
 Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the backend
-for host memory where there is one, else its own.  Between hosts the first rank of each sends its calls to the others.
+for host memory where there is one, else its own.  Between hosts calls are compared only after a timeout, or after work
+that ended early: the first rank of each host then tells the others its last calls, through the hub.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ from typing import Any
 
 from kos.comm.backend import Backend
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import EndedEarly, Ledger, again
+from kos.comm.control.notices import Channel
+from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import ABORTED, CallRing, between_hosts, open_segment
+from kos.comm.host.fingerprints import described
+from kos.comm.host.shared import CallRing, open_segment
+from kos.comm.records import again
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with those of the other ranks, as far as these have arrived."""
 _REPORT_SECONDS = 1.0
-"""In which a rank whose work on the GPU ended early reports why: four ticks of its watchdog."""
+"""In which other ranks report why work on the GPU ended early or came late: four ticks of their watchdogs."""
 _DEAD_SECONDS = 0.5
 """What a GPU waits for may still end in so long after the end of a rank's process was found."""
 
@@ -32,29 +36,39 @@ _DEAD_SECONDS = 0.5
 class CommState:
     """The state of one communicator on one GPU, whichever of its backends carries a call."""
 
-    def __init__(self, rendezvous: Rendezvous, ledger: Ledger, backend: Any, host: Backend | None) -> None:
-        self.ledger = ledger
+    def __init__(self, rendezvous: Rendezvous, failures: FailureLog, backend: Any, host: Backend | None) -> None:
+        self.failures = failures
         self.backends: Sequence[Any] = (backend,)  # what fails together, in the order in which it is ended
         self.streams = Streams(backend.device)
         self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
         self.calls: CallRing | None = None
         self.segment = "a group of one"  # how calls are compared, or why they are not
         self.last: Work[Any] | None = None  # the last collective
+        self.ended = False
+        """Whether what was in flight has been ended, because of ``failures.first``."""
         self.compare_at = _UNCONFIRMED  # the collective at which calls are compared again
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._owns_calls = False
         self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
         self._look_at = 0.0  # when the watchdog looks for such ranks again
         self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it first did
-        self.broken: KosError | None = None
         if isinstance(host, HostBackend) and host.calls is not None:
             self.calls, self.segment = host.calls, host.shared_memory
         elif rendezvous.size > 1:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
-                self.calls, self._owns_calls = CallRing(segment, ledger), True
+                self.calls, self._owns_calls = CallRing(segment, failures), True
+                self.calls.link()
                 at_exit(self)
-        self._hosts = None if rendezvous.size == 1 else between_hosts(rendezvous, self.calls)
+        self._channel: Channel | None = None
+        self._told = -1  # the calls begun when those of this host were last told
+        alone = self.calls is None or self.calls.segment.size < rendezvous.size
+        if rendezvous.size > 1 and any(rendezvous.allgather(b"1" if alone else b"")):
+            self._channel = rendezvous.open_channel()
+        if self._channel is not None:
+            failures.links.append(self._channel)
+
+    # Comparing calls.
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
@@ -62,56 +76,63 @@ class CommState:
             self.compare_at = self.last.sequence + _UNCONFIRMED
             self._confirmed = self.calls.compare(self.last, self._confirmed)
 
+    def _hear(self) -> None:
+        """Record what other hosts report, and compare their calls with this host's if one has asked for that."""
+        if self._channel is None or self.calls is None:
+            return
+        first = self.calls.segment.rank == 0
+        for rank, kind, start, what in self._channel.hear():
+            if first and kind == "compare":
+                self._tell_calls()
+            elif first and kind == "calls":
+                self._compare(rank, start, *what)
+
+    def _tell_calls(self) -> None:
+        """Tell other hosts the last calls of this rank, once: many may ask."""
+        assert self._channel is not None and self.calls is not None
+        if self.calls.begun == self._told:
+            return
+        self._told = self.calls.begun
+        start, marks = self.calls.since(0)
+        texts = {mark: self.calls.texts[mark].decode() for mark in marks if mark in self.calls.texts}
+        self._channel.tell("calls", start, marks, texts)
+
+    def _compare(self, rank: int, first: int, theirs: list[int], texts: dict[str, str]) -> None:
+        """Report the first of the calls of that rank, from the ``first``-th on, that differs from this rank's."""
+        assert self.calls is not None and self.last is not None
+        start, mine = self.calls.since(first)
+        for sequence, pair in enumerate(zip(mine, theirs[start - first :], strict=False), start):
+            if pair[0] != pair[1]:
+                known = self.calls.texts.get(pair[0]), texts.get(str(pair[1]), "").encode()
+                words = [described(text, sequence) if text else (f"collective #{sequence}", {}) for text in known]
+                both = (self.failures.rank, *words[0]), (rank, *words[1])
+                self.calls.raise_everywhere(self.failures.mismatch(self.last.group, *both), sequence)
+
+    # Which ranks are late.
+
     def missing(self, work: Work[Any]) -> list[int]:
         """The ranks of this host that have not begun ``work``."""
         return self.calls.missing(work) if self.calls is not None and work.collective else []
 
-    def late(self, work: Work[Any]) -> list[int]:
+    def late(self, work: Work[Any], words: str | None) -> Late:
         """The ranks that ``work``, or what is queued with it, waits for, as far as known."""
-        message, me = work.operation.message, self.ledger.rank
-        return (
-            self.missing(work)
+        message, me, missing = work.operation.message, self.failures.rank, self.missing(work)
+        others = [rank for rank in range(len(self.failures.world)) if rank != me]
+        ranks = (
+            missing
             or [rank for backend in self.backends for rank in backend.awaited]
             or sorted({rank for rank in (message.src, message.dst) if rank not in (None, me)})
             or (self.missing(self.last) if self.last is not None else [])
         )
+        if ranks:
+            arrived = others if self.calls is not None and work.collective else []
+            return Late(ranks, arrived=[rank for rank in arrived if rank not in missing])
+        # Those that other communicators of this GPU wait for: kernels run one after another.
+        queued = list(self.failures.status.queued.items())
+        elsewhere = sorted({rank for backend, each in queued if backend not in self.backends for rank in each})
+        return Late((), words, elsewhere=elsewhere, others=others)
 
-    @property
-    def others(self) -> list[int]:
-        """The ranks of the group but this one."""
-        return [rank for rank in range(len(self.ledger.world)) if rank != self.ledger.rank]
-
-    def arrived(self, work: Work[Any]) -> list[int]:
-        """The ranks that are known to have begun ``work``, and may wait for a stream."""
-        if self.calls is None or not work.collective:
-            return []
-        missing = self.missing(work)
-        return [rank for rank in self.others if rank not in missing]
-
-    def _elsewhere(self) -> list[int]:
-        """The ranks of the world that other communicators of this GPU wait for: kernels run one after another."""
-        queued = list(self.ledger.board.queued.items())
-        return sorted({rank for backend, ranks in queued if backend not in self.backends for rank in ranks})
-
-    def report_wait(self, work: Work[Any] | None) -> None:
-        """Show the other ranks for whom this one waits in ``work``; None: for nobody."""
-        board, world = self.ledger.board, self.ledger.world
-        if work is None:
-            return board.post_wait(None)
-        known = [world[rank] for rank in self.late(work)] or self._elsewhere()
-        # Any may be late: first those that do not wait, for a board has few places.
-        board.post_wait(known or sorted((world[r] for r in self.others), key=lambda r: board.awaited(r) is not None))
-
-    def overdue(self, work: Work[Any], seconds: float | None) -> KosError | None:
-        """The error of ``work``, whose time is up; None if nothing is known of the ranks that delay it."""
-        others, ledger = self.others, self.ledger
-        if late := self.late(work):
-            return ledger.overdue(late, work, seconds, arrived=self.arrived(work))
-        if elsewhere := self._elsewhere():
-            return ledger.overdue([], work, seconds, elsewhere=elsewhere)
-        error = ledger.overdue(others, work, seconds)
-        few = len(error.ranks) < len(others) or all(ledger.board.halted(rank) for rank in error.ranks)
-        return error if error.ranks and few else None
+    # What the watchdog looks at.
 
     def look_for_the_lost(self, latest: Work[Any]) -> None:
         """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
@@ -123,7 +144,8 @@ class CommState:
         if calls is None:
             return
         self.confirm()
-        self._exchange()
+        self._hear()
+        self.failures.ask(calls.begun - 1, latest)
         calls.raise_failure(calls.begun - 1)
         now = time.monotonic()
         if now < self._look_at:
@@ -131,7 +153,7 @@ class CommState:
         self._look_at, known = now + _DEAD_SECONDS, self._lost
         try:
             killed = calls.killed()
-            self._lost = None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
+            self._lost = None if killed is None else self.failures.ended(killed)
             calls.raise_failure(sys.maxsize)
         except RankLost as error:
             self._lost = error
@@ -139,13 +161,6 @@ class CommState:
             pass
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
-
-    def _exchange(self) -> None:
-        """Compare the calls with those of other hosts, and exchange failures."""
-        if self._hosts is not None and self.last is not None:
-            with self.lock:
-                self._hosts.send()
-                self._hosts.receive(self.last.group)
 
     def last_of(self, backend: Backend) -> Work[Any] | None:
         """The last collective, if ``backend`` carries it and it does not end before all ranks have arrived."""
@@ -161,85 +176,81 @@ class CommState:
         timeout = o.operation.options.timeout
         if self._seen[0] != o.sequence:
             self._seen = o.sequence, now
-        elif timeout is not None and now - self._seen[1] > timeout and (absent := self.missing(o)):
-            arrived = [rank for rank in range(len(self.ledger.world)) if rank not in absent]
-            raise self.ledger.overdue(absent, o, timeout, arrived=arrived)
+        elif timeout is not None and now - self._seen[1] > timeout and self.missing(o):
+            raise self.failures.timeout_of(o, timeout, self.late(o, None))
+
+    # The cause of a failure.
 
     def cause(self, o: Work[Any], error: KosError) -> KosError:
-        """What the other ranks of the host know better: another failure, calls that differ, a rank that died."""
+        """What the other ranks know better: another failure, calls that differ, a rank that died.
+
+        Where work ended early, and where hosts may have called differently, they may report it a little later.
+        """
+        early = isinstance(error, EndedEarly)
+        late = isinstance(error, CollectiveTimeout) and not self.missing(o)
+        between_hosts = self._channel is not None and (early or late)
+        if between_hosts and self._channel is not None:
+            self._channel.tell("compare", 0)
+            if self.calls is not None and self.calls.segment.rank == 0:
+                self._tell_calls()
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while (known := self._known(o, error)) is error and (early or between_hosts):
+            if self.calls is None or time.monotonic() > deadline:
+                return self._unexplained(error) if isinstance(error, EndedEarly) else error
+            time.sleep(0.01)
+        if isinstance(error, EndedEarly) and error.unexplained is CollectiveError:  # it may have a cause of its own
+            return again(known, f"{known}; here: {error}")
+        return known
+
+    def _known(self, o: Work[Any], error: KosError) -> KosError:
         calls = self.calls
         if calls is None:
             return error
+        early = isinstance(error, EndedEarly)
         try:
-            if isinstance(error, EndedEarly):
-                self._exchange()
+            self._hear()
+            if early:
                 calls.raise_failure(sys.maxsize)  # of any call: it ended this one
+            self.failures.ask(sys.maxsize if early else o.sequence if o.collective else -1)
             if o.collective and o.sequence >= 0:  # else a wait, which was no call
                 calls.check(o)
         except KosError as known:
             known.__context__ = None  # which says the same, less well
             return known.with_traceback(None)
         if isinstance(error, CollectiveTimeout | EndedEarly) and (killed := calls.killed()) is not None:
-            return self.ledger.lost(killed, "its process ended", o, None, 0.0)
+            return self.failures.lost(killed, "its process ended", o, None, 0.0)
         return error
 
-    def explained(self, o: Work[Any], error: KosError) -> KosError:
-        """The cause, which another rank may report a little later where the error is EndedEarly.
-
-        Where nobody does, the ranks waited for are to blame that are known to be gone, late or waiting themselves.
-        """
-        deadline = time.monotonic() + _REPORT_SECONDS
-        while (known := self.cause(o, error)) is error and isinstance(error, EndedEarly):
-            if self.calls is None or time.monotonic() > deadline:
-                return self._unexplained(error)
-            time.sleep(0.01)
-        if isinstance(error, EndedEarly) and error.unexplained is CollectiveError:  # it may have a cause of its own
-            return again(known, f"{known}; here: {error}")
-        return known
-
     def _unexplained(self, error: EndedEarly) -> KosError:
-        board, world = self.ledger.board, self.ledger.world
-        others = [rank for rank in world if rank != world[self.ledger.rank]]
-        known = [rank for rank in others if board.halted(rank) or board.failure(rank) is not None]
-        waited = [rank for rank in error.ranks if rank in known or board.awaited(rank) is not None]
+        """Those of the ranks waited for are to blame that are known to be gone, late or waiting themselves."""
+        status, world = self.failures.status, self.failures.world
+        others = [rank for rank in world if rank != world[self.failures.rank]]
+        known = [rank for rank in others if status.halted(rank) or status.failure(rank) is not None]
+        waited = [rank for rank in error.ranks if rank in known or status.awaited(rank) is not None]
         if late := [world.index(rank) for rank in waited or known]:
-            return self.ledger.overdue(late, error, None)
+            return self.failures.overdue(late, error, None)
         return error.unexplained(str(error))
 
-    def report(self, o: Work[Any], failure: KosError, lost: bool) -> None:
-        """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
-        reported = self.ledger.shared(failure, lost, None if o.collective else o)
-        if self.calls is not None:
-            begun = o.collective and o.sequence >= 0
-            self._fail(self.calls, reported, o.sequence if begun else self.calls.begun)
-
-    def _fail(self, calls: CallRing, failure: KosError, sequence: int) -> None:
-        """Report the failure to the other ranks of this host, and its first one to other hosts."""
-        calls.fail(failure, sequence)
-        if self._hosts is not None:
-            with self.lock:
-                self._hosts.send()
+    # The end.
 
     def post_end(self, reason: str) -> None:
         """Before an abort: the other ranks may wait for any of what this one has queued."""
         if self.calls is not None:
-            end = self.ledger.end(reason, self.ledger.cause(self.broken, self.calls.killed()))
-            self._fail(self.calls, end, 0 if self.streams.keepers else self.calls.begun)
+            waits = self.streams.keepers and self.calls.failure() is None
+            cause = self.failures.cause()
+            first = 0 if waits else self.calls.begun
+            self.calls.report_end(first, reason, cause)
+            if self._channel is not None:
+                self._channel.report_end(first, reason, cause)
 
     def report_end(self, reason: str) -> None:
         """Report to the other ranks that this one begins nothing more, and why, if no host backend reports it."""
-        if self.calls is not None and self._owns_calls:
+        if self._owns_calls:
             self.post_end(reason)
-            self.calls.mark_closed(ABORTED)
 
-    def close(self, orderly: bool = False) -> None:
-        """Leave the segment.  If ``orderly``, raises CollectiveMismatch if the last calls of another host differ."""
+    def close(self) -> None:
+        """Leave the segment."""
         closed(self)
-        hosts, self._hosts = self._hosts, None
-        try:
-            if hosts is not None:
-                hosts.close(self.last.group if orderly and self.last is not None else "")
-        finally:
-            calls, self.calls = self.calls, None
-            if calls is not None and self._owns_calls:
-                calls.close()
+        calls, self.calls = self.calls, None
+        if calls is not None and self._owns_calls:
+            calls.close()

@@ -39,7 +39,7 @@ class DeviceWork(Work[Any]):
         return is_over("cuEventQuery", status)
 
     def done(self) -> bool:
-        self.backend.raise_failure(self)
+        self.backend.failures.refuse(self)
         over = self.over()
         self.backend.check(self)
         return over
@@ -48,15 +48,15 @@ class DeviceWork(Work[Any]):
         if timeout is not None:
             return self.synchronize(timeout)
         backend = self.backend
-        if backend.broken is not None:
-            backend.raise_failure(self)
+        if backend.failures.first is not None:
+            backend.failures.refuse(self)
         if self.event is not None:
             with driver.on_device(backend.device):
                 call(cu.cuStreamWaitEvent, self.stream, self.event.handle, 0)
         return self.result
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        self.backend.raise_failure(self)
+        self.backend.failures.refuse(self)
         timeout = self.operation.options.timeout if timeout is None else check_timeout(timeout)
         self.backend.wait_on_host(self, self.over, timeout)
         completed(self, time.time_ns())

@@ -18,8 +18,9 @@ from kos.comm import timeouts, watchdog
 from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import Backoff
+from kos.comm.failures import Late
 from kos.comm.host.fingerprints import Fingerprints
-from kos.comm.host.shared import ABORTED, CallRing, Node, Segment, SharedArrays, open_segment
+from kos.comm.host.shared import CallRing, Node, Segment, SharedArrays, open_segment
 from kos.comm.operation import AUTO, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.schedules import runnable
@@ -51,13 +52,13 @@ class HostBackend(Backend):
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
         self._aborting = False
-        self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
+        self.failures.links.append(self.transport)
         try:
             self._share_memory(rendezvous)
             self.transport.open(self)
         except BaseException:
-            self._report_end_to_host(UNMADE)
             self.transport.abort(UNMADE, None, None)
+            self.failures.report_end(UNMADE, self.begun)
             self._free()
             if self._segment is not None:
                 self._segment.close()
@@ -75,7 +76,8 @@ class HostBackend(Backend):
         if self.size > 1 and self.transport.processes:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
-            self.calls = self.fingerprints = CallRing(self._segment, self.ledger)
+            self.calls = self.fingerprints = CallRing(self._segment, self.failures)
+            self.calls.link()
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
@@ -144,12 +146,12 @@ class HostBackend(Backend):
 
     def launch(self, work: Work[Any]) -> Steps | None:
         """Begin ``work`` over the transport; returns the steps that are left."""
-        if self.ledger.board.last is not None:
-            self.ledger.board.clear_failure()
+        if self.failures.status.last is not None:
+            self.failures.status.clear_failure()
         try:
             return self.transport.launch(work, self._run)
         except CollectiveError as error:  # a fault that a test injects
-            raise self.failed(work, error) from None
+            raise self.to_error(work, error) from None
 
     def _run(self, work: Work[Any]) -> Steps:
         """The steps of ``work`` over messages."""
@@ -202,19 +204,16 @@ class HostBackend(Backend):
         left = work.left
         return [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]
 
-    def late(self, work: Work[Any]) -> tuple[list[int], str | None]:
-        """The ranks that ``work`` waits for, as far as known, and the text for an error."""
+    def late(self, work: Work[Any]) -> Late:
+        names = self.failures.names
         if not work.collective:
             return self._late_in_message(work)
         if late := self.absent(work):
-            return late, timeouts.late(self.ledger.names(late))
+            return Late(late, timeouts.late(names(late)))
         if late := self.behind(work):
-            return late, timeouts.stuck(self.ledger.names(late))
+            return Late(late, timeouts.stuck(names(late)))
         late = self.scheduled.messages.awaited(self.scheduled.tag(work))
-        return late, timeouts.awaited(self.ledger.names(late)) if late else None
-
-    def waits_for(self, work: Work[Any]) -> list[int]:
-        return [self.ledger.world[rank] for rank in self.late(work)[0]]
+        return Late(late, timeouts.awaited(names(late)) if late else timeouts.UNKNOWN)
 
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""
@@ -224,27 +223,20 @@ class HostBackend(Backend):
         tag: int = message.recv_tag if receives else message.tag
         return bool(self.scheduled.messages.in_flight(rank, tag, receives))
 
-    def _late_in_message(self, work: Work[Any]) -> tuple[list[int], str]:
+    def _late_in_message(self, work: Work[Any]) -> Late:
         message = work.operation.message
         src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
         if src and dst:
             src = [rank for rank in src if self._in_flight(work, rank, receives=True)]
             dst = [rank for rank in dst if self._in_flight(work, rank, receives=False)]
-        names = self.ledger.names
+        names = self.failures.names
         words = [timeouts.unsent(names(src, False), message.recv_tag)] if src or not dst else []
         words += [timeouts.unreceived(names(dst, False))] if dst else []
-        return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
-
-    def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
-        late, words = self.late(work)
-        return self.ledger.overdue(late, work, seconds, words) if late else super().timed_out(work, seconds)
-
-    def report_wait(self, work: Work[Any] | None) -> None:
-        self.ledger.board.post_wait(None if work is None else self.waits_for(work))
+        return Late([*src, *(rank for rank in dst if rank not in src)], " and ".join(words))
 
     # Failures.
 
-    def failed(self, work: Work[Any], error: Exception) -> KosError:
+    def to_error(self, work: Work[Any], error: Exception) -> KosError:
         error = self.transport.explain(work, error)
         if self._aborting:  # another thread frees what it uses
             return CollectiveError(f"{work}: the communicator was aborted")
@@ -254,22 +246,12 @@ class HostBackend(Backend):
                 self.calls.check(work)
             except KosError as known:  # the failure recorded in shared memory names the cause
                 error, known.__context__ = known.with_traceback(None), None
-        failure = super().failed(work, error)
+        failure = self.failures.named(work, error)
         if isinstance(failure, RankLost | CollectiveTimeout):
-            self.ledger.board.post_failure(failure)
+            self.failures.status.post_failure(failure)
         if ends:
-            self._report(work, failure)
+            self.failures.report(work, failure, self.begun)
         return failure
-
-    def _report(self, work: Work[Any], failure: KosError) -> None:
-        """Make the other ranks raise it."""
-        sequence = work.sequence if work.collective else self.begun
-        shared = self.ledger.shared(failure, False, None if work.collective else work)
-        if self.calls is not None:
-            self.calls.fail(shared, sequence)
-        if self._reported is None or sequence < self._reported:  # other ranks may wait in an earlier collective
-            self._reported = sequence
-            self.transport.report_failure(shared, sequence)
 
     @property
     def begun(self) -> int:
@@ -281,34 +263,23 @@ class HostBackend(Backend):
         mine = (work for work in self.engine.outstanding() if work.backend is self and work.collective)
         return min((work.sequence for work in mine), default=self.begun)
 
-    def cause(self) -> KosError | None:
-        """The failure because of which this rank ends, of this group or of any other."""
-        return self.ledger.cause(self.broken, self.calls.killed() if self.calls is not None else None)
-
     def find_failure(self) -> KosError | None:
-        known = self.broken or (None if self.calls is None else self.calls.find_failure())
-        return known or self.transport.find_failure()
+        return self.failures.find()
 
     def report_end(self, reason: str) -> None:
         """Report to the other ranks that this one begins no more operations, and why."""
-        self._report_end_to_host(reason)
-        self.transport.report_end(self.stops_at(), reason, self.cause())
-
-    def _report_end_to_host(self, reason: str) -> None:
-        if self.calls is not None:
-            self.calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
-            self.calls.mark_closed(ABORTED)
+        self.failures.report_end(reason, self.stops_at())
 
     def abort(self, reason: str) -> None:
         self._aborting = True  # operations that end from now on are not reported
-        reason = self.transport.abort(reason, self.broken, self.cause())
+        reason = self.transport.abort(reason, self.failures.first, self.failures.cause())
         self.report_end(reason)
-        self.broken = self.broken or CollectiveError(reason)
+        self.failures.first = self.failures.first or CollectiveError(reason)
         self._free()
 
     def close(self) -> None:
         self._free()
-        self.transport.close(self._begun, self.broken is not None)
+        self.transport.close(self._begun, self.failures.first is not None)
 
     def _free(self) -> None:
         closed(self)

@@ -3,7 +3,7 @@
 Every call is non-blocking and polled, so that every wait can time out and all operations in flight progress
 together.  MPI reduces the dtypes that it has types for.  Data movement uses bytes and supports every dtype.  Schedules
 run where MPI's reduction would differ from other backends or between ranks: MPI_MAX of a NaN depends on the order of
-its arguments.  Ranks report failures and ends to each other by notices through the hub.
+its arguments.  Ranks of several hosts report failures and ends to each other through the hub (``Channel``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,15 @@ import numpy as np
 from kos.comm.backend import SHRINKS, Probe
 from kos.comm.control import mpi_job
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.mpi import TAGS, raise_death, wait_for_all
+from kos.comm.control.mpi import NAMING_SECONDS, TAGS, await_request
 from kos.comm.control.notices import Channel
-from kos.comm.failures import WHY_CLOSED, again, from_record, to_record
+from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.fingerprints import described, dtype_of_code
 from kos.comm.host.mpi_messages import DTYPE_SHIFT, LARGEST, TAG, MPIMessage, as_bytes
-from kos.comm.host.shared.calls import CHECK_SECONDS, CallRing
+from kos.comm.host.shared.calls import CHECK_SECONDS
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.operation import AUTO, Operation
+from kos.comm.records import again
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.transport import Request, Transport, remove, take, wrong_message
 from kos.comm.work import Engine, Steps, Work
@@ -45,8 +45,6 @@ _NATIVE_BYTES = 128 * 1024
 UNSENT = "its last messages are lost: "
 """Prefix of a rank's reason to abort while MPI may still read the memory of its messages."""
 
-_REASON_LENGTH = 2000  # characters
-_NAMING_SECONDS = 1.0  # seconds of waiting for the name of a rank that MPI reports as lost
 
 _cancelled: list[Array] = []
 """The numbers of failed comparisons.  Open MPI 5.0.11 writes to such memory even after the request is over: the next
@@ -71,7 +69,6 @@ class MPITransport(Transport):
         self._MPI = mpi_job.load_mpi()
         self._status = self._MPI.Status()
         self._rendezvous = rendezvous
-        self.ring: CallRing | None = None  # where the ranks of this host compare their calls
         self._channel: Channel | None = None
         self._comms: list[Any] = []  # private communicators: for native collectives, and for the comparison of calls
         self.active: set[MPIMessage] = set()
@@ -79,7 +76,6 @@ class MPITransport(Transport):
         self._posted: dict[tuple[int, int], deque[MPIMessage]] = {}  # unmatched receives, by peer and tag
         self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # messages without a receive
         self.checks, self.next_check = 1, 0.0
-        self._deaths: dict[int, str] = {}  # the ranks whose process has ended
         self._described: dict[tuple[int, int], bytes] = {}  # descriptions of mismatched calls, by collective and rank
         self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
@@ -101,15 +97,16 @@ class MPITransport(Transport):
             raise BackendUnavailable(f"mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_{got}")
 
     def open(self, backend: Any) -> None:
-        self.ring = backend.calls
         if not backend.one_host:
             self._comms = [self._dup(self._rendezvous), self._dup(self._rendezvous)]
             self._channel = self._rendezvous.open_channel()
+        if self._channel is not None:
+            self._channel.holds = self.sending
+            self.failures.links.append(self._channel)
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
-        wait = partial(mpi_job.wait_request, request, rendezvous.timeout, partial(raise_death, rendezvous))
-        wait_for_all(rendezvous, "duplicate", wait)
+        await_request(rendezvous, "duplicate", request)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
@@ -154,7 +151,7 @@ class MPITransport(Transport):
         else:
             mpi_job.keep_unfinished(probed.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)))
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> DTYPE_SHIFT))
-            message.error = wrong_message(self.ledger, self.ledger.rank, expected, peer, got)
+            message.error = wrong_message(self.failures, self.failures.rank, expected, peer, got)
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         active = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.active)
@@ -190,7 +187,7 @@ class MPITransport(Transport):
                 local()
             if time.monotonic() >= self.next_check:
                 self.receive_notices()
-            self.ledger.check(work.sequence, work)
+            self.failures.ask(work.sequence, work)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
@@ -200,7 +197,8 @@ class MPITransport(Transport):
                 return agreed
             if not described:
                 described = True
-                self.send_notice("call", work.sequence, text.decode())
+                if self._channel is not None:
+                    self._channel.tell("call", work.sequence, text.decode())
             self._compare(work, text)
             return False
 
@@ -211,7 +209,7 @@ class MPITransport(Transport):
         for (sequence, peer), other in self._described.items():
             mine, theirs = described(text, o.sequence), described(other, o.sequence)
             if sequence == o.sequence and theirs[1] != mine[1]:
-                raise self.ledger.mismatch(o.group, (self.ledger.rank, *mine), (peer, *theirs))
+                raise self.failures.mismatch(o.group, (self.failures.rank, *mine), (peer, *theirs))
 
     # Native calls.
 
@@ -262,56 +260,25 @@ class MPITransport(Transport):
 
     # Failures.
 
-    def send_notice(self, kind: str, sequence: int, *what: Any, soon: bool = True) -> None:
-        """Send all ranks a notice; they read it while they wait.
-
-        If it says that a rank stops whose memory MPI may still read, it is sent before the rank goes on.
-        """
-        if self._channel is not None:
-            wait = kind != "call" and self.sending()
-            self._channel.send([self.ledger.rank, kind, sequence, *what], soon, wait)
-
-    def _send_end(self, sequence: int, why: str, cause: KosError | None, soon: bool = True) -> None:
-        """Report that this rank begins no collective from ``sequence`` on; ``soon`` is as in ``Channel.send``."""
-        record = None if cause is None else to_record(cause)
-        self.send_notice("gone", sequence, why[:_REASON_LENGTH], record, soon=soon)
-
     def receive_notices(self) -> None:
         """Read the notices of other ranks; due after ``next_check``."""
         self.next_check, self.checks = time.monotonic() + CHECK_SECONDS, self.checks + 1
-        if self._channel is None:
-            return
-        for notice in self._channel.receive():
-            self._read(*notice)
-        self._deaths = self.deaths()
-        for rank, why in self._deaths.items():
-            self.ledger.record_end(rank, 0, why)
-
-    def deaths(self) -> dict[int, str]:
-        """The ranks whose process has ended, as far as the hub knows; any thread may ask."""
-        return {} if self._channel is None else self._channel.deaths()
-
-    def _read(self, peer: int, kind: str, sequence: int, *what: Any) -> None:
-        """Handle a notice of another rank."""
-        if kind == "gone":
-            why, cause = what
-            self.ledger.record_end(peer, sequence, why, None if cause is None else from_record(cause))
-        elif kind == "call":
-            self._described[sequence, peer] = what[0].encode()
-        else:
-            self.ledger.record(sequence, from_record(what))
+        if self._channel is not None:
+            for peer, _, sequence, (text,) in self._channel.hear():
+                self._described[sequence, peer] = text.encode()
 
     def end_of(self, peer: int, processes: bool = True) -> KosError | None:
         """The error of a message that cannot complete: the group has failed, or that rank is lost; else None.
 
         Without ``processes`` it does not check whether a process has ended, which takes as long as a message.
         """
-        ledger, calls = self.ledger, self.ring
-        if ledger.failure is not None:
-            return again(ledger.failure[1])
-        _, why, cause = ledger.ends.get(peer, (0, None, None))
-        if why is None and (hub := self._deaths.get(0)) is not None:
-            return ledger.lost(0, hub)  # whatever happens to the peer, nobody reports it
+        failures, calls = self.failures, self.failures.ring
+        if failures.reported is not None:
+            return again(failures.reported[1])
+        _, why, cause = failures.ends.get(peer, (0, None, None))
+        deaths = {} if self._channel is None else self._channel.deaths()
+        if why is None and 0 in deaths:
+            return failures.lost(0, deaths[0])  # whatever happens to the peer, nobody reports it
         if calls is not None and peer in calls.segment.ranks:
             try:
                 calls.raise_failure(sys.maxsize)
@@ -320,7 +287,7 @@ class MPITransport(Transport):
             end = calls.end_of(calls.segment.ranks.index(peer)) if processes else None
             if why is None and end is not None:
                 return end
-        return None if why is None else ledger.lost(peer, why, None, cause)
+        return None if why is None else failures.lost(peer, why, None, cause)
 
     def check_sender(self, peer: int) -> None:
         """Raise if the sender may have changed the message in flight: it aborted while MPI still read its memory."""
@@ -334,19 +301,15 @@ class MPITransport(Transport):
         sends = [*self._given_up, *(each.request for each in self.active if not each.receives)]
         return not all(map(mpi_job.is_over, sends))
 
-    def find_failure(self) -> KosError | None:
-        gone = self.deaths().items()
-        return next((self.ledger.lost(rank, why, None, None, 0.0) for rank, why in gone), None)
-
     def gone(self) -> Iterator[tuple[int, str]]:
         """The ranks known to be lost, and why: by shared memory, and by notices that may follow the error."""
-        if self.ring is not None:
-            yield from self.ring.gone()
-        deadline, late = time.monotonic() + _NAMING_SECONDS, False
+        if self.failures.ring is not None:
+            yield from self.failures.ring.gone()
+        deadline, late = time.monotonic() + NAMING_SECONDS, False
         while not late:
             late = time.monotonic() > deadline
             self.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
-            ends = self.ledger.ends.items()
+            ends = self.failures.ends.items()
             yield from ((rank, why) for rank, (_, why, _) in ends if late or why != SHRINKS)
             time.sleep(0.001)
 
@@ -361,28 +324,21 @@ class MPITransport(Transport):
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 named = CollectiveMismatch(str(named))
             elif (lost := next(self.gone(), None)) is not None:  # of which MPI may not say what its error is
-                named = self.ledger.lost(*lost, work)
+                named = self.failures.lost(*lost, work)
             named.__cause__ = error
             error = named
-        if isinstance(error, RankLost) and any(map(self.ledger.board.ended, error.ranks)):
+        if isinstance(error, RankLost) and any(map(self.failures.status.ended, error.ranks)):
             mpi_job.record_loss()
         return error
-
-    def report_failure(self, failure: KosError, sequence: int) -> None:
-        self.ledger.record(sequence, failure)
-        self.send_notice("failed", sequence, *to_record(failure, _REASON_LENGTH))
-
-    def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
-        self._send_end(sequence, reason, cause)
 
     def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
         return (UNSENT if self.sending() else "") + reason
 
     def close(self, begun: int, failed: bool) -> None:
-        self.ring = None
         if not self._MPI.Is_finalized():
-            cause = self.ledger.closing()
-            self._send_end(begun, WHY_CLOSED, cause, soon=cause is not None)
+            cause = self.failures.closing()
+            if self._channel is not None:
+                self._channel.report_end(begun, WHY_CLOSED, cause, soon=cause is not None)
             for comm in self._comms if cause is None and not failed else ():
                 mpi_job.free_after_all(comm)
 

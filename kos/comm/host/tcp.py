@@ -17,10 +17,11 @@ import numpy as np
 
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import WHY_CLOSED, again, to_record
+from kos.comm.failures import WHY_CLOSED
 from kos.comm.host.fingerprints import described
 from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, CLOSED_HERE, FAILED, REASON_LENGTH, Peer, Poller
 from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.records import again, to_record
 from kos.comm.transport import Request, Transport
 from kos.comm.work import Engine, Work
 from kos.errors import KosError
@@ -104,8 +105,8 @@ class TCPTransport(Transport):
                 describe_at = math.inf
                 for rank in self.peers:
                     self.describe(rank, tag)
-            if self.ledger.failure is not None:
-                self.ledger.check(work.sequence)
+            if self.failures.reported is not None:
+                self.failures.ask(work.sequence)
             if local is None or local():
                 return True
             self.poller.progress()  # a rank that waits for one of its host hears what other hosts report
@@ -141,7 +142,7 @@ class TCPTransport(Transport):
         elif mine:
             sequence = tag - COLLECTIVE_TAGS
             calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
-            self.fail(tag, self.ledger.mismatch(self._group, *calls))
+            self.fail(tag, self.failures.mismatch(self._group, *calls))
         elif len(self._described) < RECENT:
             others = self._described.setdefault(tag, {})
             if text or rank not in others:
@@ -151,7 +152,7 @@ class TCPTransport(Transport):
 
     def fail(self, tag: int, failure: KosError) -> None:
         """Make all ranks raise the same error in that collective and later ones."""
-        self.ledger.record(tag - COLLECTIVE_TAGS, failure)
+        self.failures.record(tag - COLLECTIVE_TAGS, failure)
         data = json.dumps(to_record(failure, REASON_LENGTH)).encode()
         for peer in self.peers.values():
             peer.send_control(FAILED, tag, data)
@@ -166,7 +167,7 @@ class TCPTransport(Transport):
                 self.poller.progress()
             finally:
                 self.engine.lock.release()
-        if (failure := self.ledger.failure) is not None:
+        if (failure := self.failures.reported) is not None:
             return again(failure[1])
         ended = (peer for peer in self.peers.values() if peer.gone not in (None, WHY_CLOSED, CLOSED_HERE))
         lost = self.lost or next(ended, None)
@@ -182,15 +183,15 @@ class TCPTransport(Transport):
     def close(self, begun: int, failed: bool) -> None:
         with self.engine.lock:
             self.poller.progress()  # reads the descriptions of ranks that wait in another call
-        self._disconnect(CLOSE, WHY_CLOSED, self.ledger.closing())
-        if self.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
-            raise again(self.ledger.failure[1])
+        self._disconnect(CLOSE, WHY_CLOSED, self.failures.closing())
+        if self.mismatched and self.failures.reported is not None:  # of a call that was complete on this rank
+            raise again(self.failures.reported[1])
 
     def _disconnect(self, kind: int, why: str, cause: KosError | None) -> None:
         """Report why, and close all connections."""
         with self.engine.lock:  # the watchdog, or a thread that uses a group of this communicator, may read from these
-            self._linger(lambda: self.mismatched and self.ledger.failure is None)
-            if (failure := self.ledger.failure) is not None:  # perhaps only this rank has received it
+            self._linger(lambda: self.mismatched and self.failures.reported is None)
+            if (failure := self.failures.reported) is not None:  # perhaps only this rank has received it
                 self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
             data = json.dumps([why[:REASON_LENGTH], cause and to_record(cause, REASON_LENGTH)]).encode()
             for rank, peer in self.peers.items():

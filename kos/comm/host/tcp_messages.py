@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 
 from kos.comm.control.wire import Waiting, fill
-from kos.comm.failures import RECENT_SECONDS, from_record
+from kos.comm.failures import RECENT_SECONDS
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.records import from_record
 from kos.comm.transport import remove, take, wrong_message
 from kos.errors import KosError, RendezvousError
 
@@ -151,18 +152,18 @@ class Peer:
 
     def check(self, tag: int) -> None:
         """Raise if an incomplete message with that tag can no longer complete."""
-        transport, ledger = self.transport, self.transport.ledger
-        ledger.check(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
+        transport, failures = self.transport, self.transport.failures
+        failures.ask(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
         # A rank that aborted in a later collective has completed this one, or the ranks that wait for it report it.
-        later = ledger.failure is not None and tag >= COLLECTIVE_TAGS
+        later = failures.reported is not None and tag >= COLLECTIVE_TAGS
         lost = self if self.gone is not None else None if later else transport.lost
         if lost is not None and lost.gone is not None:
-            ledger.check(None)
+            failures.ask(None)
             raise lost.loss()
 
     def loss(self) -> KosError:
         """The error of a call that waits for this peer, which is gone."""
-        return self.transport.ledger.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
+        return self.transport.failures.lost(self.rank, str(self.gone), None, self._cause, self._cause_window)
 
     def send(self, array: Array, tag: int) -> TCPMessage:
         self.check(tag)
@@ -227,8 +228,8 @@ class Peer:
         except StopIteration as closed:
             self._lose(closed.value, orderly=True)
         except OSError:
-            ledger = self.transport.ledger
-            ledger.board.await_end(ledger.world[self.rank])  # why it ended may arrive later, through the hub
+            failures = self.transport.failures
+            failures.status.await_end(failures.world[self.rank])  # why it ended may arrive later, through the hub
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
             self._lose(str(error))
@@ -305,7 +306,8 @@ class Peer:
                 if (message := self._announced.pop(number, None)) is not None:
                     expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
                     got = len(message.view), message.dtype
-                    message.error = wrong_message(self.transport.ledger, self.rank, expected, self.transport.rank, got)
+                    transport = self.transport
+                    message.error = wrong_message(transport.failures, self.rank, expected, transport.rank, got)
             elif kind == DATA and number in self._incoming and len(self._incoming[number].view) == nbytes:
                 yield from self._read_into(number)
             elif kind in (CALL, FAILED, ABORT, CLOSE) and nbytes <= CONTROL_BYTES:
@@ -315,7 +317,7 @@ class Peer:
                     continue
                 record = json.loads(data)
                 if kind == FAILED:
-                    self.transport.ledger.record(tag - COLLECTIVE_TAGS, from_record(record))
+                    self.transport.failures.record(tag - COLLECTIVE_TAGS, from_record(record))
                     continue
                 why, cause = record
                 self._cause = None if cause is None else from_record(cause)
@@ -354,7 +356,7 @@ class Peer:
         if not fits and not (collective and message.call != call):  # all ranks raise that mismatch
             dtype = message.dtype if collective else dtype_of_code(call)
             transport, wanted = self.transport, (expected, message.dtype)
-            message.error = wrong_message(transport.ledger, transport.rank, wanted, self.rank, (got, dtype))
+            message.error = wrong_message(transport.failures, transport.rank, wanted, self.rank, (got, dtype))
         if data is not None:
             if fits:
                 message.view[:] = data

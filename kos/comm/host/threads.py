@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm.backend import Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.control.threads import ThreadGroup
+from kos.comm.control.threads import ThreadGroup, Waits
 from kos.comm.failures import WHY_CLOSED
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.transport import Request, Transport, remove, take, wrong_message
@@ -117,9 +117,13 @@ class ThreadTransport(Transport):
         """As in ``Backend.idle``."""
         world = self.group.world
         active = self.engine.outstanding() if world.watch is not None else []
+
+        def waits() -> Waits:
+            return [(str(work), work.backend.failures.in_world(work.backend.late(work).ranks)) for work in active]
+
         with world.lock:
             if world.events[self._me] == mark:
-                world.wait(self._me, seconds, lambda: [(str(work), work.backend.waits_for(work)) for work in active])
+                world.wait(self._me, seconds, waits)
 
     # What a test watches and injects.
 
@@ -160,7 +164,7 @@ class ThreadTransport(Transport):
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(self.ledger.mismatch(work.group, (peer, *theirs), (rank, *mine)))
+                    group.fail(self.failures.mismatch(work.group, (peer, *theirs), (rank, *mine)))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
@@ -173,7 +177,7 @@ class ThreadTransport(Transport):
                     return True
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
-                    group.raise_end(peer, self.ledger, work)
+                    group.raise_end(peer, self.failures, work)
             return False
 
         return all_arrived
@@ -192,13 +196,13 @@ class ThreadTransport(Transport):
         ]  # fmt: skip
 
     def find_failure(self) -> KosError | None:
-        return self.group.find_failure(self.ledger)
+        return self.group.find_failure(self.failures)
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self.group.fail(failure)
 
     def close(self, begun: int, failed: bool) -> None:
-        self.group.close(self.rank, WHY_CLOSED, self.ledger.closing(), 0.0)
+        self.group.close(self.rank, WHY_CLOSED, self.failures.closing(), 0.0)
 
     def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
         self.group.close(self.rank, reason)
@@ -222,7 +226,7 @@ class ThreadMessage:
         message.complete = True
         if sent.dtype != array.dtype or sent.size != array.size:
             expected, got = ((each.nbytes, each.dtype) for each in (array, sent))
-            self.error = wrong_message(self._transport.ledger, self.dst, expected, self.src, got)
+            self.error = wrong_message(self._transport.failures, self.dst, expected, self.src, got)
             return  # only the receiver raises
         np.copyto(array, sent)
         self.complete = True
@@ -237,5 +241,5 @@ class ThreadMessage:
             if self.error is not None:
                 raise self.error
             group.raise_failure()
-            group.raise_end(self.other, self._transport.ledger)
+            group.raise_end(self.other, self._transport.failures)
         return False

@@ -30,7 +30,7 @@ from kos.comm.arguments import check_timeout
 from kos.comm.control.store import store_rendezvous
 from kos.errors import CollectiveTimeout, InvalidArgument, KosError
 from kos.interop.torch.anysource import AnySource
-from kos.interop.torch.launch import Launch, run
+from kos.interop.torch.launch import Recording, run
 from kos.interop.torch.operations import Operations
 from kos.interop.torch.tensors import Tensor, as_array, check_dense
 from kos.interop.torch.works import CoalescedWork, DeviceMessage, DeviceWork, HostWork, PooledEvent
@@ -125,7 +125,7 @@ class ProcessGroupKos(Operations):
 
     def check(self) -> None:
         """Raise the failure of the GPU's communicator, if it has failed."""
-        failure = None if self._gpu is None else self._gpu.backend.broken
+        failure = None if self._gpu is None else self._gpu.failure
         if failure is not None:
             raise self.translated(failure)
 
@@ -241,7 +241,7 @@ class ProcessGroupKos(Operations):
     # Launching.
 
     def _launch(
-        self, call: Callable[[Launch], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False
+        self, call: Callable[[Recording], None], tensors: Sequence[Tensor], opts: Any, what: str, batch: bool = False
     ) -> Any:
         """Launch ``call`` on ``tensors``; ``opts`` are torch's options.
 
@@ -381,7 +381,7 @@ class ProcessGroupKos(Operations):
             if not messages:
                 return
 
-            def call(launch: Launch) -> None:
+            def call(launch: Recording) -> None:
                 for message in others:
                     tensor = message.tensors[0]
                     x = as_array(tensor) if message.name == "send" else launch.output(tensor)

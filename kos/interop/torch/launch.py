@@ -9,7 +9,7 @@ import kos
 from kos.interop.torch.tensors import Arrays
 
 
-class Launch(Arrays):
+class Recording(Arrays):
     """One launch: ``launch(name, ...)`` calls that operation of the communicator."""
 
     def __init__(self, comm: kos.Communicator, options: dict[str, Any]) -> None:
@@ -21,14 +21,14 @@ class Launch(Arrays):
 
 
 def run(
-    call: Callable[[Launch], None], comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool
-) -> Launch:
+    call: Callable[[Recording], None], comm: kos.Communicator, options: dict[str, Any], asynchronous: bool, batch: bool
+) -> Recording:
     """Run ``call``, whose operations a ``batch`` launches together."""
     if not batch:
-        launch = Launch(comm, {**options, "async_op": True} if asynchronous else options)
+        launch = Recording(comm, {**options, "async_op": True} if asynchronous else options)
         call(launch)
         return launch
-    launch = Launch(comm, options)
+    launch = Recording(comm, options)
     with comm.batch(async_op=asynchronous) as operations:
         call(launch)
     launch.works = operations.works

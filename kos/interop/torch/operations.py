@@ -1,6 +1,6 @@
 """The operations of a process group, with the names and arguments of torch.
 
-Each operation is a function of a ``Launch``, which gives it the communicator's methods and the tensors as arrays.
+Each operation is a function of a ``Recording``, which gives it the communicator's methods and the tensors as arrays.
 torch's C++ calls only the operations that DDP and the functional collectives use; Python calls all of them.
 """
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kos.errors import InvalidArgument
 from kos.interop.torch.anysource import AnySourceWork
-from kos.interop.torch.launch import Launch
+from kos.interop.torch.launch import Recording
 from kos.interop.torch.tensors import Tensor, as_array, check_parts, reduce_op, split_counts
 from kos.interop.torch.works import NONE
 
@@ -75,7 +75,7 @@ class Operations(_ProcessGroup):
         """Reduce each tensor over all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         op = opts.reduceOp
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             for tensor in tensors:
                 launch("all_reduce", launch.in_place(tensor), reduce_op(op, tensor))
 
@@ -88,7 +88,7 @@ class Operations(_ProcessGroup):
         """Copy each tensor of rank ``rootRank`` to all ranks, in place.  Raises DistBackendError, InvalidArgument."""
         root = opts.rootRank
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             for tensor in tensors:
                 launch("broadcast", launch.in_place(tensor), root)
 
@@ -99,7 +99,7 @@ class Operations(_ProcessGroup):
         """Reduce the tensor to rank ``rootRank``, in place.  Raises DistBackendError, InvalidArgument."""
         root, op = opts.rootRank, opts.reduceOp
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             launch("reduce", launch.in_place(tensors[0]), root, reduce_op(op, tensors[0]))
 
         return self._launch(call, tensors, opts, "reduce")
@@ -110,7 +110,7 @@ class Operations(_ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         """``all_gather_single`` of several pairs, in one batch.  Raises DistBackendError, InvalidArgument."""
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             for output, input in zip(outputs, inputs, strict=True):
                 launch("all_gather", as_array(input), launch.output(output))
 
@@ -123,7 +123,7 @@ class Operations(_ProcessGroup):
         for parts in output_tensors:
             check_parts(parts, self.size(), "allgather")
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             for input, parts in zip(input_tensors, output_tensors, strict=True):
                 sizes, joined = [part.numel() for part in parts], launch.joined_output(parts)
                 if len(set(sizes)) == 1:
@@ -146,7 +146,7 @@ class Operations(_ProcessGroup):
         if parts:
             check_parts(parts, self.size(), "gather")
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             launch("gather", as_array(input_tensors[0]), opts.rootRank, launch.joined_output(parts) if parts else None)
 
         return self._launch(call, [*parts, *input_tensors], opts, "gather")
@@ -155,7 +155,7 @@ class Operations(_ProcessGroup):
         """``output`` of ``rootRank`` receives all inputs in rank order.  Raises DistBackendError, InvalidArgument."""
         outputs = [output] if self.rank() == opts.rootRank else []
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             launch("gather", as_array(input), opts.rootRank, launch.output(output) if outputs else None)
 
         return self._launch(call, [*outputs, input], opts, "gather_single")
@@ -169,7 +169,7 @@ class Operations(_ProcessGroup):
         if parts:
             check_parts(parts, self.size(), "scatter")
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             launch("scatter", launch.joined(parts) if parts else None, launch.output(output_tensors[0]), opts.rootRank)
 
         return self._launch(call, [*output_tensors, *parts], opts, "scatter")
@@ -180,7 +180,7 @@ class Operations(_ProcessGroup):
         output, parts, op = output_tensors[0], input_tensors[0], opts.reduceOp
         check_parts(parts, self.size(), "reduce_scatter")
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             sizes = [part.numel() for part in parts]
             if len(set(sizes)) == 1:
                 launch("reduce_scatter", launch.joined(parts), launch.output(output), reduce_op(op, output))
@@ -198,7 +198,7 @@ class Operations(_ProcessGroup):
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         count = len(inputs)
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             for output, input in zip(outputs, inputs, strict=True):
                 launch("reduce_scatter", as_array(input), launch.output(output), reduce_op(op, output))
 
@@ -211,7 +211,7 @@ class Operations(_ProcessGroup):
         """Shard r goes to rank r; splits are rows, none: equal ones.  Raises DistBackendError, InvalidArgument."""
         output_splits, input_splits = tuple(output_split_sizes), tuple(input_split_sizes)
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             x, out = as_array(input), launch.output(output)
             if not output_splits and not input_splits:
                 launch("all_to_all", x, out)
@@ -226,7 +226,7 @@ class Operations(_ProcessGroup):
         for parts in (output_tensors, input_tensors):
             check_parts(parts, self.size(), "alltoall")
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             send, recv = ([part.numel() for part in parts] for parts in (input_tensors, output_tensors))
             launch("all_to_all_v", launch.joined(input_tensors), send, recv, launch.joined_output(output_tensors))
 
@@ -274,7 +274,7 @@ class Operations(_ProcessGroup):
         if tensors[0].is_cuda:
             return self._post(tensors, "recv", srcRank)
 
-        def call(launch: Launch) -> None:
+        def call(launch: Recording) -> None:
             if (posted := self._any.take(srcRank, tag, tensors[0], launch)) is not None:
                 launch.works.append(posted)
             else:

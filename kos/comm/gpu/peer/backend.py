@@ -27,7 +27,6 @@ from typing import Any
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
-from kos.comm.failures import again
 from kos.comm.gpu.backend import DeviceBackend, unstarted
 from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.devices import device_of
@@ -36,11 +35,12 @@ from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction
 from kos.comm.gpu.peer.bind import bind, bind_messages, by_copies, is_beside
 from kos.comm.gpu.peer.concurrent import ConcurrentKernels
-from kos.comm.gpu.peer.engine import PeerEngine, Run
+from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.exchange import MAX_RANKS
 from kos.comm.gpu.peer.launches import PACKETS, Launches, Occupancy
 from kos.comm.gpu.routes import Route
 from kos.comm.operation import AUTO, Operation
+from kos.comm.records import again
 from kos.comm.reduction import ReduceOp
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
@@ -52,7 +52,7 @@ from kos.memory import Buffer
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.libraries import expandable
 from kos.memory.symmetric import MappedPart, SymmetricMemory
-from kos.memory.windows import WindowMemory, in_windows
+from kos.memory.windows import Run, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class PeerBackend(DeviceBackend):
         self._rendezvous = rendezvous
         self._unmapped = False  # whether no rank maps another's windows any more
         self._windows = Windows(
-            rendezvous, self.device, self._free_window, lambda: self._unmapped or self.broken is not None
+            rendezvous, self.device, self._free_window, lambda: self._unmapped or self.failures.first is not None
         )
         self._at = -1  # the stream of the last operation, if more may go there without a new order,
         self._occupancy = Occupancy(0, 0)  # up to this occupancy
@@ -92,7 +92,7 @@ class PeerBackend(DeviceBackend):
             self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
         except BaseException as error:
             super().close()
-            if not isinstance(error, KosError) or rendezvous.failure is not None:
+            if not isinstance(error, KosError) or rendezvous.failures.over is not None:
                 raise
             raise BackendUnavailable(f"peer: {error}") from error  # on all ranks: see on_all
         self._failure = self._engine.record.failure
@@ -174,7 +174,7 @@ class PeerBackend(DeviceBackend):
 
     def _free_window(self, window: WindowMemory) -> None:
         memory: SymmetricMemory = window.handle
-        if self._unmapped or self.broken is not None:  # this rank's part: no rank maps it, or none can be asked
+        if self._unmapped or self.failures.first is not None:  # this rank's part: no rank maps it, or none can be asked
             memory.abort()
         else:
             self._engine.unregister(memory)
@@ -229,7 +229,7 @@ class PeerBackend(DeviceBackend):
         if self._engine.record.failed:
             others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
             beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
-            self._engine.record.check(str(o), self.shared.arrived(o), beside)
+            self._engine.record.check(str(o), self.late(o).arrived, beside)
 
     def kernel_waits(self) -> list[int]:
         return self._engine.record.waits_for()
@@ -360,7 +360,7 @@ class PeerBackend(DeviceBackend):
 
     def load_copy_kernels(self) -> None:
         """Load what the engine needs if it is not exclusive, unless this communicator has failed."""
-        if self.broken is None:
+        if self.failures.first is None:
             self._wait_for_idle()
             self._engine.load_copy_kernels()
 

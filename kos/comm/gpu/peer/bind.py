@@ -10,12 +10,13 @@ from kos.comm.gpu.compressed import CompressedOperation
 from kos.comm.gpu.memory import NONE, Piece, exchange_of, whole
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
-from kos.comm.gpu.peer.engine import PeerEngine, Run
-from kos.comm.gpu.peer.launches import PACKETS, Launch
+from kos.comm.gpu.peer.engine import PeerEngine
+from kos.comm.gpu.peer.launches import PACKETS, KernelConfig
 from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.work import Work
 from kos.dtypes import DTYPES
+from kos.memory.windows import Run
 
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 128 << 10
@@ -65,7 +66,7 @@ def _bind_all_reduce(backend: DeviceBackend, engine: PeerEngine, o: Operation) -
     dtype, count, nbytes = DTYPES[name], o.send.count * per, o.send.nbytes
     ends = o.send.pointer, o.recv.pointer
     symmetric = all(engine.is_symmetric(end, nbytes) for end in ends)
-    launch = Launch(o.options.algorithm, threads=128)
+    launch = KernelConfig(o.options.algorithm, threads=128)
     if by_copies(engine, o):
         launch = BESIDE
     elif o.options.algorithm == AUTO:
@@ -88,7 +89,7 @@ def _bind_reduction(backend: DeviceBackend, engine: PeerEngine, o: Operation) ->
     if o.name.startswith("reduce_scatter"):
         beside = by_copies(engine, o)
         if beside:
-            kernel = engine.route(Launch("copies"), o.send.nbytes, o.send.pointer)
+            kernel = engine.route(KernelConfig("copies"), o.send.nbytes, o.send.pointer)
         counts = [n * per for n in o.send_counts or [o.send.count // engine.size] * engine.size]
         run = engine.bind_reduce_scatter(*ends, counts, dtype, op, factor=factor, beside=beside)
     elif o.name.endswith("scan"):
@@ -109,7 +110,7 @@ def _bind_move(engine: PeerEngine, o: Operation) -> Bound:
         beside, part = by_copies(engine, o), send[1] // (1 if o.name == "all_gather" else engine.size)
         direct = engine.bind_writes(o.name, send[0], recv[0], part, beside)
         if direct is not None:
-            return direct, engine.route(Launch(engine.write_algorithm(o.name, part, beside)), recv[1], recv[0])
+            return direct, engine.route(KernelConfig(engine.write_algorithm(o.name, part, beside)), recv[1], recv[0])
     pieces = exchange_of(o, engine.rank, engine.size)
     return engine.bind_exchange(*pieces, messages=not o.collective, beside=is_beside(o)), None
 

@@ -8,22 +8,22 @@ run: their results are undefined, as after any failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from kos.comm.gpu.memory import Scratch
-from kos.comm.gpu.peer.launches import Launch
+from kos.comm.gpu.peer.launches import KernelConfig
 from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.kernels import resolved
 from kos.cuda.streams import Event, capture_of
+from kos.memory.windows import Run
 
-Run = Callable[..., None]
-BESIDE = Launch("copies", blocks=32)
+BESIDE = KernelConfig("copies", blocks=32)
 """The launch for overlap: few blocks, which find free multiprocessors soon."""
-BESIDE_REDUCE_SCATTER = Launch("copies", blocks=96)
+BESIDE_REDUCE_SCATTER = KernelConfig("copies", blocks=96)
 """The same for a reduce-scatter.  It adds once, and more blocks end sooner."""
 _BLOCKS = 132
 
@@ -50,7 +50,7 @@ class Copies:
         self._staging: list[Scratch] = []  # graphs may use an older one
 
     def all_reduce(
-        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int,
+        self, kernel: Any, barrier: Run, launch: KernelConfig, itemsize: int, count: int,
         inputs: Sequence[int], outputs: Sequence[int],
     ) -> Run:  # fmt: skip
         """``inputs[r]`` and ``outputs[r]`` are rank r's buffers of ``count`` elements, as this rank sees them.
@@ -103,8 +103,9 @@ class Copies:
         return partial(_on_device, self._device, run)
 
     def reduce_scatter(
-        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int, inputs: Sequence[int], recv: Any
-    ) -> Run:
+        self, kernel: Any, barrier: Run, launch: KernelConfig, itemsize: int, count: int, inputs: Sequence[int],
+        recv: Any,
+    ) -> Run:  # fmt: skip
         """``inputs[r]`` is rank r's buffer of ``count`` elements for each rank, as this rank sees it.
 
         The sum goes to ``recv``, which may be this rank's shard of its own input."""

@@ -26,7 +26,7 @@ from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.memory import Piece
 from kos.comm.gpu.peer.copies import BESIDE_REDUCE_SCATTER, Copies
 from kos.comm.gpu.peer.exchange import BOX_PACKETS, MAX_RANKS, PACKET_BYTES, SHARE, broadcast_pieces, exchange_launch
-from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches, Occupancy
+from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, KernelConfig, Launches, Occupancy
 from kos.comm.gpu.peer.record import TIMEOUT, KernelRecord, nanoseconds
 from kos.comm.gpu.routes import nothing
 from kos.comm.reduction import ReduceOp
@@ -37,6 +37,7 @@ from kos.dtypes import DType
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory, on_all
+from kos.memory.windows import Run
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 CHANNELS = 128
@@ -60,10 +61,6 @@ _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
-
-Run = Callable[..., None]
-"""Queues an operation on a stream, which comes first.  Then come the addresses of what is sent and of what is received,
-if the operation was bound to ``Address`` and not to numbers."""
 
 NO_OCCUPANCY = Occupancy(0, 1 << 30)
 """The occupancy of a launch without kernels."""
@@ -109,7 +106,7 @@ class PeerEngine:
         self.deadline: float | None = None
 
         def prepare() -> None:
-            self.record = KernelRecord(rendezvous.ledger, device)
+            self.record = KernelRecord(rendezvous.failures, device)
             self.record.timeout = timeout
             self._loading = create_stream(device)  # never captured by a graph
             self._context = self._context_of(None)
@@ -181,7 +178,7 @@ class PeerEngine:
         """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
         return self._symmetric(pointer, nbytes) is not None
 
-    def route(self, launch: Launch, nbytes: int, *pointers: Any) -> str:
+    def route(self, launch: KernelConfig, nbytes: int, *pointers: Any) -> str:
         """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
         numbers = {memory.peer_pointers.pointer: number for number, memory in self._memories.items()}
         found = (self._symmetric(pointer, nbytes) for pointer in pointers)
@@ -190,7 +187,7 @@ class PeerEngine:
 
     def bind_all_reduce(
         self, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, *, factor: float = 1.0,
-        launch: Launch | None = None,
+        launch: KernelConfig | None = None,
     ) -> Run:  # fmt: skip
         """The all-reduce of ``count`` elements from address ``send`` to ``recv`` (which may be the same).
 
@@ -210,19 +207,19 @@ class PeerEngine:
         others = {"copies": self._bind_copies, "specialized": self._bind_specialized, "push": self._bind_push}
         return others.get(launch.algorithm, self._bind_direct)(launch, send, recv, count, dtype, op)
 
-    def possible(self, launch: Launch, op: ReduceOp, nbytes: int, symmetric: bool) -> Launch:
+    def possible(self, launch: KernelConfig, op: ReduceOp, nbytes: int, symmetric: bool) -> KernelConfig:
         """``launch``, or what goes in its place for what it does not take; ``symmetric``: both buffers are."""
         if launch.algorithm not in PACKETS and (op is ReduceOp.PREMUL_SUM or self.size == 1):
-            return Launch("two_shot" if self.size > 1 else "one_shot")
+            return KernelConfig("two_shot" if self.size > 1 else "one_shot")
         if self.size == 1:
             return replace(launch, algorithm="one_shot")
         if launch.algorithm == "copies" and not symmetric:
-            return Launch("push")
+            return KernelConfig("push")
         if launch.algorithm == "specialized" and not (symmetric and self._roles(nbytes)):
-            return Launch("push", self.blocks)
+            return KernelConfig("push", self.blocks)
         return launch
 
-    def _kernel(self, file: str, launch: Launch, dtype: DType, op: ReduceOp, **macros: Any) -> Any:
+    def _kernel(self, file: str, launch: KernelConfig, dtype: DType, op: ReduceOp, **macros: Any) -> Any:
         name = "uint8" if dtype.name == "bool" else dtype.name
         self.record_kernel(file, launch.algorithm, name, op, launch.threads)
         only = launch.algorithm.upper()
@@ -242,7 +239,7 @@ class PeerEngine:
             self.before_load()
 
     def _bind_packets(
-        self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, factor: float,
+        self, launch: KernelConfig, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp, factor: float,
         ends: Sequence[int] = (),
     ) -> Run:  # fmt: skip
         """A kernel of packets for ``count`` elements; without ``recv`` this rank gets no result.
@@ -264,7 +261,7 @@ class PeerEngine:
         counts = () if ends else (count,)
         return self._bind(kernel, blocks, threads, send, recv, *counts, per_channel, np.float64(factor), *ends)
 
-    def _bind_direct(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_direct(self, launch: KernelConfig, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
         nbytes, table, vector = count * dtype.itemsize, self.memory.peer_pointers.pointer, 16 // dtype.itemsize
         source, target = self._symmetric(send, nbytes), self._symmetric(recv, nbytes)
         if source and target:
@@ -276,7 +273,7 @@ class PeerEngine:
         blocks = min(launch.blocks or self.blocks, self.blocks)
         return self._bind(kernel, blocks, launch.threads, *places, *outside, count, piece)
 
-    def _bind_push(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_push(self, launch: KernelConfig, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
         vector = 16 // dtype.itemsize
         place = self._symmetric(recv, count * dtype.itemsize)
         pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
@@ -297,7 +294,9 @@ class PeerEngine:
             return None
         return pushers, adders, chunk
 
-    def _bind_specialized(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_specialized(
+        self, launch: KernelConfig, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp
+    ) -> Run:
         nbytes = count * dtype.itemsize
         place, roles = self._symmetric(recv, nbytes), self._roles(nbytes)
         assert place and roles
@@ -337,7 +336,7 @@ class PeerEngine:
         threads = 512 if self.size <= 4 else 256  # of each half of a block; registers grow with the ranks
         whole = equal and nbytes % 16 == 0
         name = "reduce_scatter" if whole else "reduce_scatter_v"
-        launch = Launch(name, min(-(-nbytes // SHARE), self.blocks), threads)
+        launch = KernelConfig(name, min(-(-nbytes // SHARE), self.blocks), threads)
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
         sizes = (count,) if whole else _ends(counts)
@@ -381,13 +380,13 @@ class PeerEngine:
         blocks = min(-(-nbytes // SHARE), self.blocks)
         return self._bind(kernel, blocks, 512, *place, send, nbytes)
 
-    def _batches(self, launch: Launch, chunk: int) -> tuple[int, int]:
+    def _batches(self, launch: KernelConfig, chunk: int) -> tuple[int, int]:
         """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory."""
         blocks = min(launch.blocks or 64, self.blocks, self.staging // 256 // self.size)
         share = -(-(chunk + 8) // blocks) + 8
         return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
 
-    def _bind_copies(self, launch: Launch, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
+    def _bind_copies(self, launch: KernelConfig, send: Any, recv: Any, count: int, dtype: DType, op: ReduceOp) -> Run:
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
         return self._copies.all_reduce(
             kernel, self.bind_barrier(overlap=False), launch, dtype.itemsize, count,

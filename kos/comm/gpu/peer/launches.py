@@ -29,7 +29,7 @@ class Occupancy(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelConfig:
     """An algorithm and its launch parameters; 0 blocks: as many as the packets need."""
 
     algorithm: str
@@ -40,13 +40,13 @@ class Launch:
 
     def as_json(self) -> dict[str, Any]:
         """The fields that differ from the defaults."""
-        defaults = asdict(Launch(self.algorithm))
+        defaults = asdict(KernelConfig(self.algorithm))
         return {name: value for name, value in asdict(self).items() if name == "algorithm" or value != defaults[name]}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Launch:
+    def from_json(data: Mapping[str, Any]) -> KernelConfig:
         """Raises InvalidArgument for values that no kernel accepts."""
-        launch = Launch(**data)
+        launch = KernelConfig(**data)
         if launch.algorithm not in ALGORITHMS:
             raise InvalidArgument(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {launch.algorithm!r}")
         for name, (least, most) in _RANGES.items():
@@ -66,10 +66,10 @@ Rows = Sequence[tuple[int | None, T]]
 class Launches:
     """The launches of a group: with both buffers symmetric, and otherwise."""
 
-    symmetric: Rows[Launch]
-    ordinary: Rows[Launch]
+    symmetric: Rows[KernelConfig]
+    ordinary: Rows[KernelConfig]
 
-    def pick(self, nbytes: int, symmetric: bool) -> Launch:
+    def pick(self, nbytes: int, symmetric: bool) -> KernelConfig:
         """The launch for a size; packet algorithms do not depend on whether buffers are symmetric."""
         launch = pick(self.symmetric, nbytes) if symmetric else None
         return pick(self.ordinary, nbytes) if launch is None or launch.algorithm in PACKETS else launch
@@ -81,7 +81,7 @@ class Launches:
     def from_json(data: Mapping[str, Any]) -> Launches:
         """The reverse of ``as_json``.  Raises InvalidArgument for anything else."""
         symmetric, ordinary = (
-            tuple((limit, Launch.from_json(row)) for limit, row in by_size(kind, data[kind])) for kind in _KINDS
+            tuple((limit, KernelConfig.from_json(row)) for limit, row in by_size(kind, data[kind])) for kind in _KINDS
         )
         return Launches(symmetric, ordinary)
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kos.comm import timeouts
-from kos.comm.failures import EndedEarly, Ledger, blaming
+from kos.comm.failures import EndedEarly, FailureLog
+from kos.comm.records import blaming
 from kos.errors import CollectiveMismatch
 from kos.memory.pool import pinned_empty
 
@@ -23,8 +24,8 @@ _WAITS_SECONDS = 1.0
 class KernelRecord:
     """What the host tells the kernels of one communicator, and what a kernel that ended early was waiting for."""
 
-    def __init__(self, ledger: Ledger, device: int) -> None:
-        self._ledger = ledger
+    def __init__(self, failures: FailureLog, device: int) -> None:
+        self._failures = failures
         self.words = pinned_empty(16, np.uint64, device)
         self.words[:] = 0
         self.failure = self.words[FAILED:].data  # read at every call, faster than an array
@@ -64,19 +65,19 @@ class KernelRecord:
         """
         if not self.failed:
             return
-        peer, cause, ledger = int(self.words[PEER]), int(self.words[CAUSE]), self._ledger
-        world, name = ledger.world[peer], ledger.names([peer], False)
+        peer, cause, failures = int(self.words[PEER]), int(self.words[CAUSE]), self._failures
+        world, name = failures.world[peer], failures.names([peer], False)
         if cause == _ABORTED:
             raise blaming(EndedEarly(f"{what}: aborted while it waited for {name}"), [world])
         if cause == _UNEQUAL:
             wanted, seen = (_piece(int(self.words[word])) for word in (WANTED, SEEN))
-            both = sorted((world, ledger.world[ledger.rank]))
+            both = sorted((world, failures.world[failures.rank]))
             raise blaming(CollectiveMismatch(f"{what}: expected {wanted} from {name}, got {seen}"), both)
         if cause == _PEER_ENDED:
             raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
         limit = float(self.words[LIMIT]) / 1e9
         absent = f"{timeouts.late(name, within=limit)} ({self._where()}{beside})"
-        raise ledger.overdue([peer], what, None, absent, arrived=arrived)
+        raise failures.overdue([peer], what, None, absent, arrived=arrived)
 
     def waits_for(self) -> list[int]:
         """The rank that a kernel waits for, or waited for within the last second."""
@@ -92,7 +93,7 @@ class KernelRecord:
             if time.monotonic() > deadline:
                 return "no kernel of this GPU was waiting"
             time.sleep(0.001)
-        return f"the GPU waited for {self._ledger.names([int(self.words[PEER])], False)} ({self._where()})"
+        return f"the GPU waited for {self._failures.names([int(self.words[PEER])], False)} ({self._where()})"
 
     def _where(self) -> str:
         channel, phase, wanted, seen = (int(self.words[word]) for word in (CHANNEL, PHASE, WANTED, SEEN))

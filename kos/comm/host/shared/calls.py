@@ -11,19 +11,35 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from kos._core import native
-from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, Ledger, from_record, to_record
+from kos.comm.failures import RECENT_SECONDS, WHY_CLOSED, FailureLog
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
-from kos.comm.host.shared.board import SharedBoard, fitting
-from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Processes, Segment, started
+from kos.comm.host.shared.segment import (
+    ARRIVED,
+    CLOSED,
+    FAILURE_BYTES,
+    PID,
+    RING,
+    STARTED,
+    Processes,
+    Segment,
+    started,
+)
+from kos.comm.host.shared.status import SharedStatus, fitting
+from kos.comm.records import from_record, to_record
 from kos.comm.work import Work, forked_from
 from kos.errors import CollectiveError, KosError
 
 CLOSED_ORDERLY, ABORTED = 1, 2
+_RANK_SHIFT = 44
+"""Of the rank in the failure word, above the collective, as in ``core.h``."""
+_READS = 100
+"""Attempts, a millisecond apart, to read a failure whose rank is writing it."""
 SPIN_SECONDS = 20e-6
 """Seconds that a wait holds the GIL before it lets other threads run, unless ranks are threads."""
 CHECK_SECONDS, LONGEST_CHECK_SECONDS = 0.01, 0.1
@@ -41,11 +57,11 @@ class Difference(Exception):
 class CallRing(Fingerprints):
     """The published collectives of the ranks of one host, and this rank's compiled core (``core``)."""
 
-    def __init__(self, segment: Segment, ledger: Ledger) -> None:
+    def __init__(self, segment: Segment, failures: FailureLog) -> None:
         super().__init__()
-        self.segment, self.ledger = segment, ledger
-        if not isinstance(ledger.board, SharedBoard):  # the first group is the world
-            ledger.board = SharedBoard(segment, ledger.world, ledger.board)
+        self.segment, self.failures = segment, failures
+        if not isinstance(failures.status, SharedStatus):  # the first group is the world
+            failures.status = SharedStatus(segment, failures.world, failures.status)
         words, layout = segment.words, segment.layout
         self.words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
@@ -54,12 +70,13 @@ class CallRing(Fingerprints):
         self._peers = [
             (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
+        self._reporting = threading.Lock()  # the program's thread and the watchdog's report failures
         self._late: Wait | None = None  # what ``compare`` waits for
         self._processes: Processes | None = None  # of the other ranks
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
-        ledger.board.hold()
+        failures.status.hold()
 
     def announce(self, o: Work[Any]) -> None:
         """Publish that this rank begins ``o``."""
@@ -163,29 +180,45 @@ class CallRing(Fingerprints):
         if self._processes is None:
             self._processes = Processes(self.words[line + PID] for _, line, _ in self._peers)
         killed = self.killed() if self._processes.ended() else None
-        return None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
+        return None if killed is None else self.failures.ended(killed)
 
-    def fail(self, error: KosError, sequence: int) -> None:
+    # As a link of the failure log.
+
+    def link(self) -> None:
+        """Have the failure log of the group report through this segment."""
+        self.failures.ring = self
+        self.failures.links.insert(0, self)  # first: those who wait on this host raise at once
+
+    def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
+        """Report that this rank begins no collective from ``sequence`` on, why, and what caused that."""
+        self.report_failure(self.failures.end(reason, cause), sequence)
+        self.mark_closed(ABORTED)
+
+    def report_failure(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
 
-        The first failure is kept.  This one is lost if a rank was stopped while it wrote its own.
+        The failure of the earliest collective is kept.
         """
         sequence = min(sequence, native.WORD_SEQUENCE)
-        data = fitting([*to_record(error), sequence])
-        at = self.segment.layout.failure_text
-        with contextlib.suppress(TimeoutError), self.segment.locked():
-            if not self.words[self._failure]:
-                self.segment.bytes[at : at + len(data)] = data
-                self.words[self.segment.layout.failure_length] = len(data)
-                self.core.fail(sequence)
+        with self._reporting:
+            if (word := self.core.failure()) and word & native.WORD_SEQUENCE <= sequence:
+                return
+            at = self.segment.layout.report_of(self.segment.rank)
+            self.segment.bytes[at : at + FAILURE_BYTES] = fitting(to_record(error)).ljust(FAILURE_BYTES)
+            self.core.fail(sequence)
 
     def failure(self) -> tuple[KosError, int] | None:
-        """The first failure of a rank of the host, and the first collective that it concerns."""
-        if not self.core.failure():
-            return None
-        length, at = self.words[self.segment.layout.failure_length], self.segment.layout.failure_text
-        *record, sequence = json.loads(bytes(self.segment.bytes[at : at + length]))
-        return from_record(record), sequence
+        """The failure of the earliest collective that a rank of the host has reported, and that collective."""
+        known: tuple[KosError, int] | None = None
+        for _ in range(_READS):
+            if not (word := self.core.failure()):
+                return None
+            at, sequence = self.segment.layout.report_of(word >> _RANK_SHIFT & 0xFF), word & native.WORD_SEQUENCE
+            known = CollectiveError(f"collective #{sequence} failed on a rank that was stopped meanwhile"), sequence
+            with contextlib.suppress(ValueError):  # its rank is writing the failure of an earlier one
+                return from_record(json.loads(bytes(self.segment.bytes[at : at + FAILURE_BYTES]))), sequence
+            time.sleep(0.001)
+        return known
 
     def raise_failure(self, sequence: int) -> None:
         """Raise the failure of a rank of the host, if it concerns collective ``sequence``."""
@@ -199,13 +232,14 @@ class CallRing(Fingerprints):
     def close(self) -> None:
         """Unmap the segment."""
         if not self.words[self._line + CLOSED]:
-            if (cause := self.ledger.closing()) is not None:
+            if (cause := self.failures.closing()) is not None:
                 self._causes().post_failure(cause)
             self.mark_closed(CLOSED_ORDERLY)
-        self._processes = None
+        self._processes, self.failures.ring = None, None
+        self.failures.links.remove(self)
         self.core.close()
         self.segment.close()
-        self.ledger.board.release()
+        self.failures.status.release()
         self.words = self.segment.words  # releases the old view, which holds the memory and its descriptor
 
     def failed(self, code: int, rank: int, word: int) -> NoReturn:
@@ -213,31 +247,31 @@ class CallRing(Fingerprints):
         if code == native.REPORTED and (known := self.failure()) is not None:
             raise known[0]
         if code == native.FORKED:
-            raise CollectiveError(forked_from(self.ledger.rank))
+            raise CollectiveError(forked_from(self.failures.rank))
         if code in (native.CLOSED, native.REPORTED):  # another thread has closed it
             raise CollectiveError("the communicator is closed")
         raise Difference(code, rank, word)
 
     def raise_everywhere(self, error: KosError, sequence: int) -> NoReturn:
         """Raise ``error`` on all ranks of the host, or an earlier failure of another rank."""
-        self.fail(error, sequence)
+        self.report_failure(error, sequence)
         self.raise_failure(sequence)
         raise error
 
     def end_of(self, local: int, what: object = None) -> KosError | None:
         """The error of ``what``, which waits for that rank, if it has ended; None if it has not."""
         closed, ended = self.words[self.segment.layout.line(local) + CLOSED], self._ended(local)
-        rank, ledger = self.segment.ranks[local], self.ledger
+        rank, failures = self.segment.ranks[local], self.failures
         if closed == CLOSED_ORDERLY:
-            cause, _ = self._causes().failure(ledger.world[rank]) or (None, 0.0)
-            return ledger.lost(rank, WHY_CLOSED, what, cause, 0.0)
+            cause, _ = self._causes().failure(failures.world[rank]) or (None, 0.0)
+            return failures.lost(rank, WHY_CLOSED, what, cause, 0.0)
         if closed:
-            return ledger.lost(rank, "its process ended", what)
-        return None if ended is None else ledger.lost(rank, ended, what, None, RECENT_SECONDS)
+            return failures.lost(rank, "its process ended", what)
+        return None if ended is None else failures.lost(rank, ended, what, None, RECENT_SECONDS)
 
-    def _causes(self) -> SharedBoard:
+    def _causes(self) -> SharedStatus:
         """The failures because of which ranks have closed this group.  In the world they are the last failures."""
-        return SharedBoard(self.segment, self.ledger.world)
+        return SharedStatus(self.segment, self.failures.world)
 
     def _ended(self, local: int) -> str | None:
         line = self.segment.layout.line(local)
@@ -265,7 +299,7 @@ class CallRing(Fingerprints):
         """Make all ranks raise the difference between this rank's call and that of ``local``."""
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
-        self.raise_everywhere(self.ledger.mismatch(group, *calls), sequence)
+        self.raise_everywhere(self.failures.mismatch(group, *calls), sequence)
 
 
 class Wait:

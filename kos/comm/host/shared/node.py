@@ -55,8 +55,8 @@ class Node:
         self.batch = False  # whether other calls begin at once, which this one may need
         self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
         self._last: tuple[int, Work[Any]] | None = None  # that call, and its thread
-        self.ledger, self.size = calls.ledger, calls.segment.size
-        self._board = self.ledger.board
+        self.failures, self.size = calls.failures, calls.segment.size
+        self._status = self.failures.status
         self.active: set[SegmentMessage] = set()
         self.one_copy = self._core.direct = self._read_each_other(rendezvous)
         """Whether every rank can read the memory of every other one."""
@@ -67,7 +67,7 @@ class Node:
         at = token.__array_interface__["data"][0]
         everyone = rendezvous.allgather(at.to_bytes(8, "little") + token.tobytes())
         words, layout = self.calls.words, self.calls.segment.layout
-        if os.getpid() in [words[layout.line(r) + PID] for r in range(self.size) if r != self.ledger.rank]:
+        if os.getpid() in [words[layout.line(r) + PID] for r in range(self.size) if r != self.failures.rank]:
             self._core.spin_ns = 0
         reads = (self._core.read(r, int.from_bytes(each[:8], "little"), each[8:]) for r, each in enumerate(everyone))
         return all(rendezvous.allgather(b"1" if all(reads) else b""))
@@ -109,8 +109,8 @@ class Node:
                 begin, puts, gets = prepared.route
                 if self.asked and self.asked == get_ident():
                     self.asked, self._last = 0, (self.asked, work)
-                if self._board.last is not None:
-                    self._board.clear_failure()
+                if self._status.last is not None:
+                    self._status.clear_failure()
                 waits = prepared.waits and not self.batch and not self._works
                 number = work.sequence if prepared.collective else native.WORD_SEQUENCE
                 left = begin(number, waits, work.send if puts else None, work.recv if gets else None)
@@ -132,7 +132,7 @@ class Node:
         """
         example = np.zeros((2, 3))
         bound = self._core.bind(
-            example, example.ctypes.data, comm, backend, self, self._board, self._works, comm.recorder,
+            example, example.ctypes.data, comm, backend.failures, self, self._status, self._works, comm.recorder,
             comm.recorder.slots, comm._collectives, comm._messages,
         )  # fmt: skip
         return self._core if bound else None
@@ -219,7 +219,7 @@ class Node:
                 receiver, *counts = self._core.counts()
                 buffer: Any = o.send or o.recv
                 expected, sent = ((nbytes, buffer.dtype.numpy) for nbytes in counts)
-                return wrong_message(self.ledger, receiver, expected, found.rank, sent)
+                return wrong_message(self.failures, receiver, expected, found.rank, sent)
         except KosError as error:
             return error
         return self.refusal(found, work.recv if found.code == native.MESSAGE else work.send)
@@ -228,8 +228,8 @@ class Node:
         """The error of a message of this rank, or to it, whose other end has other bytes or another dtype."""
         mine, theirs = (array.nbytes, array.dtype), (found.word >> 8, dtype_of_code(found.word & 0xFF))
         if found.code == native.MESSAGE:
-            return wrong_message(self.ledger, self.ledger.rank, mine, found.rank, theirs)
-        return wrong_message(self.ledger, found.rank, theirs, self.ledger.rank, mine)
+            return wrong_message(self.failures, self.failures.rank, mine, found.rank, theirs)
+        return wrong_message(self.failures, found.rank, theirs, self.failures.rank, mine)
 
     # The transport.
 

@@ -10,14 +10,11 @@ core the ranks of one host work as those of several do.  The second part holds t
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import mmap
 import os
 import select
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +31,6 @@ the last failure (microseconds), bytes of its description, ranks awaited by its 
 RING = 1024
 """Fingerprints kept per rank, as in ``core.h``: calls of a rank that is further ahead are not compared."""
 FAILURE_BYTES, CALL_BYTES = 4096, 512
-LOCK_SECONDS = 1.0
 
 
 class Segment:
@@ -58,38 +54,18 @@ class Segment:
         if file >= 0:
             os.close(file)
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Exclude the other ranks; the kernel unlocks for a rank that dies.
-
-        Raises TimeoutError if a rank holds the lock for ``LOCK_SECONDS``, because it was stopped.
-        """
-        deadline = time.monotonic() + LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError from None
-                time.sleep(0.001)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-
 
 class _Layout:
     """Offsets of a segment for ``size`` ranks: flags, lines and rings in words, the rest in bytes."""
 
-    failure, failure_length = 0, 1
-    """The failure word, or 0, and the bytes of its description."""
+    failure = 0
+    """The failure word, or 0."""
 
     def __init__(self, size: int) -> None:
         lines, rings, self.texts, _, self.core = native.layout(size)
         self.lines, self.rings = lines // 8, rings // 8
-        self.failure_text = self.core
-        self.failures = self.failure_text + FAILURE_BYTES  # the last failure of each rank, in any group
+        self.reports = self.core  # what each rank has reported of this group
+        self.failures = self.reports + FAILURE_BYTES * size  # the last failure of each rank, in any group
         self.calls = self.failures + FAILURE_BYTES * size  # the last call of each rank, in any group
         self.total = self.calls + CALL_BYTES * size
 
@@ -102,6 +78,9 @@ class _Layout:
     def text(self, rank: int, index: int) -> int:
         return self.texts + TEXT_BYTES * (TEXTS * rank + index)
 
+    def report_of(self, rank: int) -> int:
+        return self.reports + FAILURE_BYTES * rank
+
     def failure_of(self, rank: int) -> int:
         return self.failures + FAILURE_BYTES * rank
 
@@ -112,7 +91,7 @@ class _Layout:
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     """The segment of this rank's host, or None; and its description, or why none is shared.  Collective.
 
-    A rank that is alone on its host has a segment too: ranks of other hosts compare its calls (``hosts.py``).
+    A rank that is alone on its host has a segment too: at a timeout other hosts get its calls (``gpu/shared.py``).
     """
     refusal = unavailable or ""
     hosts = rendezvous.allgather(json.dumps([f"{rendezvous.host_identity} {_namespaces()}", refusal]).encode())

@@ -1,4 +1,4 @@
-"""The Board of the processes of one host, in the shared memory of the world: waits, failures, ends.
+"""The PeerStatus of the processes of one host, in the shared memory of the world: waits, failures, ends.
 
 The calls of one group, and its first failure, are in ``calls.py``.  ``kos.comm.failures`` reads both.
 """
@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kos.comm import watchdog
-from kos.comm.failures import Board, from_record, to_record
 from kos.comm.host.shared.segment import (
     CALL_BYTES,
     CALLED,
@@ -26,6 +25,8 @@ from kos.comm.host.shared.segment import (
     Segment,
     process,
 )
+from kos.comm.peer_status import PeerStatus
+from kos.comm.records import from_record, to_record
 from kos.errors import KosError
 
 _Memory = tuple["memoryview[int]", memoryview, int | None, dict[int, int]]
@@ -36,13 +37,13 @@ _SOMEBODY = 1 << _BITS * _NAMED - 1
 """The flag of a rank that waits for unknown ranks."""
 
 
-class SharedBoard(Board):
-    """A Board in the segment of the world, which stays mapped while any group uses it."""
+class SharedStatus(PeerStatus):
+    """A PeerStatus in the segment of the world, which stays mapped while any group uses it."""
 
-    def __init__(self, segment: Segment, world: Sequence[int], board: Board | None = None) -> None:
-        """``board``: the one that this replaces."""
+    def __init__(self, segment: Segment, world: Sequence[int], status: PeerStatus | None = None) -> None:
+        """``status``: the one that this replaces."""
         super().__init__()
-        self._plane = self._plane if board is None else board._plane
+        self._plane = self._plane if status is None else status._plane
         layout, ranks = segment.layout, [world[rank] for rank in segment.ranks]
         self._my_text = layout.failure_of(segment.rank)
         self._texts = {rank: layout.failure_of(local) for local, rank in enumerate(ranks)}

@@ -1,0 +1,157 @@
+"""What ranks know of each other, in any group: their last failures, the ranks that they wait for, ends, last calls.
+
+Threads of one process read each other's state directly; the processes of one host do through ``SharedStatus``
+(``host/shared/status.py``).  Between hosts the hub of the world carries failures and ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kos.comm.records import again
+from kos.errors import KosError
+
+_END_SECONDS = 0.2  # in which the hub reports a rank whose process has ended
+
+
+class Tables:
+    """What ranks know of each other, by world rank."""
+
+    def __init__(self) -> None:
+        self.failures: dict[int, tuple[KosError, float]] = {}  # the last failure of a rank, and when
+        self.waits: dict[int, tuple[int, ...]] = {}  # the ranks that a rank waits for
+        self.ends: dict[int, str] = {}  # why a rank has ended
+        self.last_calls: dict[int, Callable[[], str]] = {}  # functions that return a rank's last call
+
+
+class PeerStatus:
+    """The failures and awaited ranks of this rank, and those that are known of other ranks, in world ranks.
+
+    Ranks that are threads share ``tables``.  A subclass shares them with other processes.
+    """
+
+    def __init__(self, rank: int = -1, tables: Tables | None = None) -> None:
+        self._rank, self._tables = rank, tables or Tables()
+        self.last: KosError | None = None
+        self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()  # the watchdog's thread posts what is queued
+        self._users = 0
+        self._plane: Callable[[], Any] = lambda: None
+
+    @property
+    def queued(self) -> dict[Any, tuple[int, ...]]:
+        """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does.  A copy."""
+        with self._lock:
+            return dict(self._queued)
+
+    def connect(self, plane: Any) -> None:
+        """Share failures and ends with other hosts by ``plane``, the rendezvous of the world, as long as it lasts.
+
+        Its ``send_failure`` sends this rank's last failure to all others, or None once the program has handled it.
+        Its ``receive_failures`` adds what has arrived to Tables, and does not wait.
+        """
+        self._plane = weakref.ref(plane)
+
+    def _receive(self) -> Tables:
+        if (plane := self._plane()) is not None:
+            plane.receive_failures(self._tables)
+        return self._tables
+
+    def hold(self) -> None:
+        """Add a reference of a communicator."""
+        self._users += 1
+
+    def release(self) -> None:
+        """Remove a reference of a communicator; the last one frees the status."""
+        self._users -= 1
+        if not self._users:
+            self.free()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold a reference while one communicator replaces another."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def free(self) -> None:
+        """Free the memory; waits and failures are no longer shared."""
+
+    def post_failure(self, error: KosError) -> None:
+        """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
+        if error.ranks:
+            self.last = again(error)  # it lasts until the next call, and frames hold what could not be made
+            self._tables.failures[self._rank] = self.last, time.monotonic()
+            self._send(self.last)
+
+    def clear_failure(self) -> None:
+        """Remove this rank's last failure: the program has handled it, since it makes another call."""
+        self.last = None
+        self._tables.failures.pop(self._rank, None)
+        self._send(None)
+
+    def _send(self, error: KosError | None) -> None:
+        if (plane := self._plane()) is not None:
+            plane.send_failure(error)
+
+    def post_wait(self, ranks: Iterable[int] | None) -> None:
+        """Post the ranks that this rank waits for; None if it no longer waits."""
+        if ranks is None:
+            self._tables.waits.pop(self._rank, None)
+        else:
+            self._tables.waits[self._rank] = tuple(ranks)
+
+    def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
+        """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
+        with self._lock:
+            if ranks:
+                self._queued[key] = tuple(ranks)
+            else:
+                self._queued.pop(key, None)
+
+    def publish_last_call(self, last_call: Callable[[], str]) -> None:
+        """Publish the last call of this rank, which ``last_call()`` returns; "" for none."""
+        self._tables.last_calls[self._rank] = last_call
+
+    def last_call(self, rank: int) -> str:
+        """The last call of that rank and its line in the program; "" if it is not known."""
+        known = self._tables.last_calls.get(rank)
+        return "" if known is None else known()
+
+    def failure(self, rank: int) -> tuple[KosError, float] | None:
+        """The last failure of that rank, and its age in seconds."""
+        known = self._receive().failures.get(rank)
+        return None if known is None else (known[0], time.monotonic() - known[1])
+
+    def awaited(self, rank: int) -> tuple[int, ...] | None:
+        """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
+        return None if self.ended(rank) else self._tables.waits.get(rank)
+
+    def ended(self, rank: int) -> bool:
+        """Whether that rank is known to have ended."""
+        return rank in self._receive().ends
+
+    def gone(self) -> list[int]:
+        """The ranks of the world that the hub knows to have ended."""
+        return sorted(self._receive().ends)
+
+    def await_end(self, rank: int) -> None:
+        """Wait for a moment until other hosts also know that the rank has ended: they learn of its failure first."""
+        deadline = time.monotonic() + _END_SECONDS
+        while self._plane() is not None and not self.ended(rank) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def runs(self, rank: int) -> bool:
+        """Whether that rank is known to run: neither ended nor stopped."""
+        return False
+
+    def halted(self, rank: int) -> bool:
+        """Whether that rank is known to be gone or stopped."""
+        return self.ended(rank)
