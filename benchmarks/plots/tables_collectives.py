@@ -31,7 +31,8 @@ def all_reduce_gpus() -> str:
             bound, ours, others = limits[nbytes], lines[0][nbytes], lines[1][nbytes]
             rows.append([
                 str(ranks), size(nbytes), *(us(line[nbytes]) for line in lines),
-                us(min(each[nbytes] for each in torch)), us(bound), ratio(theirs[nbytes] / ours), ratio(theirs[nbytes] / others),
+                us(min(each[nbytes] for each in torch)), us(bound), ratio(theirs[nbytes] / ours),
+                ratio(theirs[nbytes] / others),
             ])  # fmt: skip
     return table(
         ["GPUs", "size", "kos, symmetric", "kos, any", "NCCL", "NCCL windows", "torch symm_mem", "limit",

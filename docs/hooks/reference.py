@@ -2,7 +2,7 @@
 
 In a clone, a page has a line for each name: ``- `kos.init`: first sentence of its docstring``.  The site shows the
 whole docstring instead.  ``<!-- members: [wait]; filters: [] -->`` at the end of a line has options of mkdocstrings.
-The sections of the commands are between ``<!-- commands -->`` and ``<!-- end -->``.
+The commands are between ``<!-- commands -->`` and ``<!-- end -->``: the site adds their arguments.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docs.hooks.commands import sections  # python -m mkdocs puts the repository on the path
+from docs.hooks.commands import outline, sections  # python -m mkdocs puts the repository on the path
 
 log = logging.getLogger("mkdocs.hooks.reference")
 
@@ -23,12 +23,12 @@ COMMANDS = re.compile(r"(?<=^<!-- commands -->\n\n).*?(?=\n<!-- end -->$)", re.M
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace the line of each name by a directive of mkdocstrings; warn if the page is outdated."""
+    """Put a directive of mkdocstrings for each name, and the arguments of commands; warn if the page is outdated."""
     if not page.file.src_uri.startswith("reference/"):
         return markdown
     if renewed(markdown) != markdown:
         log.warning("%s: expected the text of the code: python -m docs.hooks.reference", page.file.src_uri)
-    return NAME.sub(directive, markdown)
+    return COMMANDS.sub(lambda _: sections(), NAME.sub(directive, markdown))
 
 
 def directive(line: re.Match[str]) -> str:
@@ -44,7 +44,7 @@ def renewed(text: str) -> str:
         options = f" <!-- {old['options']} -->" if old["options"] else ""
         return f"- `{old['name']}`: {summary(old['name'])}{options}"
 
-    return COMMANDS.sub(lambda _: sections(), NAME.sub(line, text))
+    return COMMANDS.sub(lambda _: outline(), NAME.sub(line, text))
 
 
 @cache
