@@ -74,7 +74,6 @@ def readme() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "all-reduce": collectives.all_reduce_gpus,
-    "all-reduce-bandwidth": collectives.bandwidth_gpus,
     "all-reduce-modes": collectives.modes_gpus,
     "outside-graphs": collectives.outside_graphs,
     "auto": collectives.auto_routes,
@@ -83,10 +82,8 @@ TABLES: dict[str, Callable[[], str]] = {
         provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
     ),
     "collectives-2": partial(collectives.every_operation, "h200", 2, "graph", collectives.GRAPH_SIZES),
-    "collectives-4": partial(collectives.every_operation, "h200", 4, "graph", collectives.GRAPH_SIZES),
-    "collectives-h100": partial(collectives.every_operation, "h100", 2, "graph", collectives.GRAPH_SIZES),
-    "collectives-eager-2": partial(collectives.every_operation, "h200", 2, "eager", collectives.EAGER_SIZES),
-    "collectives-eager-4": partial(collectives.every_operation, "h200", 4, "eager", collectives.EAGER_SIZES),
+    "collectives-h100": partial(collectives.every_operation, "h100", 2, "graph", collectives.EAGER_SIZES),
+    "collectives-eager": partial(collectives.every_operation, "h200", 2, "eager", collectives.EAGER_SIZES),
     "collectives-files": partial(
         provenance, "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
     ),

@@ -10,7 +10,7 @@ from kos.bench.report import size
 AUTO_WITHIN = 1.03
 ALL_REDUCE_SIZES = (1 << 10, 32 << 10, 1 << 20, 16 << 20, 256 << 20)
 GRAPH_SIZES = (1 << 10, 128 << 10, 1 << 20, 16 << 20, 256 << 20)
-EAGER_SIZES = (1 << 10, 128 << 10, 1 << 20)
+EAGER_SIZES = (8 << 10, 1 << 20, 256 << 20)
 HOST_SIZES = (8, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Sizes in bytes that the tables show: the files hold more."""
 
@@ -41,22 +41,10 @@ def all_reduce_gpus() -> str:
     )  # fmt: skip
 
 
-def bandwidth_gpus() -> str:
-    """Bus bandwidth of the largest messages in a CUDA graph."""
-    names = ("kos, symmetric buffers", "kos, any buffers", "NCCL", "NCCL, symmetric windows", "torch two-shot")
-    rows = []
-    for ranks in (2, 4, 8):
-        lines = [measured.on_gpus(ranks, name, value="busbw_gbps") for name in names]
-        pair = load(f"collectives-h200-{ranks}")["limits"]["pair_gbps"]
-        rows.append([str(ranks), *(f"{line[1 << 30]:.0f}" for line in lines), f"{pair:.0f}"])
-    return table(["GPUs", *names, "one copy engine, one pair"], rows)
-
-
 MODES = {
     "kos `auto`": {"backend": "auto", "algorithm": "auto", "call": "function"},
     "kos `auto`, persistent": {"backend": "auto", "algorithm": "auto", "call": "persistent"},
     "kos `auto`, symmetric": {"backend": "auto", "algorithm": "window", "call": "function"},
-    "kos `nccl`": {"backend": "kos-nccl", "algorithm": "auto", "call": "function"},
     "NCCL": {"backend": "nccl"},
     "NCCL windows": {"backend": "nccl-window"},
     "torch one-shot": {"backend": "torch-symm", "algorithm": "one_shot"},
@@ -117,8 +105,7 @@ def auto_routes() -> str:
 
 def call_cost() -> str:
     """Microseconds until a call returns, in a loop."""
-    calls = ("NCCL's function", "kos nccl", "kos nccl persistent", "kos nccl 8 arrays", "kos auto",
-             "kos auto persistent", "kos auto 8 arrays", "torch.distributed")  # fmt: skip
+    calls = "NCCL's function", "kos nccl", "kos nccl persistent", "kos auto", "kos auto persistent", "torch.distributed"
     rows = []
     for call in calls:
         line = [call]
