@@ -19,7 +19,7 @@ from tests.literals import literals
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 PAGES = sorted(FOLDER.glob("*.md"))
-SHOWN = [each for page in PAGES for each in re.findall(r"^- `(kos[\w.]*)`:", page.read_text(), re.M)]
+SHOWN = [each for page in PAGES for each in re.findall(r"^- `(kos[\w.]*)`$", page.read_text(), re.M)]
 """The names of all pages, which the site shows with their docstrings."""
 
 MODULES = ("kos", "kos.comm", "kos.testing", "kos.testing.conformance", "kos.memory", "kos.cuda", "kos.train",
