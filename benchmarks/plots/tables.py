@@ -74,7 +74,6 @@ def readme() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "all-reduce": collectives.all_reduce_gpus,
-    "all-reduce-modes": collectives.modes_gpus,
     "outside-graphs": collectives.outside_graphs,
     "auto": collectives.auto_routes,
     "call-cost": collectives.call_cost,
@@ -109,7 +108,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "layouts-of-four": training.layouts_of_four,
     "layouts-peers": training.layouts_peers,
     "layouts-files": partial(provenance, "layouts-h200-2", "layouts-h200-4", "layouts-peers-h200-2"),
-    "kernels": training.kernels,
     "attention": training.attention,
     "attention-families": training.attention_families,
     "kernels-files": partial(

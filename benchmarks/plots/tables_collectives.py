@@ -8,10 +8,10 @@ from benchmarks.plots.results import Row, load, one, ratio, select, table, us
 from kos.bench.report import size
 
 AUTO_WITHIN = 1.03
-ALL_REDUCE_SIZES = (1 << 10, 32 << 10, 1 << 20, 16 << 20, 256 << 20)
-GRAPH_SIZES = (1 << 10, 128 << 10, 1 << 20, 16 << 20, 256 << 20)
+ALL_REDUCE_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
+GRAPH_SIZES = (1 << 10, 128 << 10, 1 << 20, 256 << 20)
 EAGER_SIZES = (8 << 10, 1 << 20, 256 << 20)
-HOST_SIZES = (8, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
+HOST_SIZES = (8, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
 """Sizes in bytes that the tables show: the files hold more."""
 
 
@@ -41,18 +41,6 @@ def all_reduce_gpus() -> str:
     )  # fmt: skip
 
 
-MODES = {
-    "kos `auto`": {"backend": "auto", "algorithm": "auto", "call": "function"},
-    "kos `auto`, persistent": {"backend": "auto", "algorithm": "auto", "call": "persistent"},
-    "kos `auto`, symmetric": {"backend": "auto", "algorithm": "window", "call": "function"},
-    "NCCL": {"backend": "nccl"},
-    "NCCL windows": {"backend": "nccl-window"},
-    "torch one-shot": {"backend": "torch-symm", "algorithm": "one_shot"},
-    "torch two-shot, in place": {"backend": "torch-symm", "algorithm": "two_shot"},
-    "torch.distributed, in place": {"backend": "torch-nccl"},
-}
-
-
 def outside_graphs() -> str:
     """Calls back to back and single calls, by size: the faster buffers of kos and of NCCL."""
     rows = []
@@ -68,22 +56,6 @@ def outside_graphs() -> str:
     head = ["kos", "NCCL", "NCCL / kos"]
     return table(["GPUs", "size", *(f"{mode}: {head[0]}" if name == head[0] else name
                                     for mode in ("eager", "single") for name in head)], rows)  # fmt: skip
-
-
-def modes_gpus() -> str:
-    """Graph, eager, single call and the CPU's part, on 8 GPUs."""
-    rows = []
-    for name, wanted in MODES.items():
-        line = [name]
-        for nbytes in (1 << 10, 1 << 20):
-            place = {"bytes": nbytes, "in_place": "in place" in name}
-            modes = {mode: one("collectives-h200-8", op="all_reduce", **wanted, **place, mode=mode)
-                     for mode in ("graph", "eager", "single_shot")}  # fmt: skip
-            line += [us(row["time_us"]) for row in modes.values()] + [us(modes["eager"]["cpu_us"])]
-        rows.append(line)
-    head = [f"{nbytes}: {what}" if what == "graph" else what
-            for nbytes in ("1 KB", "1 MB") for what in ("graph", "eager", "single", "CPU")]  # fmt: skip
-    return table(["8 GPUs", *head], rows)
 
 
 def auto_routes() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks.plots import measured
-from benchmarks.plots.results import GIB, RESULTS, Row, load, one, ratio, select, table, us
+from benchmarks.plots.results import GIB, RESULTS, Row, load, one, ratio, select, table
 
 
 def tokens(row: Row) -> str:
@@ -144,19 +144,6 @@ def layouts_peers() -> str:
         ])  # fmt: skip
     head = ["model", "layout", "tokens a step", "library", "tokens/s", "GiB", "kos / library"]
     return table(head, rows)
-
-
-def kernels() -> str:
-    """Operations of a step of the preset 1b."""
-    rows = []
-    for row in select("kernels-h200-1"):
-        free = row["limit_us"] < 1  # no bytes to speak of
-        if "fast_us" in row:
-            rows.append([
-                row["op"], us(row["fast_us"]), "" if free else f"{row['of_limit']:.0%}", us(row["torch_us"]),
-                us(row["torch_compiled_us"]) if "torch_compiled_us" in row else "",
-            ])  # fmt: skip
-    return table(["operation", "kos", "of the limit", "PyTorch", "PyTorch compiled"], rows)
 
 
 def attention() -> str:
