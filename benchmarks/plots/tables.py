@@ -23,8 +23,8 @@ def link(name: str) -> str:
 
 
 def provenance(*names: str) -> str:
-    """Hardware, software and date of files of results, which hold the commit and the command too."""
-    rows = []
+    """Files of results by hardware and software, with their dates; they hold the commit and the command too."""
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name in names:
         result = load(name)
         versions = result["versions"]
@@ -35,8 +35,11 @@ def provenance(*names: str) -> str:
         hardware = result["hardware"]
         if isinstance(hardware, dict):
             hardware = f"{hardware['cores']} cores of {hardware['cpu']}"
-        rows.append([link(f"{name}.json"), hardware.replace("(R)", ""), ", ".join(known), result["date"][:10]])
-    return table(["file", "hardware", "software", "date"], rows)
+        group = groups.setdefault((hardware.replace("(R)", ""), ", ".join(known)), [])
+        group.append((link(f"{name}.json"), result["date"][:10]))
+    rows = [[", ".join(file for file, _ in files), *group, ", ".join(dict.fromkeys(date for _, date in files))]
+            for group, files in groups.items()]  # fmt: skip
+    return table(["files", "hardware", "software", "date"], rows)
 
 
 def readme() -> str:
