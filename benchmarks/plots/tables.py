@@ -83,9 +83,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "all-reduce-files": partial(
         provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
     ),
-    "collectives-2": partial(collectives.every_operation, "h200", 2, "graph", collectives.GRAPH_SIZES),
-    "collectives-h100": partial(collectives.every_operation, "h100", 2, "graph", collectives.EAGER_SIZES),
-    "collectives-eager": partial(collectives.every_operation, "h200", 2, "eager", collectives.EAGER_SIZES),
+    "collectives-2": partial(collectives.every_operation, 2, "graph", collectives.GRAPH_SIZES),
+    "collectives-eager": partial(collectives.every_operation, 2, "eager", collectives.EAGER_SIZES),
     "collectives-files": partial(
         provenance, "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
     ),

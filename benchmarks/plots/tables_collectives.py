@@ -89,11 +89,11 @@ def call_cost() -> str:
     return table(["call", "1 KB", "16 MB", "1 KB, torch in the process", "16 MB, torch in the process"], rows)
 
 
-def every_operation(gpu: str, ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
+def every_operation(ranks: int, mode: str, sizes: tuple[int, ...]) -> str:
     """Operations by size: the time of kos with its faster buffers, and NCCL's time divided by it."""
     rows = []
-    for op in ("all_reduce", *measured.others(ranks, gpu)):
-        lines = {name: measured.on_gpus(ranks, name, op, mode, gpu=gpu) for name in measured.COMPARED}
+    for op in ("all_reduce", *measured.others(ranks)):
+        lines = {name: measured.on_gpus(ranks, name, op, mode) for name in measured.COMPARED}
         if op == "routing" or not lines["kos, any buffers"]:
             continue
         line = [op]
@@ -161,7 +161,7 @@ def one_rank() -> str:
 
 TORCH = "torch-backend-h200-4"
 TORCH_SIZES = (8 << 10, 1 << 20, 16 << 20)
-TORCH_MODES = ("graph", "eager", "async")
+TORCH_MODES = ("graph", "eager")
 TORCH_CALLS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
 
 
