@@ -1,7 +1,7 @@
 """An algorithm of your own for all_reduce: verified, simulated on GPUs that this machine need not have, then run.
 
 Neighbours share a host, so each odd rank first adds to the even rank before it.  The even ranks send to rank 0, which
-sends the sum back; the odd ranks get it last.  "A schedule of your own" in docs/guides/collectives.md explains
+sends the sum back; the odd ranks get it last.  "A schedule of your own" in docs/how-it-works/schedules.md explains
 ``Moves``.
 
 mpirun -n 4 python examples/own_schedule.py

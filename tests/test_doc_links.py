@@ -13,7 +13,7 @@ from docs.hooks.fences import CODE
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *DOCS]
+PAGES = [*(ROOT / each for each in ("README.md", "examples/README.md", "benchmarks/notebook.md")), *DOCS]
 LINK = re.compile(r"\]\(\s*([^)\s]+)|^\[[^\]\n]+\]:\s*(\S+)|<(?:a|img)\b[^>]*?\b(?:href|src)=\"([^\"]+)", re.M)
 HEADING = re.compile(r"^#{1,6} +(.+?)[ #]*$", re.M)
 
@@ -31,7 +31,7 @@ def links(text: str) -> list[str]:
 def anchors(page: Path) -> set[str]:
     """The anchors of a page, as GitHub and the site make them, and those that only the site has."""
     text = re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.M | re.S)
-    made = set(re.findall(r"^- `(kos[\w.]*)`:", text, re.M)) | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
+    made = set(re.findall(r"^- `(kos[\w.]*)`$", text, re.M)) | set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", text))
     slugs = Counter(slug(heading) for heading in HEADING.findall(text))
     return made | {each for each, times in slugs.items() if times == 1}  # GitHub and the site number others differently
 

@@ -19,7 +19,7 @@ from tests.literals import literals
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "reference"
 PAGES = sorted(FOLDER.glob("*.md"))
-SHOWN = [each for page in PAGES for each in re.findall(r"^- `(kos[\w.]*)`:", page.read_text(), re.M)]
+SHOWN = [each for page in PAGES for each in re.findall(r"^- `(kos[\w.]*)`$", page.read_text(), re.M)]
 """The names of all pages, which the site shows with their docstrings."""
 
 MODULES = ("kos", "kos.comm", "kos.testing", "kos.testing.conformance", "kos.memory", "kos.cuda", "kos.train",
@@ -68,9 +68,9 @@ def test_each_class_of_errors_is_shown() -> None:
     assert kinds == {each for each in SHOWN if each in kinds}, kinds - {*SHOWN}
 
 
-def test_the_page_of_arrays_names_every_dtype() -> None:
-    arrays = (FOLDER / "arrays.md").read_text()
-    assert [name for name in DTYPES if f"`{name}`" not in arrays] == []
+def test_the_api_page_names_every_dtype() -> None:
+    api = (FOLDER / "api.md").read_text()
+    assert [name for name in DTYPES if f"`{name}`" not in api] == []
 
 
 def test_the_findings_of_the_doctor_are_its_own() -> None:

@@ -81,20 +81,22 @@ def test_a_folder_shows_what_is_not_hidden(tmp_path: Path) -> None:
     )
 
 
-def test_pages_of_the_reference_are_up_to_date(caplog: pytest.LogCaptureFixture) -> None:
-    """In a clone a name has the first sentence of its docstring; the site has the whole docstring."""
-    pytest.importorskip("griffe")
-    reference, page = hook("reference"), SimpleNamespace(file=SimpleNamespace(src_uri="reference/works.md"))
-    text = "- `kos.Work.done`: Whether the operation is complete; makes progress without waiting.\n"
-    batch = "- `kos.comm.Batch`: Operations that are launched together; see `Communicator.batch`."
-    text += f"{batch} <!-- members: [wait] -->\n"
-    shown = "\n::: kos.Work.done\n\n\n::: kos.comm.Batch\n    options:\n      members: [wait]\n\n"
-    assert reference.on_page_markdown(text, page) == shown and not caplog.records
-    stale = text.replace("Whether", "If")
-    assert reference.on_page_markdown(stale, page) == shown and reference.renewed(stale) == text
+def test_names_of_the_reference_become_their_docstrings(caplog: pytest.LogCaptureFixture) -> None:
+    reference, page = hook("reference"), SimpleNamespace(file=SimpleNamespace(src_uri="reference/api.md"))
+    text = "- `kos.Work.done`\n- `kos.comm.Batch`\n\n- `kos.init` is not alone in its line\n"
+    shown = "\n::: kos.Work.done\n\n\n::: kos.comm.Batch\n    options:\n      members: [wait, works]\n\n"
+    assert reference.on_page_markdown(text, page) == f"{shown}\n- `kos.init` is not alone in its line\n"
+    assert not caplog.records
+    stale = "<!-- commands -->\n\n## kos trian\n\n<!-- end -->\n"
+    assert "## kos train\n" in reference.on_page_markdown(stale, page) and "kos trian" not in reference.renewed(stale)
     [record] = caplog.records
-    expected = "reference/works.md: expected the text of the code: python -m docs.hooks.reference"
+    expected = "reference/api.md: expected the commands of the code: python -m docs.hooks.reference"
     assert (record.levelno, record.getMessage()) == (logging.WARNING, expected)
+
+
+def test_options_are_of_names_that_are_shown() -> None:
+    shown = set(hook("reference").NAME.findall((ROOT / "docs" / "reference" / "api.md").read_text()))
+    assert len(shown) > 100 and hook("reference").OPTIONS.keys() <= shown
 
 
 def test_the_code_of_the_home_page_does_not_scroll_sideways() -> None:
@@ -105,10 +107,13 @@ def test_the_code_of_the_home_page_does_not_scroll_sideways() -> None:
 
 
 def test_the_page_of_commands_is_up_to_date() -> None:
+    """In a clone it has a heading for each command, to which the site adds the arguments."""
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     reference = hook("reference")
-    assert reference.COMMANDS.search(page)[0] == reference.sections(), "python -m docs.hooks.reference"
-    assert page.count("\n## kos ") == len(COMMANDS) and "| `--data NAME or PATH` |" in page
+    assert reference.renewed(page) == page, "python -m docs.hooks.reference"
+    shown = reference.on_page_markdown(page, SimpleNamespace(file=SimpleNamespace(src_uri="reference/commands.md")))
+    assert shown.count("\n## kos ") == page.count("\n## kos ") == len(COMMANDS)
+    assert "| `--data NAME or PATH` |" in shown and "| `--data" not in page
 
 
 def test_the_section_of_a_command_has_its_flags() -> None:

@@ -28,12 +28,10 @@ Series = dict[int, float]
 """A value by the size in bytes."""
 
 
-def on_gpus(
-    ranks: int, name: str, op: str = "all_reduce", mode: str = "graph", value: str = "time_us", gpu: str = "h200"
-) -> Series:
+def on_gpus(ranks: int, name: str, op: str = "all_reduce", mode: str = "graph", value: str = "time_us") -> Series:
     """Values of an operation by size, out of place if the implementation can do that."""
     wanted: dict[str, Any] = {**GPU_LINES[name], "op": op, "mode": mode, "in_place": name in IN_PLACE_ONLY}
-    file = f"collectives-{gpu}-{ranks}"
+    file = f"collectives-h200-{ranks}"
     rows = select(file, **wanted)
     if not rows and name == "NCCL" and op in ("gather", "scatter", "send_recv"):  # grouped by kos' backend ``nccl``
         rows = select(file, **{**wanted, "backend": "kos-nccl", "algorithm": "auto"})
@@ -50,9 +48,9 @@ def gpu_limits(ranks: int, op: str = "all_reduce") -> Series:
     return limits(f"collectives-h200-{ranks}", "graph", False, op=op)
 
 
-def others(ranks: int, gpu: str = "h200") -> list[str]:
+def others(ranks: int) -> list[str]:
     """The operations besides all_reduce that were measured on ``ranks`` GPUs."""
-    rows = load(f"collectives-{gpu}-{ranks}")["rows"]
+    rows = load(f"collectives-h200-{ranks}")["rows"]
     found = {row["op"]: None for row in rows}
     return [op for op in dict.fromkeys((*SHOWN_OPERATIONS, *found)) if op in found and op != "all_reduce"]
 

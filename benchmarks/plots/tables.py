@@ -23,33 +23,23 @@ def link(name: str) -> str:
 
 
 def provenance(*names: str) -> str:
-    """Hardware, software, commit and command of files of results."""
-    rows = []
+    """Files of results by hardware and software, with their dates; they hold the commit and the command too."""
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name in names:
         result = load(name)
         versions = result["versions"]
-        libraries = {"NCCL": "libnccl", "Open MPI": "openmpi", "PyTorch": "torch", "NumPy": "numpy"}
+        libraries = {"NCCL": "libnccl", "Open MPI": "openmpi", "PyTorch": "torch"}
         known = [f"{title} {versions[key]}" for title, key in libraries.items() if key in versions]
         if result.get("driver"):
             known.insert(0, f"driver {result['driver'].split(' (')[0]}")
         hardware = result["hardware"]
         if isinstance(hardware, dict):
             hardware = f"{hardware['cores']} cores of {hardware['cpu']}"
-        commit = result.get("commit") or "in its rows"
-        rows.append([link(f"{name}.json"), hardware.replace("(R)", ""), ", ".join(known), result["date"][:10],
-                     commit[:7] if re.fullmatch("[0-9a-f]{7,40}", commit) else "in its rows"])  # fmt: skip
-    return table(["file", "hardware", "software", "date", "commit"], rows)
-
-
-def commands(*names: str) -> str:
-    """What was typed for each file."""
-    rows = []
-    for name in names:
-        result = load(name)
-        typed = [f"`{result['command']}`"]
-        typed += [f"rows of {commit}: {text}" for commit, text in result.get("commands_of_rows", {}).items()]
-        rows.append([link(f"{name}.json"), "; ".join(typed)])
-    return table(["file", "command"], rows)
+        group = groups.setdefault((hardware.replace("(R)", ""), ", ".join(known)), [])
+        group.append((link(f"{name}.json"), result["date"][:10]))
+    rows = [[", ".join(file for file, _ in files), *group, ", ".join(dict.fromkeys(date for _, date in files))]
+            for group, files in groups.items()]  # fmt: skip
+    return table(["files", "hardware", "software", "date"], rows)
 
 
 def readme() -> str:
@@ -84,66 +74,42 @@ def readme() -> str:
     return table(["measured", "kos", "compared with", "speedup", "results"], rows)
 
 
-ALL_REDUCE = "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
-COLLECTIVES = "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
-HOSTS = (
-    "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1", "collectives-epyc-2",
-    "collectives-epyc-4", "collectives-others-epyc-2",
-)  # fmt: skip
-
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
-    "all-reduce-2": partial(collectives.all_reduce_gpus, 2),
-    "all-reduce-4": partial(collectives.all_reduce_gpus, 4),
-    "all-reduce-8": partial(collectives.all_reduce_gpus, 8),
-    "all-reduce-bandwidth": collectives.bandwidth_gpus,
-    "all-reduce-modes": collectives.modes_gpus,
-    "outside-graphs-8": partial(collectives.outside_graphs, 8),
-    "outside-graphs-4": partial(collectives.outside_graphs, 4),
-    "outside-graphs-2": partial(collectives.outside_graphs, 2),
+    "all-reduce": collectives.all_reduce_gpus,
+    "outside-graphs": collectives.outside_graphs,
     "auto": collectives.auto_routes,
     "call-cost": collectives.call_cost,
-    "all-reduce-files": partial(provenance, *ALL_REDUCE),
-    "all-reduce-commands": partial(commands, *ALL_REDUCE),
-    "collectives": collectives.others,
-    "collectives-eager": collectives.others_eager,
-    "collectives-h100": partial(collectives.every_operation, "h100", 2),
-    "collectives-alone": partial(collectives.every_operation, "h200", 1),
-    "collectives-files": partial(provenance, *COLLECTIVES),
-    "collectives-commands": partial(commands, *COLLECTIVES),
+    "all-reduce-files": partial(
+        provenance, "collectives-h200-2", "collectives-h200-4", "collectives-h200-8", "call-cost-h200-8"
+    ),
+    "collectives-2": partial(collectives.every_operation, 2, "graph", collectives.GRAPH_SIZES),
+    "collectives-eager": partial(collectives.every_operation, 2, "eager", collectives.EAGER_SIZES),
+    "collectives-files": partial(
+        provenance, "collectives-h200-1", "collectives-h200-2", "collectives-h200-4", "collectives-h100-2"
+    ),
     "slower-gpus": tables_slower.gpus,
     "slower-hosts": tables_slower.hosts,
-    "hosts-xeon-2": partial(collectives.hosts, "xeon", 2),
-    "hosts-xeon-4": partial(collectives.hosts, "xeon", 4),
-    "hosts-epyc-2": partial(collectives.hosts, "epyc", 2),
-    "hosts-epyc-4": partial(collectives.hosts, "epyc", 4),
+    "hosts": collectives.hosts,
     "hosts-others": collectives.hosts_others,
     "hosts-one-rank": collectives.one_rank,
-    "hosts-files": partial(provenance, *HOSTS),
-    "hosts-commands": partial(commands, *HOSTS),
-    "training-1": partial(training.training, 1),
-    "training-4": partial(training.training, 4),
-    "training-8": partial(training.training, 8),
-    "training-scaling": training.training_scaling,
-    "training-variants": training.training_variants,
-    "training-float32-grads": training.training_float32_grads,
+    "hosts-files": partial(
+        provenance, "collectives-xeon-1", "collectives-xeon-2", "collectives-xeon-4", "collectives-epyc-1",
+        "collectives-epyc-2", "collectives-epyc-4", "collectives-others-epyc-2",
+    ),
+    "training": training.training,
     "training-cpu": training.training_cpu,
     "training-files": partial(
         provenance, "train-h200-1", "train-h200-4", "train-h200-8", "train-h200-8-float32-grads", "train_cpu-epyc",
         "train-epyc-zen4-1", "train-epyc-zen4-2", "train-tiny-epyc-2", "baby-h200", "power-h200-1",
     ),
-    "profile-124m": partial(training.profile, "profile-124m-h200-1"),
-    "profile-1b": partial(training.profile, "profile-1b-h200-1"),
-    "profile-1b-cp2": partial(training.profile, "profile-1b-cp2-h200-2"),
-    "profile-8b": partial(training.profile, "profile-8b-h200-8"),
+    "profiles": training.profiles,
     "power": training.power,
     "baby": training.baby,
     "layouts": training.layouts,
     "layouts-of-four": training.layouts_of_four,
     "layouts-peers": training.layouts_peers,
     "layouts-files": partial(provenance, "layouts-h200-2", "layouts-h200-4", "layouts-peers-h200-2"),
-    "kernels-1b": partial(training.kernels, "kernels-h200-1"),
-    "kernels-124m": partial(training.kernels, "kernels-h200-1-124m"),
     "attention": training.attention,
     "attention-families": training.attention_families,
     "kernels-files": partial(

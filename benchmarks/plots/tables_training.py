@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from benchmarks.plots import measured
-from benchmarks.plots.results import GIB, RESULTS, Row, load, one, ratio, select, table, us
+from benchmarks.plots.results import GIB, RESULTS, Row, load, one, ratio, select, table
 
 
 def tokens(row: Row) -> str:
@@ -16,52 +16,20 @@ def gib(row: Row) -> str:
     return f"{row['peak_memory_bytes'] / GIB:.1f}"
 
 
-def training(ranks: int) -> str:
+def training() -> str:
     """Every model beside the fastest PyTorch."""
     rows = []
-    for row in measured.trained(ranks):
-        kos = row.kos
-        rows.append([
-            row.label, tokens(kos), f"{kos['tokens_per_second'] / ranks:,.0f}", f"{kos['step_ms']:.1f}",
-            f"{kos['mfu_causal']:.1%}", gib(kos), f"{kos['first_step_seconds']:.1f}", tokens(row.torch),
-            f"{row.torch['mfu_causal']:.1%}", gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
-            f"{row.torch['loss_difference']:.0e}",
-        ])  # fmt: skip
+    for ranks in (1, 4, 8):
+        for row in measured.trained(ranks):
+            rows.append([
+                str(ranks), row.label, tokens(row.kos), f"{row.kos['mfu_causal']:.1%}", gib(row.kos), tokens(row.torch),
+                f"{row.torch['mfu_causal']:.1%}", gib(row.torch), measured.variant(row.torch), ratio(row.ratio),
+            ])  # fmt: skip
     return table(
-        ["model, sequences x tokens of a GPU", "kos, tokens/s", "a GPU", "step, ms", "MFU", "GiB", "first step, s",
-         "PyTorch, tokens/s", "MFU", "GiB", "PyTorch's variant", "kos / PyTorch", "losses differ by"],
+        ["H200", "model, sequences x tokens of a GPU", "kos, tokens/s", "MFU", "GiB", "PyTorch, tokens/s", "MFU", "GiB",
+         "PyTorch's variant", "kos / PyTorch"],
         rows,
     )  # fmt: skip
-
-
-def training_variants() -> str:
-    """Every variant of PyTorch on one GPU."""
-    rows = []
-    for preset, batch, length, label in measured.MODELS:
-        for row in select("train-h200-1", preset=preset, batch_size=batch, seq_len=length, implementation="torch"):
-            rows.append([label, measured.variant(row), tokens(row), gib(row), f"{row['first_step_seconds']:.1f}"])
-    return table(["model", "PyTorch's variant", "tokens/s", "GiB", "first step, s"], rows)
-
-
-def training_float32_grads() -> str:
-    rows = []
-    for row in select("train-h200-8-float32-grads", implementation="kos"):
-        label = next(label for preset, batch, _, label in measured.MODELS
-                     if (preset, batch) == (row["preset"], row["batch_size"]))  # fmt: skip
-        bf16 = next(each.kos for each in measured.trained(8) if each.label == label)
-        rows.append([label, tokens(row), tokens(bf16), gib(row), gib(bf16)])
-    return table(["8 GPUs", "fp32 gradients, tokens/s", "bf16, tokens/s", "fp32, GiB", "bf16, GiB"], rows)
-
-
-def training_scaling() -> str:
-    """Tokens a second and GPU on 4 GPUs, beside one."""
-    alone = {row.label: row.kos["tokens_per_second"] for row in measured.trained(1)}
-    rows = []
-    for row in measured.trained(4):
-        if row.label in alone:
-            each = row.kos["tokens_per_second"] / 4
-            rows.append([row.label, f"{alone[row.label]:,.0f}", f"{each:,.0f}", f"{each / alone[row.label]:.1%}"])
-    return table(["model", "1 GPU, tokens/s", "4 GPUs, tokens/s and GPU", "scaling"], rows)
 
 
 def training_cpu() -> str:
@@ -82,8 +50,9 @@ def training_cpu() -> str:
 
 
 def power() -> str:
+    """Every third row of the file."""
     rows = []
-    for row in select("power-h200-1"):
+    for row in select("power-h200-1")[::3]:
         if "product" in row:
             what = "product " + " x ".join(str(each) for each in row["product"])
             speeds = [f"{row['tflops_first_50ms']:.0f}", f"{row['tflops_last_second']:.0f}"]
@@ -92,11 +61,8 @@ def power() -> str:
             assert words
             layers = f"{words[2]} layers of " * bool(words[2])
             what, speeds = f"training {layers}{words[1]}, {words[3]} sequences a step", ["", ""]
-        low, mid, high = row["sm_mhz"]
-        rows.append([what, *speeds, f"{low:,.0f}", f"{mid:,.0f}", f"{high:,.0f}", f"{row['at_power_limit']:.0%}"])
-    return table(
-        ["what runs", "TFLOP/s, first 50 ms", "last second", "MHz, 5th percentile", "median", "95th", "at 700 W"], rows
-    )
+        rows.append([what, *speeds, f"{row['sm_mhz'][1]:,.0f}", f"{row['at_power_limit']:.0%}"])
+    return table(["what runs", "TFLOP/s, first 50 ms", "last second", "median MHz", "at 700 W"], rows)
 
 
 GROUPS = [
@@ -108,18 +74,33 @@ GROUPS = [
 ]
 
 
-def profile(name: str) -> str:
-    """The operations of a step in groups, from the file that ``--profile`` wrote."""
+PROFILES = {
+    "1b, 2 x 4,096": "profile-1b-h200-1", "124m, 32 x 1,024": "profile-124m-h200-1",
+    "8b, 2 x 8,192, 8 GPUs": "profile-8b-h200-8", "1b, cp 2": "profile-1b-cp2-h200-2",
+}  # fmt: skip
+
+
+def profiles() -> str:
+    """Each group of operations of a step, in percent of it."""
+    sums = {title: profile(name) for title, name in PROFILES.items()}
+    rows = [[group, *(f"{each[group] / each['the step']:.1%}" if each[group] else "" for each in sums.values())]
+            for group in [group for group, _ in GROUPS] + ["everything else"]]  # fmt: skip
+    rows.append(["the step, ms", *(f"{each['the step']:,.1f}" for each in sums.values())])
+    files = [f"[file](benchmarks/results/{name}.txt)" for name in PROFILES.values()]
+    return table(["operations", *PROFILES], [*rows, ["", *files]])
+
+
+def profile(name: str) -> dict[str, float]:
+    """Milliseconds of the step and of its groups of operations, from the file that ``--profile`` wrote."""
     lines = (RESULTS / f"{name}.txt").read_text().splitlines()
     step = float(next(line for line in lines if line.startswith("a step")).split()[2].strip(","))
-    sums: dict[str, float] = {group: 0.0 for group, _ in GROUPS} | {"everything else": 0.0}
+    sums: dict[str, float] = {group: 0.0 for group, _ in GROUPS} | {"everything else": 0.0, "the step": step}
     for line in lines[lines.index(next(line for line in lines if line.startswith("operation "))) + 1 :]:
         words = re.split(r"\s{2,}", line)
         if words[0] and len(words) > 3:  # what is indented is a part of the operation above it
             group = next((group for group, which in GROUPS if re.match(which, words[0])), "everything else")
             sums[group] += float(words[2])
-    rows = [[group, f"{ms:,.1f}", f"{ms / step:.1%}"] for group, ms in sums.items() if ms]
-    return table(["operations", "ms", "of the step"], [*rows, ["the step", f"{step:,.1f}", ""]])
+    return sums
 
 
 def layouts() -> str:
@@ -131,9 +112,8 @@ def layouts() -> str:
         said = predicted[f"{row['preset']} {keys[label]}"]
         mfu = f"{row['mfu_causal']:.1%}" if row.get("mfu_causal") else ""
         memory = gib(row) if row.get("peak_memory_bytes") else ""
-        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, f"{said:,.0f}",
-                     row["commit"]])  # fmt: skip
-    return table(["model", "layout", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms", "commit"], rows)
+        rows.append([row["preset"], label, tokens(row), f"{row['step_ms']:,.0f}", mfu, memory, f"{said:,.0f}"])
+    return table(["model", "layout", "tokens/s", "ms a step", "MFU", "GiB", "`--plan` predicted, ms"], rows)
 
 
 def layouts_of_four() -> str:
@@ -143,9 +123,9 @@ def layouts_of_four() -> str:
         batch = f"{row['batch_size']} x {row['seq_len']:,}"
         rows.append([row["preset"], row["layout"], batch, tokens(row), f"{row['step_ms']:,.0f}",
                      f"{row['mfu_causal']:.1%}", f"{row['stages']['idle']:.1%}" if "stages" in row else "", gib(row),
-                     f"{row['predicted_ms']:,.0f}", row["commit"]])  # fmt: skip
+                     f"{row['predicted_ms']:,.0f}"])  # fmt: skip
     head = ["model", "layout", "tokens a step", "tokens/s", "ms a step", "MFU", "idle", "GiB", "predicted, ms"]
-    return table([*head, "commit"], rows)
+    return table(head, rows)
 
 
 def layouts_peers() -> str:
@@ -159,25 +139,11 @@ def layouts_peers() -> str:
             ours = row
         what = [row["preset"], ours["layout"], f"{row['batch_size']} x {row['seq_len']:,}"]
         rows.append([
-            *(what if row is ours else ("", "", "")), names.get(row["variant"], "kos"), tokens(row),
-            f"{row['step_ms']:,.0f}", f"{row['mfu_causal']:.1%}", gib(row),
-            "" if row is ours else ratio(row["step_ms"] / ours["step_ms"]), row["commit"] if row is ours else "",
+            *(what if row is ours else ("", "", "")), names.get(row["variant"], "kos"), tokens(row), gib(row),
+            "" if row is ours else ratio(row["step_ms"] / ours["step_ms"]),
         ])  # fmt: skip
-    head = ["model", "layout", "tokens a step", "library", "tokens/s", "ms a step", "MFU", "GiB"]
-    return table([*head, "kos / library", "commit"], rows)
-
-
-def kernels(name: str) -> str:
-    rows = []
-    for row in select(name):
-        fast = row.get("fast_us")
-        free = row["limit_us"] < 1  # no bytes to speak of
-        rows.append([
-            row["op"], us(row["naive_us"]), us(fast) if fast else "", "" if free else us(row["limit_us"]),
-            "" if free or not fast else f"{row['of_limit']:.0%}", us(row["torch_us"]),
-            us(row["torch_compiled_us"]) if "torch_compiled_us" in row else "",
-        ])  # fmt: skip
-    return table(["operation", "naive", "fast", "limit", "fast of limit", "PyTorch", "PyTorch compiled"], rows)
+    head = ["model", "layout", "tokens a step", "library", "tokens/s", "GiB", "kos / library"]
+    return table(head, rows)
 
 
 def attention() -> str:

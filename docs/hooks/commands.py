@@ -26,6 +26,17 @@ def sections() -> str:
         return "\n".join(pool.map(section_of, COMMANDS))
 
 
+def outline() -> str:
+    """The heading of each command, and what it does: without its arguments, as pages have it in a clone."""
+    from kos.__main__ import COMMANDS
+
+    return "\n".join(f"## kos {name}\n\n{sentence(about)}\n" for name, (_, about) in COMMANDS.items())
+
+
+def sentence(about: str) -> str:
+    return f"{about[0].upper()}{about[1:].partition(':')[0]}."
+
+
 def section_of(name: str) -> str:
     """The section of one command, made by a process of its own."""
     done = subprocess.run(
@@ -62,7 +73,7 @@ def section(name: str, parser: argparse.ArgumentParser, about: str) -> str:
         if action.choices is not None and action.metavar is None:
             action.metavar = action.dest.upper()  # the table lists the choices
     formatter = parser._get_formatter()
-    begin, description = f"{about[0].upper()}{about[1:].partition(':')[0]}.", (parser.description or "").strip()
+    begin, description = sentence(about), (parser.description or "").strip()
     lines = [f"## kos {name}\n", *([] if description.startswith(begin) else [f"{begin}\n"])]
     if description:
         lines.append(f"{description}\n")

@@ -27,7 +27,7 @@ class Docstrings(Extension):
             if isinstance(source, Function):
                 given = [parameter for parameter in source.parameters if parameter.name != "async_op"]
                 form = Function(name, lineno=member.lineno, parameters=Parameters(*given), returns="Persistent")
-                text = f"A persistent ``{source.name}``: checked now, launched by each ``start()``."
+                text = f"A persistent ``{source.name}``."
                 form.docstring = Docstring(text, parent=form)
                 cls.set_member(name, form)
 

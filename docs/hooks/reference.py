@@ -1,66 +1,79 @@
-"""The text in docs/reference that comes from the code; ``python -m docs.hooks.reference`` updates it.
+"""The text in docs/reference that comes from the code: docstrings of names, and commands with their arguments.
 
-In a clone, a page has a line for each name: ``- `kos.init`: first sentence of its docstring``.  The site shows the
-whole docstring instead.  ``<!-- members: [wait]; filters: [] -->`` at the end of a line has options of mkdocstrings.
-The sections of the commands are between ``<!-- commands -->`` and ``<!-- end -->``.
+In a page, a name of the API is a line ``- `kos.init```, and the site shows its docstring instead.  The commands are
+between ``<!-- commands -->`` and ``<!-- end -->``: ``python -m docs.hooks.reference`` writes their headings, and the
+site adds their arguments.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docs.hooks.commands import sections  # python -m mkdocs puts the repository on the path
+from docs.hooks.commands import outline, sections  # python -m mkdocs puts the repository on the path
 
 log = logging.getLogger("mkdocs.hooks.reference")
 
 ROOT = Path(__file__).resolve().parents[2]
-NAME = re.compile(r"^- `(?P<name>kos[\w.]*)`:(?P<about>.*?)(?: <!-- (?P<options>.*) -->)?$", re.M)
+NAME = re.compile(r"^- `(?P<name>kos[\w.]*)`$", re.M)
 COMMANDS = re.compile(r"(?<=^<!-- commands -->\n\n).*?(?=\n<!-- end -->$)", re.M | re.S)
+
+ALL = ("members: null",)
+WITH_INIT = ("merge_init_into_class: true",)
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "kos.PremulSum": WITH_INIT,
+    "kos.comm.Batch": ("members: [wait, works]",),
+    "kos.comm.NCCLOptions": ALL,
+    "kos.comm.backend.Backend": ALL,
+    "kos.comm.control.base.Rendezvous": ALL,
+    "kos.comm.operation.Operation": ("members: [collective, common_count]",),
+    "kos.comm.prepared.Prepared": ALL,
+    "kos.comm.recorder.Recorder": ("members: [entries, to_dict, dump, try_dump]",),
+    "kos.comm.recorder.analysis.Dump": ("members: [last_operation]",),
+    "kos.comm.schedules.Schedule": ("members: [rounds, units, spaces, start]",),
+    "kos.comm.schedules.schedule.Moves": WITH_INIT,
+    "kos.comm.transport.Request": ALL,
+    "kos.comm.transport.Transport": ALL,
+    "kos.cuda.DeviceInfo": ALL,
+    "kos.cuda.Graph": ("members: [keep, replay, close]",),
+    "kos.cuda.Kernel": ("members: [__call__, bind]", "filters: []"),
+    "kos.cuda.on_device": WITH_INIT,
+    "kos.dtypes.DType": ALL,
+    "kos.errors.KosError": ("members: [on_every_rank, ranks]",),
+    "kos.interop.flashinfer.CommBackend": (*ALL, *WITH_INIT),
+    "kos.interop.ray.Collectives": ALL,
+    "kos.interop.torch.Options": ALL,
+    "kos.memory.Array": (
+        "members: [empty, zeros, from_numpy, from_dlpack, size, ndim, nbytes, reshape, view, __getitem__, copy_from, "
+        "copy_to, fill_bytes, numpy]",
+        "filters: []",
+    ),
+    "kos.memory.Buffer": ("members: [result, nbytes, address, place, overlaps]",),
+    "kos.testing.Fault": WITH_INIT,
+}
+"""What the site shows of a class besides its docstring: options of mkdocstrings."""
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Replace the line of each name by a directive of mkdocstrings; warn if the page is outdated."""
+    """Put a directive of mkdocstrings for each name, and the arguments of commands; warn if the page is outdated."""
     if not page.file.src_uri.startswith("reference/"):
         return markdown
     if renewed(markdown) != markdown:
-        log.warning("%s: expected the text of the code: python -m docs.hooks.reference", page.file.src_uri)
-    return NAME.sub(directive, markdown)
+        log.warning("%s: expected the commands of the code: python -m docs.hooks.reference", page.file.src_uri)
+    return COMMANDS.sub(lambda _: sections(), NAME.sub(directive, markdown))
 
 
 def directive(line: re.Match[str]) -> str:
     """The directive that mkdocstrings replaces by the docstring."""
-    options = (line["options"] or "").split("; ") if line["options"] else []
+    options = OPTIONS.get(line["name"], ())
     return "\n".join([f"\n::: {line['name']}", *["    options:"] * bool(options), *(f"      {o}" for o in options), ""])
 
 
 def renewed(text: str) -> str:
-    """The page with the current docstrings and commands."""
-
-    def line(old: re.Match[str]) -> str:
-        options = f" <!-- {old['options']} -->" if old["options"] else ""
-        return f"- `{old['name']}`: {summary(old['name'])}{options}"
-
-    return COMMANDS.sub(lambda _: sections(), NAME.sub(line, text))
-
-
-@cache
-def package() -> Any:
-    """The package kos as griffe reads it, without imports."""
-    import griffe
-
-    extensions = griffe.load_extensions(str(ROOT / "docs" / "hooks" / "docstrings.py"))
-    return griffe.load("kos", search_paths=[str(ROOT)], extensions=extensions, resolve_aliases=True)
-
-
-def summary(name: str) -> str:
-    """The first sentence of a docstring; KeyError for an unknown name."""
-    found = package()[name.removeprefix("kos.")]
-    text = " ".join(found.docstring.value.partition("\n\n")[0].split()) if found.docstring else ""
-    return re.split(r"(?<=\.) +(?=[A-Z`*])", text)[0].replace("``", "`")
+    """The page with the current commands."""
+    return COMMANDS.sub(lambda _: outline(), text)
 
 
 if __name__ == "__main__":
