@@ -172,7 +172,8 @@ def test_deterministic_is_the_same_up_to_rounding(train) -> None:
 @pytest.mark.parametrize("flags", ["--compress int8", "--compress fp8 --zero 1", "--compress int4"])
 def test_compressed_gradients(train, flags: str, dtype: str) -> None:
     """The same bits in a graph and not, and over every backend, residuals too; near those that are not compressed."""
-    how = ("--dtype", dtype, *flags.split(), *["--grad-dtype", "bfloat16", "--batch-size", "2"] * (dtype == "bfloat16"))
+    of_bfloat16 = ["--grad-dtype", "bfloat16", "--micro-batch-size", "4"] * (dtype == "bfloat16")
+    how = ("--dtype", dtype, *flags.split(), *of_bfloat16)
     rows, tensors = train(2, *how, "--backend", "peer")
     exact = [flag for before, flag in zip(("", *how), how, strict=False) if "--compress" not in (before, flag)]
     np.testing.assert_allclose(rows[:, 0], train(2, *exact, "--backend", "peer")[0][:, 0], rtol=2e-2)
