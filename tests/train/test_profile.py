@@ -114,7 +114,7 @@ def test_compressed_gradients(tmp_path):
     def nbytes(spans, name):
         return sum(span["args"]["bytes"] for span in spans if span["pid"] == 0 and span["name"] == name)
 
-    assert nbytes(few, "feed_back") == 4 * nbytes(whole, "all_reduce") > 0
+    assert nbytes(few, "feed_back") == pytest.approx(4 * nbytes(whole, "all_reduce"), rel=0.01) != 0
     assert nbytes(few, "all_reduce") == pytest.approx(66 / 256 * nbytes(whole, "all_reduce"), rel=0.01)
     assert not nbytes(whole, "feed_back")
 
