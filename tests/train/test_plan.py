@@ -54,6 +54,16 @@ def test_gradients_are_summed_once_a_step(zero):
     assert sent == {"gradients": 2 * 3 / 4 * 4 * whole, "tp": 0, "pp": 0, "cp": 0}
 
 
+@pytest.mark.parametrize(("zero", "compress", "of_64"), [(0, "int8", 66), (1, "fp8", 66), (0, "int4", 34)])
+def test_compressed_gradients_are_sent_in_fewer_bytes(zero, compress, of_64, capsys):
+    """The weights that ZeRO-1 gathers are not compressed, and the time of the codec is said to be left out."""
+    sent = predicted("--zero", str(zero), "--compress", compress, axes={"dp": 4}).sent["gradients"]
+    whole = -(-PARAMETERS // (4 * 16_384)) * 4 * 16_384 if zero else -(-PARAMETERS // 64) * 64
+    assert sent == 3 / 4 * (whole * of_64 / 64 * (1 if zero else 2) + zero * 4 * whole)
+    assert main(["--plan", "--ranks=2", *SHAPE, "--compress", compress]) == 0
+    assert "note: the time to compress and to add what came compressed is left out" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("batch", [8, 16])
 def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
     """A gather or a sum before and behind both pairs of matrices, forward and backward; two more for weights.
@@ -184,6 +194,15 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
             model.local(0, layout.tp, stage, each.job.schedule.stages_of_ranks)
     speeds = [each.seconds for each in legal if each.memory.fits]
     assert speeds == sorted(speeds) and (ranks == 1 or len(speeds) > 1)
+
+
+def test_compressed_gradients_that_muon_would_not_shard():
+    """ZeRO-1 is not tried, nor are layouts in which a block would have two tensors; the reason is given."""
+    legal, refused = planned(4, "--compress=int8", "--optimizer=muon")
+    reasons = {tuple(sizes.values()): reason for sizes, reason in refused}
+    assert {each.job.config.zero for each in legal} == {0} and Layout(dp=4) in {each.job.layout for each in legal}
+    expected = "--compress: expected tensors of a multiple of 64 elements with --tp, got model.norm.weight of 32"
+    assert reasons[2, 2, 1, 1] == expected and Layout(tp=2, pp=2) in {each.job.layout for each in legal}
 
 
 def test_what_does_not_divide_is_refused():
