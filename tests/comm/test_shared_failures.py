@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.failures import FailureLog
+from kos.comm.failures import FailureLog, Late
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Node, Segment
 from kos.comm.host.shared import status as shared_status
@@ -308,7 +308,7 @@ def test_a_call_that_a_rank_has_begun_is_not_shown_as_its_last() -> None:
     failures = FailureLog([0, 1], 0)
     call = "world: barrier #1 at train.py:6"
     failures.status.last_call = lambda rank: call  # type: ignore[method-assign]
-    texts = [str(failures.overdue([1], f"world: barrier #{number}", None)) for number in (1, 12)]
+    texts = [str(failures.overdue(Late([1]), f"world: barrier #{number}")) for number in (1, 12)]
     assert [text.partition("; ")[2] for text in texts] == ["", f"the last known call of rank 1: {call}"]
 
 

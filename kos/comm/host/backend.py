@@ -57,7 +57,7 @@ class HostBackend(Backend):
             self._share_memory(rendezvous)
             self.transport.open(self)
         except BaseException:
-            self.transport.abort(UNMADE, None, None)
+            self.transport.abort(UNMADE)
             self.failures.report_end(UNMADE, self.begun)
             self._free()
             if self._segment is not None:
@@ -272,14 +272,14 @@ class HostBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self._aborting = True  # operations that end from now on are not reported
-        reason = self.transport.abort(reason, self.failures.first, self.failures.cause())
+        reason = self.transport.abort(reason)
         self.report_end(reason)
         self.failures.first = self.failures.first or CollectiveError(reason)
         self._free()
 
     def close(self) -> None:
         self._free()
-        self.transport.close(self._begun, self.failures.first is not None)
+        self.transport.close(self._begun)
 
     def _free(self) -> None:
         closed(self)

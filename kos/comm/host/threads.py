@@ -201,10 +201,10 @@ class ThreadTransport(Transport):
     def report_failure(self, failure: KosError, sequence: int) -> None:
         self.group.fail(failure)
 
-    def close(self, begun: int, failed: bool) -> None:
+    def close(self, begun: int) -> None:
         self.group.close(self.rank, WHY_CLOSED, self.failures.closing(), 0.0)
 
-    def abort(self, reason: str, failure: KosError | None, cause: KosError | None) -> str:
+    def abort(self, reason: str) -> str:
         self.group.close(self.rank, reason)
         return reason
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kos.comm import timeouts
-from kos.comm.failures import EndedEarly, FailureLog
+from kos.comm.failures import EndedEarly, FailureLog, Late
 from kos.comm.records import blaming
 from kos.errors import CollectiveMismatch
 from kos.memory.pool import pinned_empty
@@ -77,7 +77,7 @@ class KernelRecord:
             raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
         limit = float(self.words[LIMIT]) / 1e9
         absent = f"{timeouts.late(name, within=limit)} ({self._where()}{beside})"
-        raise failures.overdue([peer], what, None, absent, arrived=arrived)
+        raise failures.overdue(Late([peer], absent, arrived), what)
 
     def waits_for(self) -> list[int]:
         """The rank that a kernel waits for, or waited for within the last second."""
