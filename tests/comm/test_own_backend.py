@@ -145,7 +145,7 @@ class Wire(Transport):
 
     def close(self, begun: int) -> None:
         self.rendezvous.barrier()
-        self.abort("", None, None)
+        self.abort("")
 
     def abort(self, reason: str) -> str:
         for peer in self.peers.values():
