@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,9 @@ from kos.errors import (
 from kos.testing import Fault, spawn
 from kos.testing.conformance import cases
 from tests.comm.ranks import TIMEOUT, WAITS, MockRanks, closes_because_of_another, on_each_rank, time_is_up
-from tests.comm.tcp_ranks import run_threads
+from tests.comm.shared_ranks import needs_core
+from tests.comm.shared_ranks import run as shared
+from tests.comm.tcp_ranks import TCPRanks, run_threads
 from tests.comm.works import work_of
 
 
@@ -619,6 +622,28 @@ def test_the_failure_of_the_earliest_collective_counts() -> None:
     log.ask(2)
     with pytest.raises(RankLost, match="lost in #3"):
         log.ask(3)
+
+
+@pytest.mark.parametrize("kind", ["mock", "tcp", pytest.param("shared", marks=needs_core)])
+def test_a_failure_of_a_later_collective_ends_no_earlier_one(kind: str) -> None:
+    """A rank comes to the earlier one after another has given up the later one."""
+    given_up, done = threading.Event(), threading.Barrier(3)
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 2:
+            assert given_up.wait(TIMEOUT)
+        first = comm.all_reduce(np.ones(3), async_op=True)
+        if comm.rank == 1:
+            with pytest.raises(CollectiveTimeout, match="barrier #1"):
+                comm.barrier(timeout=0.1)
+            assert isinstance(comm.failure, CollectiveTimeout)
+            given_up.set()
+        assert (first.wait() == 3).all()
+        done.wait(TIMEOUT)
+        comm.abort()
+        assert comm.failure is not None
+
+    {"mock": MockRanks(3).run, "tcp": TCPRanks(3).run, "shared": partial(shared, size=3, close=False)}[kind](body)
 
 
 def test_a_wait_for_ranks_of_other_groups() -> None:
