@@ -192,25 +192,16 @@ class HostBackend(Backend):
 
     # Which ranks are late.
 
-    def absent(self, work: Work[Any]) -> list[int]:
-        """The ranks that are known not to have begun a collective."""
-        return self.transport.absent(work) if self.calls is None else self.calls.missing(work)
-
     def may_sleep(self, work: Work[Any]) -> bool:
         return work.collective and self.calls is not None and bool(self.calls.missing(work))
 
-    def behind(self, work: Work[Any]) -> list[int]:
-        """The ranks that a collective in shared memory waits for."""
-        left = work.left
-        return [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]
-
     def late(self, work: Work[Any]) -> Late:
-        names = self.failures.names
+        names, left = self.failures.names, work.left  # of a collective in shared memory
         if not work.collective:
             return self._late_in_message(work)
-        if late := self.absent(work):
+        if late := self.transport.absent(work) if self.calls is None else self.calls.missing(work):
             return Late(late, timeouts.late(names(late)))
-        if late := self.behind(work):
+        if late := [] if left is None else [rank for rank in range(self.size) if left.missing(rank)]:
             return Late(late, timeouts.stuck(names(late)))
         late = self.scheduled.messages.awaited(self.scheduled.tag(work))
         return Late(late, timeouts.awaited(names(late)) if late else timeouts.UNKNOWN)

@@ -45,7 +45,7 @@ class KernelRecord:
         self.words[TIMEOUT] = nanoseconds(seconds)
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a kernel has ended early, which makes the engine unusable.  Reads host memory only."""
         return bool(self.failure[0])
 
@@ -63,7 +63,7 @@ class KernelRecord:
         ``arrived`` are ranks that are known to have begun it; ``beside`` names other communicators of the GPU.  Raises
         EndedEarly, with the rank it waited for, where the cause is another failure.
         """
-        if not self.failed:
+        if not self.has_failed:
             return
         peer, cause, failures = int(self.words[PEER]), int(self.words[CAUSE]), self._failures
         world, name = failures.world[peer], failures.names([peer], False)
@@ -89,7 +89,7 @@ class KernelRecord:
     def last_wait(self, seconds: float) -> str:
         """What a kernel that is being aborted waited for; searches for at most that long."""
         deadline = time.monotonic() + seconds
-        while not self.failed:
+        while not self.has_failed:
             if time.monotonic() > deadline:
                 return "no kernel of this GPU was waiting"
             time.sleep(0.001)
