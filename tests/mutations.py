@@ -183,7 +183,7 @@ MUTATIONS = [
              "tests/comm/test_tcp_failures.py -k all_hear_of_a_collective"),
     Mutation(HOST + "backend.py", "os.register_at_fork(after_in_child=_open.clear)", "",
              "tests/comm/test_jobs.py -k forked"),
-    Mutation(HOST + "tcp.py", "ABORT, str(failure or reason)", 'ABORT, ""',
+    Mutation(HOST + "tcp.py", "ABORT, str(self.failures.first or reason)", 'ABORT, ""',
              "tests/comm/test_host_messages.py -k announced_message"),
     Mutation(TRAIN + "tools/console.py", "except OSError:  # the reader", "except KeyError:  # the reader",
              "tests/train/test_cli.py -k nobody_takes"),

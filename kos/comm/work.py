@@ -356,7 +356,7 @@ class Work(Generic[T]):
     def expire(self, seconds: float | None) -> None:
         """End the operation because its timeout has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
-            self.cancel(self.backend.failures.timeout_of(self, seconds, self.backend.late(self)))
+            self.cancel(self.backend.failures.overdue(self.backend.late(self), self, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.remove(self)

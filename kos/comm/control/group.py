@@ -34,6 +34,7 @@ from kos.comm.control.inbox import Inbox
 from kos.comm.control.notices import Channel
 from kos.comm.control.threads import ThreadGroup
 from kos.comm.control.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback, lacks_files
+from kos.comm.failures import Late
 from kos.comm.peer_status import Tables
 from kos.comm.records import blaming, from_record, to_record
 from kos.errors import BackendUnavailable, KosError, RendezvousError
@@ -338,7 +339,7 @@ class TCPRendezvous(Rendezvous):
             if time.monotonic() >= deadline:
                 me, hub = (self.failures.names([rank], False) for rank in (self.rank, 0))
                 silent = timeouts.unreached(me, hub, self.timeout, problem)
-                raise self.failures.overdue([0], "rendezvous", None, silent, RendezvousError)
+                raise self.failures.overdue(Late([0], silent), "rendezvous", None, RendezvousError)
             time.sleep(pause)
             greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
 
@@ -415,7 +416,7 @@ class TCPRendezvous(Rendezvous):
             return RendezvousError(why)
         names = self.failures.names(ranks)
         names += f" of {self.size}" * ("of world" not in names)
-        return self.failures.overdue(ranks, "rendezvous", None, f"{names} {why}", RendezvousError)
+        return self.failures.overdue(Late(ranks, f"{names} {why}"), "rendezvous", None, RendezvousError)
 
     @property
     def local_rank(self) -> int:

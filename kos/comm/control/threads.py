@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -74,7 +75,8 @@ class ThreadGroup:
         self.size = size
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
-        self.failure: KosError | None = None
+        self.logs = [FailureLog(self.members, r, self.world.statuses[m]) for r, m in enumerate(self.members)]
+        """The failure log of each rank; a report of one goes to all of them."""
         self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
 
@@ -85,20 +87,21 @@ class ThreadGroup:
                 self._shared[key] = make()
             return cast(T, self._shared[key])
 
-    def fail(self, failure: KosError) -> None:
-        """Make every rank that waits in this group, now or later, raise the same error; the first is kept."""
+    def report_failure(self, failure: KosError, sequence: int = sys.maxsize) -> None:
+        """Make every rank raise the failure from collective ``sequence`` on; by default in messages and exchanges."""
         with self.world.lock:
-            if self.failure is None:
-                self.failure = again(failure)
-                self.notify_all()
+            for each in self.logs:
+                each.record(sequence, again(failure))
+            self.notify_all()
 
     def notify_all(self) -> None:
         self.world.notify(self.members)
 
-    def raise_failure(self) -> None:
-        """Raise if the group, or every group, failed; a new exception each time, for its own thread's traceback."""
-        if (failure := self.world.failure or self.failure) is not None:
-            raise again(failure)
+    def raise_failure(self, rank: int, sequence: int | None = None) -> None:
+        """Raise if every group failed, or this one in that collective or before; None: in any."""
+        if self.world.failure is not None:
+            raise again(self.world.failure)
+        self.logs[rank].ask(sequence)
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
         """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.
@@ -124,7 +127,7 @@ class ThreadGroup:
         """The failure of this group, or the loss of a rank that has not closed its communicator."""
         with self.world.lock:
             try:
-                self.raise_failure()
+                self.raise_failure(failures.rank)
                 for rank in range(self.size) if failures.rank not in self._closed else ():
                     if self._closed.get(rank, ("",))[0] != WHY_CLOSED:
                         self.raise_end(rank, failures)
@@ -145,34 +148,31 @@ class ThreadGroup:
 class ThreadRendezvous(Rendezvous):
     """Ranks are threads of one process (the mock backend, users' tests)."""
 
-    def __init__(
-        self, group: ThreadGroup, rank: int, timeout: float = 120.0, failures: FailureLog | None = None,
-        host: str | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, group: ThreadGroup, rank: int, timeout: float = 120.0, host: str | None = None) -> None:
         self.rank, self.size, self.timeout, self.host = rank, group.size, timeout, host
         self.threads: ThreadGroup = group
         self._slots: dict[int, dict[int, bytes]] = group.shared("exchanges", dict)
-        self._failures = failures or FailureLog(group.members, rank, group.world.statuses[group.members[rank]], timeout)
+        self._failures, group.logs[rank].timeout = group.logs[rank], timeout
 
     def _exchange(self, message: bytes) -> list[bytes]:
         group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
         with self.waiting(), group.world.lock:
-            group.raise_failure()
+            group.raise_failure(self.rank)
             slots = self._slots.setdefault(number, {})
             slots[self.rank] = message
             group.notify_all()
             while missing := [rank for rank in range(self.size) if rank not in slots]:
-                group.raise_failure()
+                group.raise_failure(self.rank)
                 for rank in missing:
                     group.raise_end(rank, self.failures, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
-                    group.fail(self.absent(missing))  # late ranks must not join another exchange
+                    group.report_failure(self.absent(missing))  # late ranks must not join another exchange
             # All ranks have completed the previous exchange, since they are in this one.
             self._slots.pop(number - 1, None)
             return [slots[rank] for rank in range(self.size)]
 
     def _report(self, failure: KosError) -> None:
-        self.threads.fail(self.failures.lost(self.rank, "", None, failure))
+        self.threads.report_failure(self.failures.lost(self.rank, "", None, failure))
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)
@@ -202,10 +202,9 @@ class ThreadRendezvous(Rendezvous):
             return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))
 
     def _child(self, group: ThreadGroup) -> Rendezvous:
-        members = self.threads.members
-        rank = group.members.index(members[self.rank])
-        failures = self.failures.of([members.index(member) for member in group.members], rank)
-        return ThreadRendezvous(group, rank, self.timeout, failures, self.host)
+        child = ThreadRendezvous(group, group.members.index(self.failures.world[self.rank]), self.timeout, self.host)
+        child.failures.status = self.failures.status
+        return child
 
 
 def single_rendezvous(timeout: float = 120.0) -> ThreadRendezvous:

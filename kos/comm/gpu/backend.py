@@ -375,7 +375,7 @@ class DeviceBackend(Backend):
 
     def timed_out(self, work: Work[Any], seconds: float | None) -> KosError:
         """The error of a call whose time is up."""
-        return self.failures.timeout_of(work, seconds, self.late(work))
+        return self.failures.overdue(self.late(work), work, seconds)
 
     # Failures.
 

@@ -27,7 +27,7 @@ from kos.comm import timeouts, watchdog
 from kos.comm.backend import Backend, Probe
 from kos.comm.control.base import Rendezvous
 from kos.comm.control.mpi_job import on_thread
-from kos.comm.failures import EndedEarly
+from kos.comm.failures import EndedEarly, Late
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend, unstarted
 from kos.comm.gpu.compressed import CompressedOperation
@@ -162,7 +162,7 @@ class NCCLBackend(DeviceBackend):
         last = self.shared.last or unstarted(what, self)
         if late:
             known = self.late(last)
-            raise self.failures.overdue(known.ranks or known.others, text, None)
+            raise self.failures.overdue(Late(known.ranks or known.others), text)
         self.failures.show_wait(self.late(last))
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:

@@ -177,7 +177,7 @@ class CommState:
         if self._seen[0] != o.sequence:
             self._seen = o.sequence, now
         elif timeout is not None and now - self._seen[1] > timeout and self.missing(o):
-            raise self.failures.timeout_of(o, timeout, self.late(o, None))
+            raise self.failures.overdue(self.late(o, None), o, timeout)
 
     # The cause of a failure.
 
@@ -228,7 +228,7 @@ class CommState:
         known = [rank for rank in others if status.halted(rank) or status.failure(rank) is not None]
         waited = [rank for rank in error.ranks if rank in known or status.awaited(rank) is not None]
         if late := [world.index(rank) for rank in waited or known]:
-            return self.failures.overdue(late, error, None)
+            return self.failures.overdue(Late(late), error)
         return error.unexplained(str(error))
 
     # The end.

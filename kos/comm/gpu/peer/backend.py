@@ -226,7 +226,7 @@ class PeerBackend(DeviceBackend):
         self._engine.record.abort()
 
     def inspect(self, o: Work[Any]) -> None:
-        if self._engine.record.failed:
+        if self._engine.record.has_failed:
             others = sorted({each.group for each in self._concurrent.others(self)} - {self.group})
             beside = f"; other communicators of this GPU: {', '.join(others)}" if others else ""
             self._engine.record.check(str(o), self.late(o).arrived, beside)

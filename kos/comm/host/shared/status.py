@@ -150,8 +150,11 @@ class SharedStatus(PeerStatus):
 
 
 def _state(words: memoryview[int], line: int) -> str:
+    """The state of a rank's process, "?" if it is unknown: also while the rank has not yet written its number."""
+    if not (pid := words[line + PID]):
+        return "?"
     try:
-        state, began = process(words[line + PID])
+        state, began = process(pid)
     except OSError:  # the state of the process is unknown
         return "?"
     return state if began == words[line + STARTED] else "X"
