@@ -10,6 +10,7 @@
 
 enum {
     POLLS = 100,  // between two checks of the clock and the failure word, which other ranks may be writing
+    PAUSES = 10,  // between two polls without the GIL
     PAUSES_NS = 50000, YIELDS_NS = 1000000, SLEEP_NS = 100000,  // a long wait: pause, then yield, then sleep
 };
 
@@ -29,32 +30,13 @@ static int has_put_all(const kos_work *w) {
 
 static inline int step(kos_group *g, kos_work *w) { return is_message(w) ? kos_mail_step(g, w) : kos_step(g, w); }
 
-kos_watch kos_watch_of(const kos_group *g, const kos_work *w) {
-    kos_watch watch = {.progress = kos_progress_of(w), .unreadable = is_message(w) ? 0 : w->unreadable};
-    if (!is_message(w)) {
-        watch.stage = kos_stage_in_group(g, w);
-        return watch;
-    }
-    const kos_message *s = &w->send_end;
-    const kos_mailbox *out = g->boxes[s->peer].out;
-    if (s->state == KOS_QUEUED || (s->state == KOS_UNANSWERED && s->moved)) {
-        watch.words[0] = &out->taken;
-        watch.words[1] = &out->received;
-    } else if (s->state == KOS_UNANSWERED)
-        watch.words[0] = &out->answers[s->answer];
-    for (int i = 0; i < 2 && watch.words[i]; i++)
-        watch.values[i] = atomic_load_explicit(watch.words[i], memory_order_relaxed);
-    return watch;
-}
-
 int kos_missing(const kos_group *g, const kos_work *w, int rank) {
     if (kos_phase_of(w) >= KOS_ENDED || rank == g->rank)
         return 0;
     if (is_message(w))
         return (kos_is_open(&w->send_end) && w->send_end.peer == rank) * KOS_AWAITS_READ
             + (kos_is_open(&w->recv_end) && w->recv_end.peer == rank) * KOS_AWAITS_MESSAGE;
-    kos_watch watch = kos_watch_of(g, w);
-    return kos_awaits(g, w, &watch, rank);
+    return kos_awaits(g, w, rank);
 }
 
 // FAILED if this Work cannot complete; else PENDING.
@@ -199,9 +181,9 @@ static void fail_all(kos_group *g, kos_result result) {
 }
 
 void kos_close(kos_group *g) {
-    if (!atomic_load_explicit(&g->closed, memory_order_relaxed))
+    if (!g->closed)
         fail_all(g, (kos_result){KOS_FAILED, KOS_CLOSED, (uint16_t)g->rank, 0});
-    atomic_store_explicit(&g->closed, 1, memory_order_relaxed);
+    g->closed = 1;
     report_ends(g);
 }
 
@@ -263,40 +245,13 @@ void kos_advance(kos_group *g) {
     report_ends(g);
 }
 
-// --- Waiting without the GIL ---------------------------------------------------------------------------------------
-
-static int may_go_on(const kos_group *g, const kos_work *w, const kos_watch *watch, int *peer) {
-    // Another thread has advanced it, or a message has arrived, which this Work or its sender may wait for.
-    if (kos_progress_of(w) != watch->progress || kos_mail_arrived(g))
-        return 1;
-    for (int i = 0; i < 2; i++)
-        if (watch->words[i] && atomic_load_explicit(watch->words[i], memory_order_relaxed) != watch->values[i])
-            return 1;
-    if (is_message(w))
-        return 0;
-    while (*peer < g->size && !kos_awaits(g, w, watch, *peer))
-        ++*peer;
-    return *peer == g->size;
-}
-
-kos_result kos_park(const kos_group *g, const kos_work *w, const kos_watch *watch, int64_t until) {
-    int64_t start = kos_clock(), now = start;
-    for (int peer = 0;;) {
-        for (int polls = 0; polls < POLLS; polls++) {
-            if (may_go_on(g, w, watch, &peer))
-                return KOS_RESULT(KOS_PENDING);
-            if (g->yields || !g->spin_ns || now - start > PAUSES_NS)
-                break;
+void kos_rest(int64_t start, int yields) {
+    const int64_t waited = kos_clock() - start;
+    if (waited > YIELDS_NS)
+        nanosleep(&(struct timespec){0, SLEEP_NS}, NULL);
+    else if (yields || waited > PAUSES_NS)
+        sched_yield();
+    else
+        for (int pauses = 0; pauses < PAUSES; pauses++)
             pause_core();
-        }
-        now = kos_clock();
-        if (check_failure(g, w).status == KOS_FAILED)
-            return KOS_RESULT(KOS_PENDING);  // kos_advance then reports it, with the GIL
-        if (now >= until)
-            return KOS_RESULT(KOS_CHECK);
-        if (now - start > YIELDS_NS)
-            nanosleep(&(struct timespec){0, SLEEP_NS}, NULL);
-        else if (g->yields || !g->spin_ns || now - start > PAUSES_NS)
-            sched_yield();
-    }
 }

@@ -414,13 +414,3 @@ void kos_mail_advance(kos_group *g) {
     for (int r = 0; r < g->size; r++)
         take(g, &g->boxes[r], NULL);
 }
-
-int kos_mail_arrived(const kos_group *g) {
-    for (int r = 0; r < g->size; r++) {
-        const kos_mailbox *in = g->boxes[r].in;
-        uint64_t taken = atomic_load_explicit(&in->taken, memory_order_relaxed);  // this rank's own count
-        if (atomic_load_explicit(&in->mail[taken % KOS_HEADERS].number, memory_order_relaxed) == taken + 1)
-            return 1;
-    }
-    return 0;
-}

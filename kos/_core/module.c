@@ -4,7 +4,6 @@
 // calls failed(code, rank, word) of the group's owner, a Python object, which raises.
 #include "module.h"
 
-#include <sched.h>
 #include <string.h>
 
 // Whether this process may not use the memory: the group is closed, or another process made it.
@@ -84,15 +83,8 @@ static PyObject *group_read(PyObject *self, PyObject *args) {
 }
 
 static PyObject *group_close(PyObject *self, PyObject *unused) {
-    Group *g = (Group *)self;
-    const int own = g->core.generation == kos_forks;  // a forked process has no threads that wait
-    kos_close(&g->core);
-    while (own && g->parked) {  // they read the memory until they see this
-        Py_BEGIN_ALLOW_THREADS
-        sched_yield();
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&g->memory);
+    kos_close(&((Group *)self)->core);
+    PyBuffer_Release(&((Group *)self)->memory);
     Py_RETURN_NONE;
 }
 
@@ -180,7 +172,6 @@ static PyMemberDef group_members[] = {
     {"spin_ns", T_LONGLONG, offsetof(Group, core.spin_ns), 0, NULL},
     {"yields", T_INT, offsetof(Group, core.yields), 0, NULL},
     {"parks", T_ULONGLONG, offsetof(Group, parks), READONLY, NULL},
-    {"parked", T_INT, offsetof(Group, parked), READONLY, NULL},
     {"off", T_BOOL, offsetof(Group, off), 0, NULL},
     {"hits", T_ULONGLONG, offsetof(Group, hits), READONLY, NULL},
     {0},

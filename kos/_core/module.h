@@ -24,8 +24,7 @@ typedef struct {
     kos_group core;
     PyObject *objects[OBJECTS];
     Py_buffer memory;
-    int parked;                // threads that wait without the GIL
-    unsigned long long parks;  // how many such waits began
+    unsigned long long parks;  // waits without the GIL
     // Of module_eager.c.
     char off;                 // in a batch
     unsigned generation;      // how often all calls were forgotten

@@ -50,17 +50,6 @@ PyObject *raise_failure(Group *g, kos_result r) {
     return NULL;
 }
 
-// Waits without the GIL, until that time at most.
-static void park(Group *g, kos_work *w, int64_t until) {
-    const kos_watch watch = kos_watch_of(&g->core, w);
-    g->parks++;
-    g->parked++;
-    Py_BEGIN_ALLOW_THREADS
-    kos_park(&g->core, w, &watch, until);
-    Py_END_ALLOW_THREADS
-    g->parked--;
-}
-
 static int is_only(const kos_group *g, const kos_work *w) {
     return ((g->head == w && !g->messages) || (g->messages == w && !g->head)) && !w->next;
 }
@@ -70,17 +59,21 @@ static int is_only(const kos_group *g, const kos_work *w) {
 // would have the Work of a message then, so it is cancelled.
 static PyObject *wait_briefly(Group *g, PyObject *work) {
     kos_work *w = &((Work *)work)->core;
-    const int64_t until = kos_clock() + KOS_WAIT_NS;
-    for (;;) {
+    const int64_t start = kos_clock();
+    const int yields = g->core.yields || !g->core.spin_ns;
+    for (int polls = 0;; polls++) {
         kos_advance(&g->core);
         const int phase = kos_phase_of(w);
         if (phase == KOS_BROKEN)
             return raise_failure(g, w->result);
         if (phase == KOS_ENDED)
             return Py_NewRef(Py_None);
-        if (!is_only(&g->core, w) || kos_clock() >= until)
+        if (!is_only(&g->core, w) || kos_clock() - start >= KOS_WAIT_NS)
             break;
-        park(g, w, until);
+        g->parks += !polls;
+        Py_BEGIN_ALLOW_THREADS
+        kos_rest(start, yields);
+        Py_END_ALLOW_THREADS
     }
     if (!PyErr_CheckSignals())
         return Py_NewRef(work);

@@ -49,7 +49,6 @@ class Group:
     yields: int
     parks: int
     """Waits without the GIL so far."""
-    parked: int
     """Threads in such a wait."""
     off: bool
     """Whether operations go to the methods of the communicator."""

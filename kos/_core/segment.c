@@ -127,9 +127,8 @@ void kos_fail(const kos_group *g, uint64_t sequence) {
 }
 
 kos_result kos_failure(const kos_group *g, uint64_t sequence) {
-    const int closed = atomic_load_explicit(&g->closed, memory_order_relaxed);
-    if (closed || g->generation != kos_forks)
-        return (kos_result){KOS_FAILED, closed ? KOS_CLOSED : KOS_FORKED, (uint16_t)g->rank, 0};
+    if (g->closed || g->generation != kos_forks)
+        return (kos_result){KOS_FAILED, g->closed ? KOS_CLOSED : KOS_FORKED, (uint16_t)g->rank, 0};
     uint64_t word = atomic_load_explicit(&g->header->failure, memory_order_acquire);
     if (!word || (word & KOS_WORD_SEQUENCE) > sequence)
         return KOS_RESULT(KOS_PENDING);
