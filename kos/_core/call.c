@@ -91,15 +91,15 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
 
 int kos_alone(const kos_group *g) { return !g->head && !g->messages; }
 
-kos_result kos_spin(kos_group *g, kos_work *w) {
+kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {
     int status = step(g, w);
     int64_t start = w->started, before = start;
-    while (status == KOS_PENDING && g->spin_ns) {
+    while (status == KOS_PENDING && most) {
         int64_t now = kos_clock();
-        if (now - before > g->spin_ns)  // it has copied meanwhile: the other ranks do the same
+        if (now - before > most)  // it has copied meanwhile: the other ranks do the same
             start = now;
         before = now;
-        if (now - start >= g->spin_ns)
+        if (now - start >= most)
             break;
         for (int polls = 0; polls < POLLS && (status = step(g, w)) == KOS_PENDING; polls++) {
             if (g->yields) {
@@ -159,6 +159,21 @@ static void report_ends(kos_group *g) {
 static void break_work(kos_work *w, kos_result result) {
     w->result = result;
     kos_set(w, kos_stage_of(w), KOS_BROKEN);
+}
+
+void kos_spin_queued(kos_group *g, kos_work *w) {
+    kos_work **first = is_message(w) ? &g->messages : &g->head;
+    *first = g->tail = NULL;
+    w->started = kos_clock();
+    const kos_result result = kos_spin(g, w, g->spin_ns);
+    *first = w;
+    if (result.status == KOS_FAILED)
+        break_work(w, result);
+    if (result.status != KOS_PENDING)
+        end(g, first);
+    else if (!is_message(w))
+        g->tail = w;
+    report_ends(g);
 }
 
 static void fail_collectives(kos_group *g, kos_result result) {

@@ -380,7 +380,9 @@ void kos_mail_advance(kos_group *g);            // takes what has arrived
 
 // call.c
 kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, const void *send, void *recv, kos_work *w);
-kos_result kos_spin(kos_group *g, kos_work *w);  // at most spin_ns; only for a Work that is the only one
+// For a Work that is the only one: advances it for at most so many nanoseconds after its start, but once.
+kos_result kos_spin(kos_group *g, kos_work *w, int64_t most);
+void kos_spin_queued(kos_group *g, kos_work *w);  // the same from now on, for one that is in the queue
 int kos_alone(const kos_group *g);              // whether no Work is outstanding, so that a wait may spin
 void kos_enqueue(kos_group *g, kos_work *w);
 void kos_advance(kos_group *g);                 // advances every outstanding Work; never waits

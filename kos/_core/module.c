@@ -212,7 +212,11 @@ PyMODINIT_FUNC PyInit_native(void) {
     PyObject *m = PyModule_Create(&module), *group = PyType_FromSpec(&group_spec);
     work_type = (PyTypeObject *)PyType_FromSpec(&work_spec);
     prepared_type = (PyTypeObject *)PyType_FromSpec(&prepared_spec);
-    int error = !m || !group || !work_type || !prepared_type || PyModule_AddObjectRef(m, "Group", group) || eager_init();
+    state_type = (PyTypeObject *)PyType_FromSpec(&state_spec);
+    operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
+    int error = !m || !group || !work_type || !prepared_type || PyModule_AddObjectRef(m, "Group", group)
+        || PyModule_AddObjectRef(m, "State", (PyObject *)state_type)
+        || PyModule_AddObjectRef(m, "Operation", (PyObject *)operation_type) || eager_init();
     for (size_t i = 0; !error && i < sizeof constants / sizeof *constants; i++)
         error = PyModule_AddIntConstant(m, constants[i].name, constants[i].value);
     Py_XDECREF(group);

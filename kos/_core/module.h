@@ -43,17 +43,34 @@ typedef struct {
     arrays held;
 } Work;
 
-extern PyTypeObject *work_type, *prepared_type;
-extern PyType_Spec work_spec, prepared_spec;
+// Of module_state.c.  CONVERT: makes the result of the array.
+enum { PREPARED, SEND, RECV, ARRAY, SEQUENCE, RECORD, LEFT, STEPS, ERROR, CONVERT, FIELDS };
+typedef struct {
+    PyObject_HEAD
+    PyObject *fields[FIELDS];  // NULL is None
+    char reported;             // whether the program has the outcome
+} State;
+
+enum { COMPLETED = 5 };  // of an entry of the recorder
+
+extern PyTypeObject *work_type, *prepared_type, *state_type, *operation_type;
+extern PyType_Spec work_spec, prepared_spec, state_spec, operation_spec;
 
 void work_ended(kos_work *w);
 PyObject *raise_failure(Group *g, kos_result r);
 PyObject *group_prepare(PyObject *g, PyObject *args);
 // Starts a call on these arrays, or None, whose memory is `from` and `to`.  Returns None if it is complete while this
 // thread holds the GIL, or a Work, perhaps of a call that has failed.
-PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to);
+PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to,
+                    int waits);
+int is_pending(PyObject *work);
+int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);
 PyObject *group_method(PyObject *g, PyObject *args);
+PyObject *nanoseconds(void);
+// A Work; `old`, a former start of the same Prepared on the same arrays, if it is complete and nobody else has it.
+State *new_state(State *old, PyObject *type, PyObject *prepared, PyObject *send, PyObject *recv, PyObject *array,
+                 PyObject *sequence, PyObject *record);
 int eager_init(void);
 
 #endif

@@ -81,6 +81,15 @@ static PyObject *wait_briefly(Group *g, PyObject *work) {
     return NULL;
 }
 
+int is_pending(PyObject *work) { return kos_phase_of(&((Work *)work)->core) < KOS_ENDED; }
+
+int spin_only(Work *work) {
+    Group *g = (Group *)work->group;
+    if (is_pending((PyObject *)work) && is_only(&g->core, &work->core))
+        kos_spin_queued(&g->core, &work->core);
+    return kos_phase_of(&work->core) == KOS_ENDED;
+}
+
 static PyObject *work_done(PyObject *self, PyObject *unused) {
     Work *work = (Work *)self;
     Group *g = (Group *)work->group;
@@ -119,10 +128,11 @@ static void work_dealloc(PyObject *self) {
 
 // --- Calls -----------------------------------------------------------------------------------------------------------
 
-// Begins a call whose memory is `from` and `to`, NULL for none; spins if it `waits` and is the only one.
+// Begins a call whose memory is `from` and `to`, NULL for none; if it is the only one it advances, and spins if it
+// `waits`.
 static kos_result begin(Group *g, Prepared *p, uint64_t sequence, const void *from, void *to, int waits, kos_work *w) {
     kos_result r = kos_start(&g->core, p->core, sequence, from ? from : to ? to : nothing, to, w);
-    return r.status == KOS_PENDING && waits && kos_alone(&g->core) ? kos_spin(&g->core, w) : r;
+    return r.status == KOS_PENDING && kos_alone(&g->core) ? kos_spin(&g->core, w, waits ? g->core.spin_ns : 0) : r;
 }
 
 // Starts a call whose arrays are held; waits briefly if it `waits`.  Returns None if it is complete, or a Work.
@@ -145,9 +155,10 @@ static PyObject *start(Group *g, Prepared *p, uint64_t sequence, arrays *a, int 
     return result;
 }
 
-PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to) {
+PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to,
+                    int waits) {
     kos_work w;
-    kos_result r = begin(g, p, sequence, from, to, 1, &w);
+    kos_result r = begin(g, p, sequence, from, to, waits, &w);
     if (r.status == KOS_DONE)
         return Py_NewRef(Py_None);
     arrays a;

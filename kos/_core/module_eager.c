@@ -35,22 +35,26 @@ typedef struct {
     PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
     Prepared *call;
     PyObject *prepared, *description;  // kos.comm.prepared.Prepared, and what the recorder has of it
+    PyObject *work;                    // of a call that does not wait, the class of its Works; else None
     int send, recv, result;            // arguments, or -1
+    PyObject *fixed[3];                // the arguments of a Persistent
 } known;
 
-// What stands for one method of a communicator.
+// What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
 typedef struct {
     PyObject_HEAD
     Group *group;
-    PyObject *method, *name, *text;
-    PyMethodDef definition;  // whose strings are those of name and text
-    known *calls[KNOWN], **last;
+    PyObject *method, *name, *text;  // NULL of a Persistent
+    State *last;                     // the last start of a Persistent
+    PyMethodDef definition;          // whose strings are those of name and text
+    known *calls[KNOWN], **found;
     int used;
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
 
-static PyTypeObject *ndarray_type, *operation_type;
-static PyObject *s_active, *s_broken, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked;
+static PyTypeObject *ndarray_type;
+PyTypeObject *operation_type;
+static PyObject *s_active, *s_broken, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -62,7 +66,7 @@ static void forget(Operation *o) {
             Py_DECREF(k->how);
         PyMem_Free(k);
     }
-    o->last = o->calls;
+    o->found = o->calls;
     o->used = 0;
 }
 
@@ -92,18 +96,19 @@ static int is_same(const call_key *a, const call_key *b) {
 
 // The place of the call with this key; it is empty if the call is not known.
 static known **find(Operation *o, const call_key *key) {
-    if (*o->last && is_same(&(*o->last)->key, key))
-        return o->last;
+    if (*o->found && is_same(&(*o->found)->key, key))
+        return o->found;
     uint64_t hash = 0;
     for (size_t w = 0; w < key->words; w++)
         hash = (hash ^ key->word[w]) * UINT64_C(0xC2B2AE3D27D4EB4F);
     unsigned at = (unsigned)(hash >> 40) % KNOWN;
     while (o->calls[at] && !is_same(&o->calls[at]->key, key))
         at = (at + 1) % KNOWN;
-    return o->last = &o->calls[at];
+    return o->found = &o->calls[at];
 }
 
-// Keeps a call as Node.remember describes it: (native Prepared, Prepared, description, send, recv, result, objects).
+// Keeps a call as Node.remember describes it:
+// (native Prepared, Prepared, description, class of the Works or None, send, recv, result, objects).
 static void remember(Operation *o, const call_key *key, PyObject *how) {
     if (*find(o, key))
         return;  // a call within this one has been kept
@@ -111,11 +116,13 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
         forget(o);
     PyObject *objects;
     known **place = find(o, key), *k = PyMem_Calloc(1, sizeof *k);
-    if (!k || !PyArg_ParseTuple(how, "OOOiiiO", &k->call, &k->prepared, &k->description, &k->send, &k->recv, &k->result,
-                                &objects)) {
+    if (!k || !PyArg_ParseTuple(how, "OOOOiiiO", &k->call, &k->prepared, &k->description, &k->work, &k->send,
+                                &k->recv, &k->result, &objects)) {
         PyMem_Free(k);
         return;
     }
+    for (int i = 0; !o->name && i < 3; i++)
+        k->fixed[i] = PyTuple_GetItem(objects, i);
     k->key = *key;
     k->how = Py_NewRef(how);
     *place = k;
@@ -133,7 +140,7 @@ static int is_none(PyObject *object, PyObject *name) {
     return !value || value == Py_None;
 }
 
-static PyObject *nanoseconds(void) {
+PyObject *nanoseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
@@ -160,7 +167,8 @@ static PyObject *note(PyObject *const *objects, const known *k, PyObject *sequen
     return error ? NULL : slot;
 }
 
-enum { COMPLETED = 5 };  // of an entry of the recorder
+// Whether a Persistent may not start again: the program has not waited for its last start.
+static int is_unreported(const Operation *o) { return o->last && !o->last->reported; }
 
 static int apart(const known *k, PyObject *const *args) {
     if (k->send < 0 || k->recv < 0 || k->send == k->recv)
@@ -170,12 +178,32 @@ static int apart(const known *k, PyObject *const *args) {
     return send + p->send_bytes <= recv || recv + p->recv_bytes <= send;
 }
 
+// The Work of a call that does not wait.  The engine advances it if it is not complete.
+static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObject *recv, PyObject *result,
+                           PyObject *sequence, PyObject *slot, PyObject *left) {
+    State *s = new_state(o->last, k->work, k->prepared, send, recv, result, sequence, slot);
+    PyObject *ended = left == Py_None ? nanoseconds() : PyLong_FromLong(0);  // 0: in progress
+    if (ended)
+        PyList_SetItem(slot, COMPLETED, ended);
+    if (s && left != Py_None) {
+        s->fields[LEFT] = Py_NewRef(left);
+        if (PyList_Append(o->group->objects[ACTIVE], (PyObject *)s))
+            Py_CLEAR(s);
+    }
+    if (!o->name && s != o->last) {
+        Py_XDECREF((PyObject *)o->last);
+        o->last = (State *)Py_XNewRef((PyObject *)s);
+    }
+    return (PyObject *)s;
+}
+
 // A call that is known; NULL without an exception: the method must make it.
-static PyObject *run(Group *g, const known *k, PyObject *const *args) {
+static PyObject *run(Operation *o, const known *k, PyObject *const *args) {
+    Group *g = o->group;
     PyObject *const *objects = g->objects;
     const int message = k->call->core->algorithm == KOS_MAIL;
     PyObject *frame;
-    if (g->off || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
+    if (g->off || is_unreported(o) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, args)
         || !is_none(objects[COMM], s_active) || !is_none(objects[BOARD], s_last) || !is_none(objects[BACKEND], s_broken)
         || !(frame = (PyObject *)PyEval_GetFrame()))
@@ -191,8 +219,10 @@ static PyObject *run(Group *g, const known *k, PyObject *const *args) {
     void *from = k->send < 0 ? NULL : ((ndarray *)send)->data, *to = k->recv < 0 ? NULL : ((ndarray *)recv)->data;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     g->hits++;
-    PyObject *left = start_now(g, k->call, number, send, recv, from, to);
-    if (left == Py_None) {
+    PyObject *left = start_now(g, k->call, number, send, recv, from, to, k->work == Py_None);
+    if (left && k->work != Py_None && (left == Py_None || is_pending(left)))
+        value = in_flight(o, k, send, recv, result, sequence, slot, left);
+    else if (left == Py_None) {
         PyList_SetItem(slot, COMPLETED, nanoseconds());
         value = Py_NewRef(result);
     } else if (left)
@@ -209,16 +239,18 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
     PyObject *given = PyTuple_New(positional), *options = PyDict_New(), *result = NULL;
     PyObject *node = Py_NewRef(o->group->objects[NODE]);
     PyObject *asked = PyLong_FromUnsignedLong(key->words ? PyThread_get_thread_ident() : 0);
-    int error = !given || !options || !asked || PyObject_SetAttr(node, s_asked, asked);
+    PyObject *method = o->method ? Py_NewRef(o->method) : PyObject_GetAttr((PyObject *)o, s_start);
+    int error = !given || !options || !asked || !method || PyObject_SetAttr(node, s_asked, asked);
     Py_XDECREF(asked);
     for (Py_ssize_t a = 0; !error && a < positional; a++)
         PyTuple_SetItem(given, a, Py_NewRef(args[a]));
     for (Py_ssize_t a = 0; !error && names && a < PyTuple_Size(names); a++)
         error = PyDict_SetItem(options, PyTuple_GetItem(names, a), args[positional + a]);
     if (!error)
-        result = PyObject_Call(o->method, given, options);
+        result = PyObject_Call(method, given, options);
     if (result && key->words) {
-        PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name, given, options, result, NULL);
+        PyObject *how = PyObject_CallMethodObjArgs(node, s_remember, o->name ? o->name : (PyObject *)o, given, options,
+                                                   result, NULL);
         if (how && how != Py_None)
             remember(o, key, how);
         if (PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_Exception))
@@ -228,6 +260,7 @@ static PyObject *ask(Operation *o, const call_key *key, PyObject *const *args, P
         Py_XDECREF(how);
     }
     Py_DECREF(node);
+    Py_XDECREF(method);
     Py_XDECREF(given);
     Py_XDECREF(options);
     return result;
@@ -244,7 +277,7 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
     call_key key;
     make_key(&key, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
     const known *k = key.words ? *find(o, &key) : NULL;
-    PyObject *result = k ? run(o->group, k, args) : NULL;
+    PyObject *result = k ? run(o, k, o->name ? args : k->fixed) : NULL;
     if (k || o->group->off)
         key.words = 0;  // nothing to remember
     return result || PyErr_Occurred() ? result : ask(o, &key, args, positional, names);
@@ -284,7 +317,7 @@ PyObject *group_method(PyObject *self, PyObject *args) {
     o->name = Py_NewRef(name);
     o->method = Py_NewRef(method);
     o->text = Py_NewRef(text);
-    o->last = o->calls;
+    o->found = o->calls;
     o->definition = (PyMethodDef){PyUnicode_AsUTF8AndSize(name, NULL), (PyCFunction)(void *)call,
                                   METH_FASTCALL | METH_KEYWORDS, PyUnicode_AsUTF8AndSize(text, NULL)};
     PyObject *function = PyErr_Occurred() ? NULL : PyCFunction_New(&o->definition, (PyObject *)o);
@@ -296,6 +329,7 @@ static int operation_traverse(PyObject *self, visitproc visit, void *arg) {
     Operation *o = (Operation *)self;
     Py_VISIT((PyObject *)Py_TYPE(self));
     Py_VISIT((PyObject *)o->group);
+    Py_VISIT((PyObject *)o->last);
     Py_VISIT(o->method);
     for (int i = 0; i < KNOWN; i++)
         if (o->calls[i])
@@ -307,6 +341,7 @@ static int operation_clear(PyObject *self) {
     Operation *o = (Operation *)self;
     forget(o);
     Py_CLEAR(o->group);
+    Py_CLEAR(o->last);
     Py_CLEAR(o->method);
     return 0;
 }
@@ -322,21 +357,35 @@ static void operation_dealloc(PyObject *self) {
     Py_DECREF((PyObject *)type);
 }
 
-static PyType_Slot operation_slots[] = {
-    {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse}, {Py_tp_clear, operation_clear}, {0},
+static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (o)
+        o->found = o->calls;
+    return (PyObject *)o;
+}
+
+static PyMethodDef operation_methods[] = {
+    {"start", (PyCFunction)(void *)call, METH_FASTCALL | METH_KEYWORDS, NULL},
+    {0},
 };
-static PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,
-                                     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                                     operation_slots};
+static PyMemberDef operation_members[] = {
+    {"_group", T_OBJECT, offsetof(Operation, group), 0, NULL}, {"_last", T_OBJECT, offsetof(Operation, last), 0, NULL},
+    {0},
+};
+static PyType_Slot operation_slots[] = {
+    {Py_tp_new, operation_new}, {Py_tp_dealloc, operation_dealloc}, {Py_tp_traverse, operation_traverse},
+    {Py_tp_clear, operation_clear}, {Py_tp_methods, operation_methods}, {Py_tp_members, operation_members}, {0},
+};
+PyType_Spec operation_spec = {"kos._core.native.Operation", sizeof(Operation), 0,
+                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, operation_slots};
 
 int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
         {&s_active, "_active"}, {&s_broken, "broken"}, {&s_last, "last"}, {&s_count, "count"}, {&s_lasti, "f_lasti"},
-        {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"},
+        {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"}, {&s_start, "_start"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))
             return -1;
-    operation_type = (PyTypeObject *)PyType_FromSpec(&operation_spec);
-    return operation_type ? 0 : -1;
+    return 0;
 }

@@ -111,7 +111,7 @@ static void begin(kos_group *g, start *s, int number, unsigned *shared, unsigned
     const uint64_t sequence = s->operation < KOS_SEND ? atomic_load(&g->line->arrived) : KOS_WORD_SEQUENCE;
     kos_result r = kos_start(g, s->prepared, sequence, s->send, recv, &s->work);
     if (r.status == KOS_PENDING && blocks && kos_alone(g))
-        r = kos_spin(g, &s->work);
+        r = kos_spin(g, &s->work, g->spin_ns);
     if (r.status == KOS_FAILED)
         fail(g, s, "code", r.code);
     if (r.status != KOS_DONE)

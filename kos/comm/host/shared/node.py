@@ -51,7 +51,7 @@ class Node:
     """The calls of one rank of a group on one host; also the transport of messages within its schedules."""
 
     def __init__(self, calls: CallRing, engine: Engine, rendezvous: Rendezvous) -> None:
-        self.calls, self._core, self._works = calls, calls.core, engine.active
+        self.calls, self._core, self._engine, self._works = calls, calls.core, engine, engine.active
         self.batch = False  # whether other calls begin at once, which this one may need
         self.asked = 0  # the thread whose next call is kept for ``remember``, or 0
         self._last: tuple[int, Work[Any]] | None = None  # that call, and its thread
@@ -121,7 +121,7 @@ class Node:
         except BaseException as error:
             return raising(error)
         if left is not None:
-            return self._steps(work, left)
+            return self.steps(work, left)
         work.record[COMPLETED] = time_ns()  # type: ignore[index]
         return None
 
@@ -138,36 +138,44 @@ class Node:
         return self._core if bound else None
 
     def remember(
-        self, name: str, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
+        self, asked: Any, positional: tuple[Any, ...], keywords: dict[str, Any], result: Any
     ) -> tuple[Any, ...] | None:
-        """How the core runs calls like this thread's last, of these arguments; None if it cannot (``module_eager.c``).
+        """How the core runs calls like this thread's last; None if it cannot (``module_eager.c``).
 
-        It cannot if that call has not come to ``start``: it is in a batch, or runs by a schedule.
+        ``asked`` is the name of the operation, which got these arguments, or the Persistent that was started.  The core
+        cannot run a call that has not come to ``start``: it is in a batch, or runs by a schedule.
 
-        The Prepared of the core and that of kos, what the recorder has of the call, and which arguments are its input,
-        output and result, -1 for none; then the objects by whose identity it compares calls, which must live on.
+        The Prepared of the core and that of kos, what the recorder has of the call, the class of its Works if it does
+        not wait, and which arguments are its input, output and result, -1 for none.  Then the objects by whose identity
+        the core compares calls, which must live on; of a Persistent its input, output and result.
         """
-        asked, self.asked, last, self._last = self.asked, 0, self._last, None
-        if asked or last is None or last[0] != get_ident():
+        thread, self.asked, last, self._last = self.asked, 0, self._last, None
+        if thread or last is None or last[0] != get_ident():
             return None
         work = last[1]
-        if not isinstance(prepared := work.prepared, Prepared) or prepared.name != name:
+        prepared, persistent = work.prepared, result is work and not isinstance(asked, str)
+        if not isinstance(prepared, Prepared) or not (persistent or prepared.name == asked):
             return None
-        options = prepared.operation.options
-        if not (prepared.lasting and prepared.waits) or prepared.launch != self.start or options.purpose:
+        returns = persistent or not prepared.waits
+        if not prepared.lasting or prepared.launch != self.start or prepared.operation.options.purpose:
             return None
+        if returns and (self._engine.thread is not None or work.convert is not None):
+            return None
+        kind, result = (prepared.work, work.array) if returns else (None, result)
         begin, puts, gets = prepared.route
-        args = (*positional, *keywords.values())
+        args: tuple[Any, ...] = (work.send, work.recv) if persistent else (*positional, *keywords.values())
         addresses = [x.ctypes.data if type(x) is np.ndarray else None for x in args]
-        if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
-            return None
         used = [work.send.ctypes.data if puts else -1, work.recv.ctypes.data if gets else -1]
         places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
+        if persistent:
+            return begin.__self__, prepared, prepared.description, kind, *places, 2, (*args, result)
+        if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
+            return None
         returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
         if None in places or len(returned) != 1:
             return None
         objects = *(x.dtype if type(x) is np.ndarray else x for x in args), *keywords
-        return begin.__self__, prepared, prepared.description, *places, *returned, objects
+        return begin.__self__, prepared, prepared.description, kind, *places, *returned, objects
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
@@ -185,7 +193,7 @@ class Node:
 
         return finish()
 
-    def _steps(self, work: Work[Any], left: Any) -> Steps:
+    def steps(self, work: Work[Any], left: Any) -> Steps:
         """The steps of a call that the core has begun."""
         work.left = left
         check = Check(self, left, work if work.collective else None)
