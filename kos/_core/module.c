@@ -201,6 +201,7 @@ static PyObject *stop_at(PyObject *self, PyObject *args) {
 
 static PyMethodDef functions[] = {
     {"layout", layout, METH_O, NULL},
+    {"tensors", take_tensors, METH_O, NULL},
 #ifdef KOS_POINTS
     {"stop_at", stop_at, METH_VARARGS, NULL},
 #endif

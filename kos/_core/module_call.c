@@ -155,6 +155,14 @@ static PyObject *start(Group *g, Prepared *p, uint64_t sequence, arrays *a, int 
     return result;
 }
 
+// Keeps the memory of an array or a tensor; -1 with an exception.
+static int keep(PyObject *x, Py_buffer *array) {
+    if (PyObject_CheckBuffer(x))
+        return PyObject_GetBuffer(x, array, PyBUF_SIMPLE);
+    array->obj = PyObject_CallMethod(x, "detach", NULL);  // another tensor: x may be given other memory
+    return array->obj ? 0 : -1;
+}
+
 PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, PyObject *recv, void *from, void *to,
                     int waits) {
     kos_work w;
@@ -163,8 +171,7 @@ PyObject *start_now(Group *g, Prepared *p, uint64_t sequence, PyObject *send, Py
         return Py_NewRef(Py_None);
     arrays a;
     a.send.obj = a.recv.obj = NULL;
-    if (r.status == KOS_PENDING && ((from && from != to && PyObject_GetBuffer(send, &a.send, PyBUF_SIMPLE))
-                                    || (to && PyObject_GetBuffer(recv, &a.recv, PyBUF_SIMPLE)))) {
+    if (r.status == KOS_PENDING && ((from && from != to && keep(send, &a.send)) || (to && keep(recv, &a.recv)))) {
         release(&a);
         return NULL;
     }

@@ -23,6 +23,22 @@ typedef struct {
 
 enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
 
+// DLPack's DLTensor, and the start of its C exchange API of version 1.
+typedef struct {
+    char *data;
+    int32_t device, index, nd;
+    uint8_t code, bits;
+    uint16_t lanes;
+    const int64_t *shape, *strides;
+    uint64_t offset;
+} tensor;
+typedef struct {
+    uint32_t major, minor;
+    const void *former, *functions[3];
+    int (*read)(void *, tensor *);
+} exchange_api;
+enum { CPU = 1 };
+
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then the
 // object, or of an array the dtype, the dimensions and flags, and the shape.  Objects are compared by identity.
 typedef struct {
@@ -52,9 +68,11 @@ typedef struct {
     unsigned generation;  // that of the Group for which the calls are known
 } Operation;
 
-static PyTypeObject *ndarray_type;
+static PyTypeObject *ndarray_type, *tensor_type;
+static const exchange_api *tensor_api;  // of that type
 PyTypeObject *operation_type;
-static PyObject *s_active, *s_broken, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start;
+static PyObject *s_active, *s_broken, *s_last, *s_count, *s_lasti, *s_remember, *s_finish, *s_asked, *s_start,
+    *s_requires_grad, *s_is_neg;
 
 // --- What is known ---------------------------------------------------------------------------------------------------
 
@@ -70,22 +88,60 @@ static void forget(Operation *o) {
     o->used = 0;
 }
 
-static void make_key(call_key *key, PyObject *const *args, Py_ssize_t positional, Py_ssize_t count, PyObject *names) {
+// Whether an attribute of a tensor is true, or what this method of it returns; on an error too.
+static int is_true(PyObject *x, PyObject *name, int is_method) {
+    PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
+    if (!value)
+        PyErr_Clear();
+    Py_XDECREF(value);
+    return value != Py_False;
+}
+
+// Reads a tensor that is contiguous in memory of the host, and as Python takes it; returns 0 for any other.
+static int read_tensor(PyObject *x, tensor *t) {
+    int64_t stride = 1;
+    if (tensor_api->read(x, t) || t->device != CPU || is_true(x, s_requires_grad, 0) || is_true(x, s_is_neg, 1)) {
+        PyErr_Clear();
+        return 0;
+    }
+    for (int d = t->nd - 1; d >= 0; stride *= t->shape[d--])
+        if (t->strides && t->shape[d] != 1 && t->strides[d] != stride)
+            return 0;
+    t->data += t->offset;
+    return 1;
+}
+
+// The key of a call, and where its arrays are.
+static void make_key(call_key *key, char **data, PyObject *const *args, Py_ssize_t positional, Py_ssize_t count,
+                     PyObject *names) {
     uint64_t *word = key->word;
     key->words = 0;
     if (count > ARGUMENTS)
         return;
     *word++ = (uint64_t)(positional << 8 | count);
     for (Py_ssize_t a = 0; a < count; a++) {
-        const ndarray *array = Py_TYPE(args[a]) == ndarray_type ? (ndarray *)args[a] : NULL;
+        tensor t = {.nd = -1};  // not an array
+        uint64_t what = (uintptr_t)args[a], kind = 0;
+        if (Py_TYPE(args[a]) == ndarray_type) {
+            const ndarray *array = (ndarray *)args[a];
+            t = (tensor){.data = array->data, .nd = array->nd, .shape = (const int64_t *)array->dimensions};
+            what = (uintptr_t)array->descr;
+            kind = array->flags & FLAGS;
+        } else if (Py_TYPE(args[a]) == tensor_type) {
+            if (!read_tensor(args[a], &t))
+                return;
+            what = (uintptr_t)tensor_type;
+            kind = (uint64_t)t.code << 48 | (uint64_t)t.bits << 40 | (uint64_t)t.lanes << 24;
+        }
         if (a >= positional)
             *word++ = (uintptr_t)PyTuple_GetItem(names, a - positional);
-        if (array && array->nd > DIMENSIONS)
+        if (t.nd > DIMENSIONS)
             return;
-        *word++ = (uintptr_t)(array ? array->descr : args[a]);
-        *word++ = array ? (uint64_t)(array->nd + 1) << 16 | (array->flags & FLAGS) : 0;
-        for (int d = 0; array && d < array->nd; d++)
-            *word++ = (uint64_t)array->dimensions[d];
+        *word++ = what;
+        *word++ = kind | (uint64_t)(t.nd + 1) << 16;
+        for (int d = 0; d < t.nd; d++)
+            *word++ = (uint64_t)t.shape[d];
+        data[a] = t.data;
     }
     key->words = (size_t)(word - key->word);
 }
@@ -170,10 +226,10 @@ static PyObject *note(PyObject *const *objects, const known *k, PyObject *sequen
 // Whether a Persistent may not start again: the program has not waited for its last start.
 static int is_unreported(const Operation *o) { return o->last && !o->last->reported; }
 
-static int apart(const known *k, PyObject *const *args) {
+static int apart(const known *k, char *const *data) {
     if (k->send < 0 || k->recv < 0 || k->send == k->recv)
         return 1;
-    const char *send = ((ndarray *)args[k->send])->data, *recv = ((ndarray *)args[k->recv])->data;
+    const char *send = data[k->send], *recv = data[k->recv];
     const kos_prepared *p = k->call->core;
     return send + p->send_bytes <= recv || recv + p->recv_bytes <= send;
 }
@@ -198,13 +254,13 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
 }
 
 // A call that is known; NULL without an exception: the method must make it.
-static PyObject *run(Operation *o, const known *k, PyObject *const *args) {
+static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *const *data) {
     Group *g = o->group;
     PyObject *const *objects = g->objects;
     const int message = k->call->core->algorithm == KOS_MAIL;
     PyObject *frame;
     if (g->off || is_unreported(o) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
-        || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, args)
+        || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
         || !is_none(objects[COMM], s_active) || !is_none(objects[BOARD], s_last) || !is_none(objects[BACKEND], s_broken)
         || !(frame = (PyObject *)PyEval_GetFrame()))
         return NULL;
@@ -216,7 +272,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args) {
     }
     PyObject *send = k->send < 0 ? Py_None : args[k->send], *recv = k->recv < 0 ? Py_None : args[k->recv];
     PyObject *result = k->result < 0 ? Py_None : args[k->result], *prepared = Py_NewRef(k->prepared), *value = NULL;
-    void *from = k->send < 0 ? NULL : ((ndarray *)send)->data, *to = k->recv < 0 ? NULL : ((ndarray *)recv)->data;
+    void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     g->hits++;
     PyObject *left = start_now(g, k->call, number, send, recv, from, to, k->work == Py_None);
@@ -275,9 +331,12 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
         o->generation = o->group->generation;
     }
     call_key key;
-    make_key(&key, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
+    char *data[ARGUMENTS];
+    make_key(&key, data, args, positional, positional + (names ? PyTuple_Size(names) : 0), names);
     const known *k = key.words ? *find(o, &key) : NULL;
-    PyObject *result = k ? run(o, k, o->name ? args : k->fixed) : NULL;
+    for (int i = 0; k && !o->name && i < 2; i++)
+        data[i] = k->fixed[i] == Py_None ? NULL : ((ndarray *)k->fixed[i])->data;
+    PyObject *result = k ? run(o, k, o->name ? args : k->fixed, data) : NULL;
     if (k || o->group->off)
         key.words = 0;  // nothing to remember
     return result || PyErr_Occurred() ? result : ask(o, &key, args, positional, names);
@@ -303,6 +362,19 @@ PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     for (int i = COMM; i < OBJECTS; i++)
         objects[i] = Py_NewRef(args[i + 1]);
     Py_RETURN_TRUE;
+}
+
+// tensors(type): arrays of that type, which has DLPack's C exchange API, may be those of calls; False if they may not.
+PyObject *take_tensors(PyObject *self, PyObject *type) {
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    const exchange_api *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    PyErr_Clear();
+    if (!tensor_type && api && api->major == 1 && api->read) {
+        tensor_api = api;
+        tensor_type = (PyTypeObject *)Py_NewRef(type);
+    }
+    return PyBool_FromLong((PyObject *)tensor_type == type);
 }
 
 // method(name, method, docstring): what stands in for that method of the communicator.
@@ -383,6 +455,7 @@ int eager_init(void) {
     const struct { PyObject **to; const char *name; } names[] = {
         {&s_active, "_active"}, {&s_broken, "broken"}, {&s_last, "last"}, {&s_count, "count"}, {&s_lasti, "f_lasti"},
         {&s_remember, "remember"}, {&s_finish, "_finish"}, {&s_asked, "asked"}, {&s_start, "_start"},
+        {&s_requires_grad, "requires_grad"}, {&s_is_neg, "is_neg"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].to = PyUnicode_InternFromString(names[i].name)))

@@ -27,6 +27,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.transport import Request, wrong_message
 from kos.comm.work import Engine, Steps, Work, raising
 from kos.errors import CollectiveMismatch, KosError
+from kos.memory.libraries import library_of
 
 Array = np.ndarray[Any, Any]
 
@@ -164,7 +165,7 @@ class Node:
         kind, result = (prepared.work, work.array) if returns else (None, result)
         begin, puts, gets = prepared.route
         args: tuple[Any, ...] = (work.send, work.recv) if persistent else (*positional, *keywords.values())
-        addresses = [x.ctypes.data if type(x) is np.ndarray else None for x in args]
+        addresses = [_address(x) for x in args]
         used = [work.send.ctypes.data if puts else -1, work.recv.ctypes.data if gets else -1]
         places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
         if persistent:
@@ -174,7 +175,7 @@ class Node:
         returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
         if None in places or len(returned) != 1:
             return None
-        objects = *(x.dtype if type(x) is np.ndarray else x for x in args), *keywords
+        objects = *map(_identity, args), *keywords
         return begin.__self__, prepared, prepared.description, kind, *places, *returned, objects
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
@@ -343,8 +344,22 @@ def _packed(counts: Sequence[int] | None) -> bytes | None:
     return None if counts is None else np.array(counts, np.uint64).tobytes()
 
 
+def _address(x: Any) -> int | None:
+    """Where an array is that the core can read; None for anything else."""
+    if type(x) is np.ndarray:
+        return int(x.ctypes.data)
+    if library_of(x) == "torch" and hasattr(type(x), "__dlpack_c_exchange_api__") and native.tensors(type(x)):
+        return int(x.data_ptr())
+    return None
+
+
+def _identity(x: Any) -> Any:
+    """The object by whose identity the core compares an argument."""
+    return x.dtype if type(x) is np.ndarray else x if _address(x) is None else type(x)
+
+
 def _is_fixed(x: Any) -> bool:
     """Whether an argument is the same whenever it is the same object, or an array that the core can compare."""
     if type(x) is np.ndarray:
         return x.ndim <= 4 and x.size > 0 and x.flags.carray
-    return x is None or type(x) in (int, bool, str, ReduceOp)
+    return x is None or type(x) in (int, bool, str, ReduceOp) or _address(x) is not None
