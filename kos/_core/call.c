@@ -28,7 +28,10 @@ static int has_put_all(const kos_work *w) {
     return w->stages && kos_stage_of(w) + 1 == w->stages && kos_phase_of(w) != KOS_NOT_PUT;
 }
 
-static inline int step(kos_group *g, kos_work *w) { return is_message(w) ? kos_mail_step(g, w) : kos_step(g, w); }
+static inline kos_result step(kos_group *g, kos_work *w) {
+    const int status = is_message(w) ? kos_mail_step(g, w) : kos_step(g, w);
+    return status == KOS_FAILED ? w->result : KOS_RESULT((uint8_t)status);
+}
 
 int kos_missing(const kos_group *g, const kos_work *w, int rank) {
     if (kos_phase_of(w) >= KOS_ENDED || rank == g->rank)
@@ -55,9 +58,9 @@ static kos_result check_and_step(kos_group *g, kos_work *w) {
         && kos_mail_step(g, w) == KOS_DONE ? KOS_RESULT(KOS_DONE) : result;
 }
 
-// The result of a Work that is not in the queue.
-static kos_result failed_alone(kos_group *g, kos_work *w, kos_result result) {
-    if (is_message(w))
+// The result of a Work that is not in the queue; ends its message if it has failed.
+static kos_result outcome(kos_group *g, kos_work *w, kos_result result) {
+    if (result.status == KOS_FAILED && is_message(w))
         kos_mail_cancel(g, w);
     return result;
 }
@@ -78,10 +81,9 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
     w->next = NULL;
     kos_set(w, 0, KOS_NOT_PUT);
     if (p->algorithm == KOS_MAIL) {
-        const int status = kos_mail_start(g, w);
-        if (status == KOS_PENDING && failed)
-            return failed_alone(g, w, result);
-        return status == KOS_FAILED ? failed_alone(g, w, w->result) : KOS_RESULT((uint8_t)status);
+        kos_mail_start(g, w);
+        kos_result r = step(g, w);
+        return outcome(g, w, r.status == KOS_PENDING && failed ? result : r);
     }
     kos_publish(g, sequence, p->fingerprint);
     if ((!g->tail || has_put_all(g->tail)) && kos_may_put(g, w))
@@ -92,29 +94,26 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
 int kos_alone(const kos_group *g) { return !g->head && !g->messages; }
 
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {
-    int status = step(g, w);
+    kos_result result = step(g, w);
     int64_t start = w->started, before = start;
-    while (status == KOS_PENDING && most) {
+    while (result.status == KOS_PENDING && most) {
         int64_t now = kos_clock();
         if (now - before > most)  // it has copied meanwhile: the other ranks do the same
             start = now;
         before = now;
         if (now - start >= most)
             break;
-        for (int polls = 0; polls < POLLS && (status = step(g, w)) == KOS_PENDING; polls++) {
+        for (int polls = 0; polls < POLLS && (result = step(g, w)).status == KOS_PENDING; polls++) {
             if (g->yields) {
                 sched_yield();
                 break;
             }
             pause_core();
         }
-        if (status != KOS_PENDING)
-            break;
-        kos_result result = check_and_step(g, w);
-        if (result.status != KOS_PENDING)
-            return result.status == KOS_DONE ? result : failed_alone(g, w, result);
+        if (result.status == KOS_PENDING)
+            result = check_and_step(g, w);
     }
-    return status == KOS_FAILED ? failed_alone(g, w, w->result) : KOS_RESULT((uint8_t)status);
+    return outcome(g, w, result);
 }
 
 // --- The outstanding Works -----------------------------------------------------------------------------------------
@@ -196,8 +195,7 @@ static void fail_all(kos_group *g, kos_result result) {
 }
 
 void kos_close(kos_group *g) {
-    if (!g->closed)
-        fail_all(g, (kos_result){KOS_FAILED, KOS_CLOSED, (uint16_t)g->rank, 0});
+    fail_all(g, (kos_result){KOS_FAILED, KOS_CLOSED, (uint16_t)g->rank, 0});
     g->closed = 1;
     report_ends(g);
 }
@@ -214,9 +212,8 @@ void kos_abandon(kos_group *g, kos_work *w) {
 static void advance_messages(kos_group *g) {
     kos_mail_advance(g);
     for (kos_work **at = &g->messages, *w; (w = *at);) {
-        int status = kos_mail_step(g, w);
-        kos_result result = status == KOS_FAILED ? w->result : KOS_RESULT((uint8_t)status);
-        if (status == KOS_PENDING)
+        kos_result result = step(g, w);
+        if (result.status == KOS_PENDING)
             result = check_and_step(g, w);
         if (result.status == KOS_FAILED)
             fail_message(g, at, result);

@@ -74,10 +74,6 @@ enum {
 };
 #define KOS_WAIT_NS INT64_C(10000000)  // a start waits for so long: then Python polls, and checks processes and signals
 
-typedef struct {
-    _Atomic uint64_t failure;  // 0, or the first failure of the group: the only word with several writers
-} kos_header;
-
 // Flags of one rank, which alone writes them.  The first two are the core's, the others Python's.
 typedef struct {
     _Atomic uint64_t arrived;  // calls begun: the entries of the ring below this number are valid
@@ -248,7 +244,7 @@ typedef struct kos_arrival {
 } kos_arrival;
 
 typedef struct {
-    kos_message *first, *last;
+    kos_message *first, **end;  // the pointer to the next one
 } kos_queue;
 
 // The messages between this rank and another one.
@@ -270,7 +266,7 @@ typedef struct {
 typedef struct {
     uint8_t *memory;
     kos_layout layout;
-    kos_header *header;
+    _Atomic uint64_t *failure;  // 0, or the first failure of the group: the only word with several writers
     kos_line *line;    // this rank's
     int rank, size;
     int generation;    // kos_forks when it was made
@@ -295,6 +291,7 @@ typedef struct {
 enum { KOS_SCRATCH_BYTES = 256 << 10, KOS_DTYPE_AT = 48, KOS_KIND_AT = 56 };
 
 extern int kos_forks;  // counts the forks that led to this process; a group of another one is refused
+void kos_forked(void);
 
 static inline kos_line *kos_line_of(const kos_group *g, int rank) {
     return (kos_line *)(g->memory + g->layout.lines + (size_t)rank * KOS_LINE);
@@ -326,13 +323,12 @@ static inline uint64_t kos_stage_in_group(const kos_group *g, const kos_work *w)
 
 static inline void kos_set(kos_work *w, uint64_t stage, int phase) { w->progress = stage << 3 | (unsigned)phase; }
 
-// Places in a call where a test stops or kills this process: a build with -DKOS_POINTS.
+// Places in a call where a test stops or kills this process: a build with -DKOS_POINTS and tests/core/points.c.
 enum kos_point {
     KOS_AT_BEGIN, KOS_AT_PUBLISHED, KOS_AT_PUT, KOS_AT_STAMPED, KOS_AT_SEEN, KOS_AT_TAKEN, KOS_AT_DRAIN, KOS_AT_SEND,
     KOS_AT_SENT, KOS_AT_DELIVER, KOS_AT_TAKE,
 };
 #ifdef KOS_POINTS
-extern int kos_stop_point, kos_stop_count, kos_stop_signal;
 void kos_pass(int point);
 #define KOS_POINT(point) kos_pass(point)
 #else
@@ -372,8 +368,8 @@ void kos_put_offer(kos_group *g, kos_work *w, kos_slot *slot);
 int kos_take_offers(kos_group *g, kos_work *w, kos_slot **slots);  // as kos_step
 
 // mailbox.c
-int kos_mail_start(kos_group *g, kos_work *w);  // KOS_DONE, KOS_PENDING or KOS_FAILED, as kos_mail_step
-int kos_mail_step(kos_group *g, kos_work *w);
+void kos_mail_start(kos_group *g, kos_work *w);
+int kos_mail_step(kos_group *g, kos_work *w);  // as kos_step
 void kos_mail_post(kos_group *g, kos_work *w);  // a Work that will not move in memory any more
 void kos_mail_cancel(kos_group *g, kos_work *w);
 void kos_mail_advance(kos_group *g);            // takes what has arrived

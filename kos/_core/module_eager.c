@@ -21,7 +21,7 @@ typedef struct {
     int flags;
 } ndarray;
 
-enum { FLAGS = 0x1 | 0x100 | 0x400 };  // of NumPy: contiguous, aligned, writable
+enum { FLAGS = 0x1 | 0x100 | 0x400, CPU = 1 };  // of NumPy: contiguous, aligned, writable; a device of DLPack
 
 // DLPack's DLTensor, and the start of its C exchange API of version 1.
 typedef struct {
@@ -37,7 +37,6 @@ typedef struct {
     const void *former, *functions[3];
     int (*read)(void *, tensor *);
 } exchange_api;
-enum { CPU = 1 };
 
 // What makes calls the same, in words: how many arguments there are; of each its keyword, if it has one, then the
 // object, or of an array the dtype, the dimensions and flags, and the shape.  Objects are compared by identity.
@@ -49,11 +48,10 @@ typedef struct {
 typedef struct {
     call_key key;
     PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
-    Prepared *call;
-    PyObject *prepared, *description;  // kos.comm.prepared.Prepared, and what the recorder has of it
-    PyObject *work;                    // of a call that does not wait, the class of its Works; else None
-    int send, recv, result;            // arguments, or -1
-    PyObject *fixed[3];                // the arguments of a Persistent
+    PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
+    PyObject *work;                 // of a call that does not wait, the class of its Works; else None
+    int send, recv, result;         // arguments, or -1
+    PyObject *fixed[3];             // the arguments of a Persistent
 } known;
 
 // What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
@@ -88,19 +86,20 @@ static void forget(Operation *o) {
     o->used = 0;
 }
 
-// Whether an attribute of a tensor is true, or what this method of it returns; on an error too.
-static int is_true(PyObject *x, PyObject *name, int is_method) {
+// An attribute, or what a method returns, to be compared with a constant: NULL on an error.
+static const PyObject *peek(PyObject *x, PyObject *name, int is_method) {
     PyObject *value = is_method ? PyObject_CallMethodObjArgs(x, name, NULL) : PyObject_GetAttr(x, name);
     if (!value)
         PyErr_Clear();
     Py_XDECREF(value);
-    return value != Py_False;
+    return value;
 }
 
 // Reads a tensor that is contiguous in memory of the host, and as Python takes it; returns 0 for any other.
 static int read_tensor(PyObject *x, tensor *t) {
     int64_t stride = 1;
-    if (tensor_api->read(x, t) || t->device != CPU || is_true(x, s_requires_grad, 0) || is_true(x, s_is_neg, 1)) {
+    if (tensor_api->read(x, t) || t->device != CPU || peek(x, s_requires_grad, 0) != Py_False
+        || peek(x, s_is_neg, 1) != Py_False) {
         PyErr_Clear();
         return 0;
     }
@@ -187,15 +186,6 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
 
 // --- A call ----------------------------------------------------------------------------------------------------------
 
-// Whether an attribute is None; on an error too.
-static int is_none(PyObject *object, PyObject *name) {
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (!value)
-        PyErr_Clear();
-    Py_XDECREF(value);
-    return !value || value == Py_None;
-}
-
 PyObject *nanoseconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
@@ -223,14 +213,11 @@ static PyObject *note(PyObject *const *objects, const known *k, PyObject *sequen
     return error ? NULL : slot;
 }
 
-// Whether a Persistent may not start again: the program has not waited for its last start.
-static int is_unreported(const Operation *o) { return o->last && !o->last->reported; }
-
 static int apart(const known *k, char *const *data) {
     if (k->send < 0 || k->recv < 0 || k->send == k->recv)
         return 1;
     const char *send = data[k->send], *recv = data[k->recv];
-    const kos_prepared *p = k->call->core;
+    const kos_prepared *p = prepared_of(k->call);
     return send + p->send_bytes <= recv || recv + p->recv_bytes <= send;
 }
 
@@ -238,10 +225,8 @@ static int apart(const known *k, char *const *data) {
 static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObject *recv, PyObject *result,
                            PyObject *sequence, PyObject *slot, PyObject *left) {
     State *s = new_state(o->last, k->work, k->prepared, send, recv, result, sequence, slot);
-    PyObject *ended = left == Py_None ? nanoseconds() : PyLong_FromLong(0);  // 0: in progress
-    if (ended)
-        PyList_SetItem(slot, COMPLETED, ended);
     if (s && left != Py_None) {
+        PyList_SetItem(slot, COMPLETED, PyLong_FromLong(0));  // in progress
         s->fields[LEFT] = Py_NewRef(left);
         if (PyList_Append(o->group->objects[ACTIVE], (PyObject *)s))
             Py_CLEAR(s);
@@ -257,11 +242,12 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
 static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *const *data) {
     Group *g = o->group;
     PyObject *const *objects = g->objects;
-    const int message = k->call->core->algorithm == KOS_MAIL;
+    const int message = prepared_of(k->call)->algorithm == KOS_MAIL;
     PyObject *frame;
-    if (g->off || is_unreported(o) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
+    if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
-        || !is_none(objects[COMM], s_active) || !is_none(objects[BOARD], s_last) || !is_none(objects[BACKEND], s_broken)
+        || peek(objects[COMM], s_active, 0) != Py_None || peek(objects[BOARD], s_last, 0) != Py_None
+        || peek(objects[BACKEND], s_broken, 0) != Py_None
         || !(frame = (PyObject *)PyEval_GetFrame()))
         return NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
@@ -276,12 +262,13 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     g->hits++;
     PyObject *left = start_now(g, k->call, number, send, recv, from, to, k->work == Py_None);
+    if (left == Py_None)
+        PyList_SetItem(slot, COMPLETED, nanoseconds());
     if (left && k->work != Py_None && (left == Py_None || is_pending(left)))
         value = in_flight(o, k, send, recv, result, sequence, slot, left);
-    else if (left == Py_None) {
-        PyList_SetItem(slot, COMPLETED, nanoseconds());
+    else if (left == Py_None)
         value = Py_NewRef(result);
-    } else if (left)
+    else if (left)
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
                                            NULL);
     Py_XDECREF(left);
@@ -377,19 +364,25 @@ PyObject *take_tensors(PyObject *self, PyObject *type) {
     return PyBool_FromLong((PyObject *)tensor_type == type);
 }
 
+static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (o)
+        o->found = o->calls;
+    return (PyObject *)o;
+}
+
 // method(name, method, docstring): what stands in for that method of the communicator.
 PyObject *group_method(PyObject *self, PyObject *args) {
     PyObject *name, *method, *text;
     if (!PyArg_ParseTuple(args, "UOU:method", &name, &method, &text))
         return NULL;
-    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(operation_type, Py_tp_alloc))(operation_type, 0);
+    Operation *o = (Operation *)operation_new(operation_type, NULL, NULL);
     if (!o)
         return NULL;
     o->group = (Group *)Py_NewRef(self);
     o->name = Py_NewRef(name);
     o->method = Py_NewRef(method);
     o->text = Py_NewRef(text);
-    o->found = o->calls;
     o->definition = (PyMethodDef){PyUnicode_AsUTF8AndSize(name, NULL), (PyCFunction)(void *)call,
                                   METH_FASTCALL | METH_KEYWORDS, PyUnicode_AsUTF8AndSize(text, NULL)};
     PyObject *function = PyErr_Occurred() ? NULL : PyCFunction_New(&o->definition, (PyObject *)o);
@@ -427,13 +420,6 @@ static void operation_dealloc(PyObject *self) {
     operation_clear(self);
     PyObject_GC_Del(self);
     Py_DECREF((PyObject *)type);
-}
-
-static PyObject *operation_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    Operation *o = (Operation *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (o)
-        o->found = o->calls;
-    return (PyObject *)o;
 }
 
 static PyMethodDef operation_methods[] = {

@@ -20,10 +20,13 @@ T = TypeVar("T")
 class Persistent(Generic[T]):
     """A Prepared bound to arrays: an operation that is checked once and started many times."""
 
+    # Attributes of the class: in the core they are fields, which must not be set to None.
+    _last: Work[T] | None = None  # the last start
+    _group: Any = None  # the native Group that may start it
+
     def __init__(self, comm: Any, operation: Operation, op: Any, stream: Any, work: Work[T]) -> None:
         self._comm, self._checked, self._generation = comm, (operation, op, stream), comm._store.generation
         self._work = work  # never started: each start is a copy of it
-        self._last: Work[T] | None = None  # the last start
         comm._persistents.add(self)
 
     def __repr__(self) -> str:
@@ -67,17 +70,14 @@ def persistent(comm: Any, *checked: Any) -> Persistent[Any]:
     """A Persistent of ``comm``, of what a Persistent is made of."""
     if comm._eager is None:
         return Persistent(comm, *checked)
-    made: Persistent[Any] = CorePersistent(comm, *checked)
+    made: Persistent[Any] = _InCore(comm, *checked)
     made._group = comm._eager
     return made
 
 
 if native is not None:
-
-    class CorePersistent(native.Operation, Persistent[T]):  # type: ignore[misc,name-defined]
-        """One whose ``start`` needs no Python once the core knows the call."""
-
-        _start = Persistent.start
+    _InCore: Any = type("Persistent", (native.Operation, Persistent), {"_start": Persistent.start})
+    """One whose ``start`` needs no Python once the core knows the call: the method of the first base."""
 
 
 class Batch:

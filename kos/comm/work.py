@@ -173,38 +173,34 @@ class ProgressThread:
                 self._asleep = asleep = self.paused > 0 or not engine.poll()
 
 
-class _State:
-    """The fields of a Work.  The compiled core has such a class too (``kos/_core/module_state.c``)."""
-
-    # Attributes of the class: most Works are complete at once, and never set them.
-    sequence = -1
-    record: list[Any] | None = None
-    convert: Callable[[Any], Any] | None = None
-    reported = False
-    left: Any = None
-    steps: Steps | None = None
-    _error: KosError | None = None
-
-    def __init__(self, prepared: Any, send: Any = None, recv: Any = None, array: Any = None) -> None:
-        self.prepared, self.send, self.recv, self.array = prepared, send, recv, array
+_Base: Any = object if native is None else native.State
+"""What a Work is made of: the core has the fields too, so that calls that need no Python make Works."""
 
 
-if not TYPE_CHECKING and native is not None:
-    _State = native.State
-
-
-class Work(_State, Generic[T]):
+class Work(_Base, Generic[T]):
     """An operation in flight, which a call with ``async_op=True`` returns.
 
     Its methods raise what the operation raises: InvalidArgument, CollectiveMismatch, CollectiveTimeout, RankLost, or
     CollectiveError for other errors of the backend.
 
-    Work(prepared, send, recv, array): ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU; ``array`` is that of
-    the result, of which ``convert`` makes the result.  ``sequence`` is the number of the call: of collectives, equal on
-    all ranks; messages have numbers of their own.  ``record`` is its entry in the flight recorder, and ``left`` what the
-    compiled core has begun of it.  ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.
-    ``steps``: None if it is complete, queued, not started, or if the core alone has advanced it.
+    ``send`` and ``recv`` are 1-D arrays, or addresses on a GPU; ``array`` is that of the result, of which ``convert``
+    makes the result.  ``sequence`` is the number of the call: of collectives, equal on all ranks; messages have numbers
+    of their own.  ``record`` is its entry in the flight recorder, and ``left`` what the compiled core has begun of it.
+    ``reported``: whether ``wait`` or ``done`` has returned or raised the outcome.  ``steps``: None if it is complete,
+    queued, not started, or if the core alone has advanced it.
     """
+
+    if TYPE_CHECKING or native is None:  # else fields of the base
+        sequence = -1
+        record: list[Any] | None = None
+        convert: Callable[[Any], Any] | None = None
+        reported = False
+        left: Any = None
+        steps: Steps | None = None
+        _error: KosError | None = None
+
+        def __init__(self, prepared: Any, send: Any = None, recv: Any = None, array: Any = None) -> None:
+            self.prepared, self.send, self.recv, self.array = prepared, send, recv, array
 
     stream: int = 0
     """On a GPU, the handle of the stream of the arrays."""

@@ -235,7 +235,7 @@ def test_a_closed_group_uses_its_memory_no_more() -> None:
     with groups(1) as (a,):
         core = a.core
         a.close()
-        for call in (lambda: core.read(0, 0, b"x"), lambda: core.publish(0, 1)):
+        for call in (lambda: core.publish(0, 1),):
             with pytest.raises(CoreError, match="^CLOSED of rank 0"):
                 call()
         core.fail(0)

@@ -19,7 +19,7 @@ from kos._core import native
 from kos.comm.control.base import Rendezvous
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.host.shared.calls import CHECK_SECONDS, LONGEST_CHECK_SECONDS, CallRing, Difference
-from kos.comm.host.shared.segment import PID
+from kos.comm.host.shared.segment import PID, read_memory
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Operation
 from kos.comm.prepared import Prepared
 from kos.comm.recorder import COMPLETED
@@ -70,7 +70,10 @@ class Node:
         words, layout = self.calls.words, self.calls.segment.layout
         if os.getpid() in [words[layout.line(r) + PID] for r in range(self.size) if r != self.ledger.rank]:
             self._core.spin_ns = 0
-        reads = (self._core.read(r, int.from_bytes(each[:8], "little"), each[8:]) for r, each in enumerate(everyone))
+        reads = (
+            read_memory(words[layout.line(r) + PID], int.from_bytes(each[:8], "little"), 16) == each[8:]
+            for r, each in enumerate(everyone)
+        )
         return all(rendezvous.allgather(b"1" if all(reads) else b""))
 
     def bind(self, prepared: Prepared) -> None:
@@ -100,21 +103,21 @@ class Node:
         broadcasts = o.name == "broadcast"
         puts = send is not None and (not broadcasts or o.root == o.rank)
         gets = recv is not None and (not broadcasts or o.root != o.rank or send is not recv)
-        prepared.route = call.start, puts, gets or (broadcasts and send is recv)
+        prepared.route = call, puts, gets or (broadcasts and send is recv)
 
     def start(self, work: Work[Any], left: Any = None) -> Steps | None:
         """Begin a call, or go on with what the core has ``left`` of it; returns its steps, None if it is complete."""
         try:
             if left is None:
                 prepared = work.prepared
-                begin, puts, gets = prepared.route
+                call, puts, gets = prepared.route
                 if self.asked and self.asked == get_ident():
                     self.asked, self._last = 0, (self.asked, work)
                 if self._board.last is not None:
                     self._board.clear_failure()
                 waits = prepared.waits and not self.batch and not self._works
                 number = work.sequence if prepared.collective else native.WORD_SEQUENCE
-                left = begin(number, waits, work.send if puts else None, work.recv if gets else None)
+                left = self._core.start(call, number, waits, work.send if puts else None, work.recv if gets else None)
             else:
                 left = left.wait()
         except Difference as found:
@@ -163,20 +166,20 @@ class Node:
         if returns and (self._engine.thread is not None or work.convert is not None):
             return None
         kind, result = (prepared.work, work.array) if returns else (None, result)
-        begin, puts, gets = prepared.route
+        call, puts, gets = prepared.route
         args: tuple[Any, ...] = (work.send, work.recv) if persistent else (*positional, *keywords.values())
         addresses = [_address(x) for x in args]
         used = [work.send.ctypes.data if puts else -1, work.recv.ctypes.data if gets else -1]
         places = [at if at == -1 else addresses.index(at) if at in addresses else None for at in used]
         if persistent:
-            return begin.__self__, prepared, prepared.description, kind, *places, 2, (*args, result)
+            return call, prepared, prepared.description, kind, *places, 2, (*args, result)
         if any(not _is_fixed(x) for x in args) or len({*addresses, None}) != sum(a is not None for a in addresses) + 1:
             return None
         returned = [i for i, x in enumerate(args) if x is result] if result is not None else [-1]
         if None in places or len(returned) != 1:
             return None
         objects = *map(_identity, args), *keywords
-        return begin.__self__, prepared, prepared.description, kind, *places, *returned, objects
+        return call, prepared, prepared.description, kind, *places, *returned, objects
 
     def _start_scaled(self, work: Work[Any]) -> Steps | None:
         """``start`` of a sum of inputs that are multiplied first."""
@@ -225,7 +228,7 @@ class Node:
                 self.calls.raise_failure(work.sequence)
                 return CollectiveMismatch("the counts of an earlier call differ between ranks")
             if found.code == native.COUNTS:
-                receiver, *counts = self._core.counts()
+                receiver, *counts = found.counts
                 buffer: Any = o.send or o.recv
                 expected, sent = ((nbytes, buffer.dtype.numpy) for nbytes in counts)
                 return wrong_message(self.ledger, receiver, expected, found.rank, sent)
@@ -265,7 +268,7 @@ class Node:
             sequence = tag - COLLECTIVE_TAGS
         operation = _OPERATIONS["recv" if receives else "send"]
         call = self._core.prepare(operation, code, 0, 0, array.size, False, None, None, peer, peer, tag, tag, 0)
-        return call.start(sequence, False, None if receives else array, array if receives else None)
+        return self._core.start(call, sequence, False, None if receives else array, array if receives else None)
 
 
 class SegmentMessage:
