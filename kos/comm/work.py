@@ -173,7 +173,7 @@ class ProgressThread:
                 self._asleep = asleep = self.paused > 0 or not engine.poll()
 
 
-_Base: Any = object if native is None else native.State
+_Base: Any = type("State", (), {}) if native is None else native.State
 """What a Work is made of: the core has the fields too, so that calls that need no Python make Works."""
 
 
