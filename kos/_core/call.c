@@ -76,7 +76,6 @@ kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, con
     w->send = send;
     w->recv = recv;
     w->stages = p->stages;
-    w->started = kos_clock();
     w->unreadable = w->drains = w->posted = 0;
     w->next = NULL;
     kos_set(w, 0, KOS_NOT_PUT);
@@ -95,8 +94,10 @@ int kos_alone(const kos_group *g) { return !g->head && !g->messages; }
 
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most) {
     kos_result result = step(g, w);
-    int64_t start = w->started, before = start;
-    while (result.status == KOS_PENDING && most) {
+    if (result.status != KOS_PENDING || !most)
+        return outcome(g, w, result);
+    int64_t start = kos_clock(), before = start;
+    while (result.status == KOS_PENDING) {
         int64_t now = kos_clock();
         if (now - before > most)  // it has copied meanwhile: the other ranks do the same
             start = now;
@@ -163,7 +164,6 @@ static void break_work(kos_work *w, kos_result result) {
 void kos_spin_queued(kos_group *g, kos_work *w) {
     kos_work **first = is_message(w) ? &g->messages : &g->head;
     *first = g->tail = NULL;
-    w->started = kos_clock();
     const kos_result result = kos_spin(g, w, g->spin_ns);
     *first = w;
     if (result.status == KOS_FAILED)

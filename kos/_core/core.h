@@ -226,7 +226,6 @@ typedef struct kos_work {
     uint8_t *recv;
     uint64_t sequence;
     uint64_t first, stages;      // the number of its first stage, and how many there are; 0: not known yet
-    int64_t started;             // nanoseconds of the monotonic clock
     uint64_t progress;           // stage of the call << 3 | phase
     int peer;                    // the first rank whose payload has not been seen
     int unreadable;              // 1 + a rank whose memory could not be read, or 0
@@ -376,9 +375,9 @@ void kos_mail_advance(kos_group *g);            // takes what has arrived
 
 // call.c
 kos_result kos_start(kos_group *g, const kos_prepared *p, uint64_t sequence, const void *send, void *recv, kos_work *w);
-// For a Work that is the only one: advances it for at most so many nanoseconds after its start, but once.
+// For a Work that is the only one: advances it once, and then for at most so many nanoseconds.
 kos_result kos_spin(kos_group *g, kos_work *w, int64_t most);
-void kos_spin_queued(kos_group *g, kos_work *w);  // the same from now on, for one that is in the queue
+void kos_spin_queued(kos_group *g, kos_work *w);  // the same for one that is in the queue
 int kos_alone(const kos_group *g);              // whether no Work is outstanding, so that a wait may spin
 void kos_enqueue(kos_group *g, kos_work *w);
 void kos_advance(kos_group *g);                 // advances every outstanding Work; never waits

@@ -56,10 +56,12 @@ PyObject *raise_failure(Group *g, kos_result r);
 PyObject *group_prepare(PyObject *g, PyObject *args);
 const kos_prepared *prepared_of(PyObject *capsule);  // of group_prepare
 PyObject *group_start(PyObject *g, PyObject *const *args, Py_ssize_t count);
-// Starts a call on these arrays, or None, whose memory is `from` and `to`; spins if it `waits`.  Returns None if it is
-// complete while this thread holds the GIL, or a Work, perhaps of a call that has failed.
-PyObject *start_now(Group *g, PyObject *prepared, uint64_t sequence, PyObject *send, PyObject *recv, void *from,
-                    void *to, int waits);
+// In three parts: nothing fails for lack of memory that has begun.  Begins a call whose memory is `from` and `to`;
+// goes on, where it spins if it `waits`.  Returns None if it is complete while this thread holds the GIL, or a Work of
+// these arrays, or None, perhaps of a call that has failed.
+int has_spare(Group *g);
+kos_result begin(Group *g, PyObject *prepared, uint64_t sequence, const void *from, void *to, kos_work *begun);
+PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv, int waits);
 int is_pending(PyObject *work);
 int spin_only(Work *work);  // whether it is complete after some microseconds; not while there are others
 PyObject *group_bind(PyObject *g, PyObject *const *args, Py_ssize_t count);

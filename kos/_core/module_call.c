@@ -112,20 +112,22 @@ static void keep(PyObject *x, Py_buffer *array) {
     }
 }
 
-PyObject *start_now(Group *g, PyObject *prepared, uint64_t sequence, PyObject *send, PyObject *recv, void *from,
-                    void *to, int waits) {
-    // Before the call begins: what has begun cannot fail for lack of memory.
-    if (!g->spare && !(g->spare = PyObject_New(Work, work_type)))
-        return NULL;
-    Work *work = g->spare;
-    kos_work *w = &work->core, begun;  // on the stack, where most calls stay
-    kos_result r = kos_start(&g->core, prepared_of(prepared), sequence, from ? from : to ? to : nothing, to, &begun);
+int has_spare(Group *g) { return g->spare || (g->spare = PyObject_New(Work, work_type)); }
+
+kos_result begin(Group *g, PyObject *prepared, uint64_t sequence, const void *from, void *to, kos_work *begun) {
+    return kos_start(&g->core, prepared_of(prepared), sequence, from ? from : to ? to : nothing, to, begun);
+}
+
+PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv,
+                int waits) {
     if (r.status == KOS_PENDING && kos_alone(&g->core))
-        r = kos_spin(&g->core, &begun, waits ? g->core.spin_ns : 0);
+        r = kos_spin(&g->core, begun, waits ? g->core.spin_ns : 0);
     if (r.status == KOS_DONE)
         return Py_NewRef(Py_None);
+    Work *work = g->spare;
+    kos_work *w = &work->core;
     g->spare = NULL;
-    *w = begun;
+    *w = *begun;
     work->group = Py_NewRef((PyObject *)g);
     work->prepared = Py_NewRef(prepared);
     work->held.send.obj = work->held.recv.obj = NULL;
@@ -134,9 +136,9 @@ PyObject *start_now(Group *g, PyObject *prepared, uint64_t sequence, PyObject *s
         kos_set(w, 0, KOS_BROKEN);
         return (PyObject *)work;
     }
-    if (from && from != to)
+    if (send != Py_None && send != recv)
         keep(send, &work->held.send);
-    if (to)
+    if (recv != Py_None)
         keep(recv, &work->held.recv);
     kos_enqueue(&g->core, w);
     return Py_NewRef((PyObject *)work);  // the queue has the other reference
@@ -177,8 +179,11 @@ PyObject *group_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     if ((in_place ? p->recv_bytes > 0 : recv != Py_None || (p->recv_bytes && !copies))
         && locate(p, in_place ? "x" : "out", recv, p->recv_bytes, PyBUF_WRITABLE, &to))
         return NULL;
-    PyObject *left = start_now(g, args[0], sequence, send, recv, from, to, waits);
-    if (!left || left == Py_None)
+    kos_work begun;
+    if (!has_spare(g))
+        return NULL;
+    PyObject *left = go_on(g, args[0], begin(g, args[0], sequence, from, to, &begun), &begun, send, recv, waits);
+    if (left == Py_None)
         return left;
     if (is_pending(left) && !waits) {
         kos_advance(&g->core);

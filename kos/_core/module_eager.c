@@ -192,25 +192,22 @@ PyObject *nanoseconds(void) {
     return PyLong_FromLongLong(now.tv_sec * 1000000000LL + now.tv_nsec);
 }
 
-// Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.
+// Writes the next entry of the flight recorder, as kos.comm.prepared.note does; returns it, borrowed.  The call has
+// begun: what there is no memory for is None.
 static PyObject *note(PyObject *const *objects, const known *k, PyObject *sequence, PyObject *frame) {
     PyObject *count = PyObject_GetAttr(objects[RECORDER], s_count), *slots = objects[SLOTS];
-    if (!count)
-        return NULL;
-    const long long number = PyLong_AsLongLong(count);
-    Py_DECREF(count);
+    const long long number = count ? PyLong_AsLongLong(count) : 0;
     PyObject *slot = PyList_GetItem(slots, number % PyList_Size(slots)), *next = PyLong_FromLongLong(number + 1);
     PyObject *code = (PyObject *)PyFrame_GetCode((PyFrameObject *)frame), *at = PyObject_GetAttr(frame, s_lasti);
     PyObject *entry[] = {Py_NewRef(k->description), nanoseconds(), code, at, Py_NewRef(sequence), Py_NewRef(Py_None),
                          Py_NewRef(Py_None)};
-    const int error = !slot || !next || !at || !entry[1] || PyObject_SetAttr(objects[RECORDER], s_count, next);
+    if (!next || PyObject_SetAttr(objects[RECORDER], s_count, next) || !at)
+        PyErr_Clear();
+    Py_XDECREF(count);
     Py_XDECREF(next);
     for (int i = 0; i < 7; i++)
-        if (error)
-            Py_XDECREF(entry[i]);
-        else
-            PyList_SetItem(slot, i, entry[i]);
-    return error ? NULL : slot;
+        PyList_SetItem(slot, i, entry[i] ? entry[i] : Py_NewRef(Py_None));
+    return slot;
 }
 
 static int apart(const known *k, char *const *data) {
@@ -248,30 +245,30 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
         || peek(objects[COMM], s_active, 0) != Py_None || peek(objects[BOARD], s_last, 0) != Py_None
         || peek(objects[BACKEND], s_broken, 0) != Py_None
-        || !(frame = (PyObject *)PyEval_GetFrame()))
+        || !(frame = (PyObject *)PyEval_GetFrame()) || !has_spare(g))
         return NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
-    PyObject *slot = sequence ? note(objects, k, sequence, frame) : NULL;
-    if (!slot) {
-        Py_XDECREF(sequence);
+    if (!sequence)
         return NULL;
-    }
     PyObject *send = k->send < 0 ? Py_None : args[k->send], *recv = k->recv < 0 ? Py_None : args[k->recv];
     PyObject *result = k->result < 0 ? Py_None : args[k->result], *prepared = Py_NewRef(k->prepared), *value = NULL;
     void *from = k->send < 0 ? NULL : data[k->send], *to = k->recv < 0 ? NULL : data[k->recv];
-    const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     g->hits++;
-    PyObject *left = start_now(g, k->call, number, send, recv, from, to, k->work == Py_None);
+    const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
+    kos_work begun;
+    const kos_result r = begin(g, k->call, number, from, to, &begun);
+    PyObject *slot = note(objects, k, sequence, frame);  // while the data is on its way
+    PyObject *left = go_on(g, k->call, r, &begun, send, recv, k->work == Py_None);
     if (left == Py_None)
         PyList_SetItem(slot, COMPLETED, nanoseconds());
-    if (left && k->work != Py_None && (left == Py_None || is_pending(left)))
+    if (k->work != Py_None && (left == Py_None || is_pending(left)))
         value = in_flight(o, k, send, recv, result, sequence, slot, left);
     else if (left == Py_None)
         value = Py_NewRef(result);
-    else if (left)
+    else
         value = PyObject_CallMethodObjArgs(objects[COMM], s_finish, prepared, send, recv, result, sequence, slot, left,
                                            NULL);
-    Py_XDECREF(left);
+    Py_DECREF(left);
     Py_DECREF(prepared);
     Py_DECREF(sequence);
     return value;
