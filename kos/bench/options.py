@@ -12,7 +12,7 @@ from kos.commands import program
 from kos.errors import ConfigError
 from kos.reporting import Parser
 
-HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
+HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "mpi-again", "mpi-c", "gloo")
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -48,6 +48,14 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
     return [first * factor**power for power in range(64) if first * factor**power <= last]
 
 
+def numbers_of(options: argparse.Namespace) -> list[int]:
+    """Those of ``--arrays``; empty without."""
+    words = options.arrays.split(",") if options.arrays else []
+    if wrong := [word for word in words if not word.isdecimal() or not 0 < int(word) <= 1000]:
+        raise ConfigError(f"--arrays: expected numbers from 1 to 1000 such as 1,100, got {wrong[0]!r}")
+    return [int(word) for word in words]
+
+
 _names = ", ".join
 
 
@@ -75,6 +83,8 @@ def _parser() -> Parser:
     add("-n", "--iterations", type=int, default=200, metavar="N", help=about)
     about = "untimed calls before them, in whole batches (default %(default)s)"
     add("-w", "--warmup", type=int, default=1, metavar="N", help=about)
+    about = "hosts: arrays in rotation, such as 1,100: batches call again on each, out of place; adds async and noise rows"
+    add("--arrays", metavar="N,N", help=about)
     add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
     add("--seed", type=int, default=0, help="of the values that are sent (default %(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
@@ -93,6 +103,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.algorithm = options.algorithm.split(",")
     options.place = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]
     options.mode = options.mode.split(",") if options.mode else None
+    options.arrays = numbers_of(options)
     for what, known in (
         ("collective", (*OPERATIONS, BARRIER, ROUTING)),
         ("backend", (*HOST_BACKENDS, *GPU_BACKENDS)),

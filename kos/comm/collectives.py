@@ -34,7 +34,7 @@ from kos.comm.arguments import (
 )
 from kos.comm.compression import CARRIED, check_compress
 from kos.comm.operation import AUTO, Message, Operation, Options
-from kos.comm.persistent import Persistent
+from kos.comm.persistent import Persistent, persistent
 from kos.comm.prepared import BY_CAPTURE, MOST_STORED, Prepared, Store
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.work import Work
@@ -74,7 +74,7 @@ def _persistent(call: Callable[..., Any]) -> Callable[..., Persistent[Any]]:
         comm._check_open()
         builder = _Builder(comm)
         call(builder, *args, **options)
-        return Persistent(comm, *builder.prepared)
+        return persistent(comm, *builder.prepared)
 
     name = call.__name__
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"

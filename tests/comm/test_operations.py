@@ -138,6 +138,7 @@ def test_keywords_that_are_none() -> None:
         assert comm.all_reduce_init(np.ones(2)).start().wait()[0] == 1, "the batch of one was left open"
 
 
+@shared_ranks.needs_core
 @on_each_rank(shared_ranks.run, 2)
 def test_a_flag_of_numpy_is_a_flag(comm: kos.Communicator, /) -> None:
     flag: Any = np.True_ if comm.rank else 1

@@ -169,6 +169,11 @@ class HostBackend(Backend):
         assert self.node is not None
         return self.node.start(work, left)
 
+    def steps_of(self, work: Work[Any]) -> Steps:
+        """The steps of ``work``, which the core has begun."""
+        assert self.node is not None
+        return self.node.steps(work, work.left)
+
     def start_all(self, works: Sequence[Work[Any]], overlap: bool) -> None:
         if (node := self.node) is None:
             return super().start_all(works, overlap)

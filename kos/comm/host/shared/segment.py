@@ -10,6 +10,7 @@ core the ranks of one host work as those of several do.  The second part holds t
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -146,6 +147,13 @@ def started(pid: int) -> int:
     Raises OSError if that cannot be read, such as for lack of file descriptors.
     """
     return process(pid)[1]
+
+
+def read_memory(pid: int, address: int, nbytes: int) -> bytes | None:
+    """Memory of a process, by process_vm_readv(2); None if it may not be read."""
+    data = ctypes.create_string_buffer(nbytes)
+    to, at = ((ctypes.c_size_t * 2)(start, nbytes) for start in (ctypes.addressof(data), address))  # struct iovec
+    return data.raw if ctypes.CDLL(None).process_vm_readv(pid, to, 1, at, 1, 0) == nbytes else None
 
 
 class Processes:
