@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from types import MappingProxyType
 from typing import ClassVar
 
 from kos.train.layers.context import PassContext
@@ -35,9 +34,9 @@ class Linear:
 
     def __init__(
         self, name: str, columns: int, rows: int = 0, members: Mapping[str, int] | None = None, biased: bool = False,
-        most: Mapping[str, int] = MappingProxyType({}),
+        most: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
-        self.name, self.columns, self.members, self.most = name, columns, dict(members or {name: rows}), most
+        self.name, self.columns, self.members, self.most = name, columns, dict(members or {name: rows}), most or {}
         self.bias = bias_of(name) if biased else None
 
     @property
