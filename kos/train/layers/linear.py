@@ -82,14 +82,14 @@ class ColumnLinear(Linear):
 
     dim = 0
 
+    def features(self, shards: int) -> int:
+        """Those of a rank of ``shards``."""
+        return sum(rows.stop - rows.start for rows in self.stacked(shards) or ())
+
     def stacked(self, shards: int) -> Stacked:
         each = (rows // min(shards, self.most.get(name, shards)) for name, rows in self.members.items())
         ends = [0, *accumulate(each)]
         return [*map(slice, ends, ends[1:])]
-
-    def features(self, shards: int) -> int:
-        """Those of a rank of ``shards``."""
-        return sum(rows.stop - rows.start for rows in self.stacked(shards) or ())
 
     def forward(self, ctx: PassContext, x_ND: Array, out_NF: Array) -> None:
         ctx.products.linear(ctx.weights[self.name], x_ND, out_NF, self.stacked(ctx.tp.size), None, self._bias(ctx))
