@@ -260,7 +260,7 @@ def test_host_arrays_go_through_the_core(comm: kos.Communicator, log: Log, /) ->
     with comm.batch():
         comm.all_reduce(x)
     assert (x == 24).all() and list(dict.fromkeys(confirmed)) == [0, 1, 2, 3, 4]
-    backend.gpus[-1].broken = CollectiveError("all_reduce #9: rank 1 did not arrive")
+    backend.gpus[-1].failures.first = CollectiveError("all_reduce #9: rank 1 did not arrive")
     with pytest.raises(CollectiveError, match="rank 1 did not arrive"):
         comm.all_reduce(x)
 

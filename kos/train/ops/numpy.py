@@ -389,49 +389,44 @@ def attention_to(
     qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
     arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
-    samples, _, length = log_sum_exp.shape
-    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, slice(0, samples), queries)
-    k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, length))
-    attend(q, k, v, o, lse, None, arena, _first_key(mask, log_sum_exp, slice(0, samples), queries, keys.start))
+    every = slice(0, len(log_sum_exp))
+    attention_after(qkv, kv, heads, kv_heads, every, queries, None, out, log_sum_exp, arena, mask, keys)
 
 
 def attention_to_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
     keys: slice, d_qkv: Array, d_kv: Array, arena: Arena, mask: Mask | None = None,
 ) -> None:  # fmt: skip
-    samples, _, length = log_sum_exp.shape
-    every = slice(0, samples)
     d_kv.fill(0)
-    q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, every, queries)
-    dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, every, queries)
-    k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    first_key = _first_key(mask, log_sum_exp, every, queries, keys.start)
-    attend_backward(q, k, v, o, do, lse, None, dq, dk, dv, False, arena, first_key)
+    operands = d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, slice(0, len(log_sum_exp)), queries
+    attention_after_backward(*operands, None, d_qkv, d_kv, False, arena, mask, keys)
 
 
 def attention_after(
-    qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int, out: Array,
-    log_sum_exp: Array, arena: Arena, mask: Mask | None = None,
+    qkv: Array, kv: Array, heads: int, kv_heads: int, samples: slice, queries: slice, before: int | None, out: Array,
+    log_sum_exp: Array, arena: Arena, mask: Mask | None = None, keys: slice = slice(0, None),
 ) -> None:  # fmt: skip
     """Causal attention of tokens ``queries`` of ``samples`` of ``qkv``, which come after ``before`` keys of ``kv``.
 
     ``kv`` (2 K d, N) has as many samples as are named, of any length; ``mask`` says which of them all queries see.
+    If ``before`` is None they see all ``keys``, as in ``attention_to``.
     """
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
-    k, v = _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q))
-    attend(q, k, v, o, lse, before, arena, _first_key(mask, log_sum_exp, samples, queries))
+    k, v = (x[..., keys] for x in _split_keys_and_values(kv, kv_heads, kv.shape[1] // len(q)))
+    attend(q, k, v, o, lse, before, arena, _first_key(mask, log_sum_exp, samples, queries, keys.start))
 
 
 def attention_after_backward(
     d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, samples: slice,
-    queries: slice, before: int, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena, mask: Mask | None = None,
+    queries: slice, before: int | None, d_qkv: Array, d_kv: Array, accumulate: bool, arena: Arena,
+    mask: Mask | None = None, keys: slice = slice(0, None),
 ) -> None:  # fmt: skip
     """Writes the ``queries`` of ``d_qkv``, and ``d_kv`` up to the last key that they see, or adds to it."""
     q, o, lse = _of_queries(qkv, out, log_sum_exp, heads, kv_heads, samples, queries)
     dq, do, _ = _of_queries(d_qkv, d_out, log_sum_exp, heads, kv_heads, samples, queries)
-    length, seen = kv.shape[1] // len(q), slice(0, before + q.shape[-1])
-    k, v, dk, dv = (x[..., seen] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
-    first_key = _first_key(mask, log_sum_exp, samples, queries)
+    length, keys = kv.shape[1] // len(q), keys if before is None else slice(0, before + q.shape[-1])
+    k, v, dk, dv = (x[..., keys] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length))
+    first_key = _first_key(mask, log_sum_exp, samples, queries, keys.start)
     attend_backward(q, k, v, o, do, lse, before, dq, dk, dv, accumulate, arena, first_key)
 
 
