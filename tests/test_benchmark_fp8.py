@@ -19,7 +19,6 @@ from tests.host_compiler import COMPILER
 from tests.launcher import OUTSIDE, run_program
 from tests.train.host_kernels import emulator
 
-
 ROOT = Path(__file__).resolve().parents[1]
 
 
