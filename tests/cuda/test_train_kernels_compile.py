@@ -76,8 +76,10 @@ CASES = [
     ("muon.cu", {**MATRICES, "MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, MUON),
     ("muon.cu", {"DTYPE": "float32", "MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "float32", "COPY": 0}, MUON),
 ]
-EIGHT_BITS = [{"E5M2": int(form == "e5m2"), "ROWS": rows, "COLUMNS": columns}
-              for form in ("e4m3", "e5m2") for rows, columns in ((1, 1), (1, 0), (0, 1))]  # fmt: skip
+EIGHT_BITS = [
+    {"SOURCE": source, "E5M2": int(source == 2), "ROWS": rows, "COLUMNS": columns}
+    for source in range(3) for rows, columns in ((1, 1), (1, 0), (0, 1))
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arch", ["sm_89", "sm_90a", "sm_100"])
