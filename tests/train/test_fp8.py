@@ -54,7 +54,9 @@ def test_steps_are_those_of_the_cpu(emulated_runs, text, tmp_path, shape, capsys
         np.testing.assert_allclose(column(cpu, name), column(exact, name), rtol=NEAR)
         assert not set(column(cpu, name)) & set(column(exact, name))
     np.testing.assert_allclose(column(gpu, "grad_norm"), column(cpu, "grad_norm"), rtol=0.05)
-    assert "weights of layers, fp8, and transposed" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "weights of layers, fp8, and transposed" in said
+    assert said.count("GiB of memory a rank; products in 8 bits are emulated, slower than float32") == 1
 
 
 def test_the_graph_resuming_and_recomputing(emulated_runs, text, tmp_path):
@@ -166,6 +168,24 @@ def test_layout_on_cpus(sixteens, layout):
     for got in on_cpus.train(layout, CpuDevice, 2, True, **how):
         np.testing.assert_allclose(got["rows"][:, 0], alone["rows"][:, 0], rtol=NEAR)
         assert got["loss"] == pytest.approx(alone["loss"], rel=NEAR)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "muon"}, {"grad_dtype": "bfloat16", "micro_batch_size": None}, {"master_weights": "none"}],
+    ids=str,
+)
+def test_other_settings(emulated_runs, text, tmp_path, changes):
+    """Of GPUs alone near the same without; Muon's matrices as in bfloat16."""
+    near = train(text, tmp_path / "bfloat16", **RUN | changes | {"dtype": "bfloat16"})
+    rows = train(text, tmp_path / "fp8", **RUN | changes)
+    np.testing.assert_allclose(column(rows), column(near), rtol=NEAR)
+    assert column(rows) != column(near)
+
+
+def test_parts_of_features_are_not_fixed(sixteens):
+    with pytest.raises(ConfigError, match="--deterministic: expected --tp 1 in fp8, where sums over .* got 2"):
+        on_cpus.train(Layout(tp=2), CpuDevice, 1, True, dtype="fp8", deterministic=True)
 
 
 def test_what_is_refused(emulated, sixteens, monkeypatch):

@@ -116,6 +116,21 @@ def test_many_micro_batches_count_as_each_of_a_few():
         assert of(many) - of(three) == pytest.approx(37 * (of(three) - of(two)), rel=1e-4) != 0
 
 
+def test_products_in_8_bits_have_their_own_rate_and_casts():
+    """Where only products take time, a step is as much faster; where only memory does, slower by the casts."""
+    shape = ("--device", "cuda", "--dtype")
+    for exact, expected in (
+        (SLOW._replace(memory=1e18, operation=0.0, attention=(1e18, 1e18), fp8=2e9), 0.5),
+        (SLOW._replace(linear=1e18, operation=0.0, attention=(1e18, 1e18), fp8=1e18), None),
+    ):
+        times = [predicted(*shape, dtype, speed=exact._replace(name="H100")).seconds for dtype in ("bfloat16", "fp8")]
+        head = 6 * B * T * 4 * D * V / 1e9 if expected else 0.0  # which stays in bfloat16
+        if expected:
+            assert times[1] - head == pytest.approx(expected * (times[0] - head), rel=1e-3)
+        else:
+            assert times[1] > times[0]
+
+
 def test_a_pipeline_has_the_times_of_each_stage_and_pass(monkeypatch):
     """A backward takes about twice its forward, and its two halves together as long as the whole."""
     given, simulate = {}, planning.simulate
@@ -386,6 +401,7 @@ def test_bad_requests_are_refused():
         (["--ranks", "0"], "of at least 1, got 0"),
         (["--ranks", "2", "--gpu", "B200"], "--gpu: expected one of H200, H100, A100, got 'B200'"),
         (["--ranks", "2", "--dtype", "float32"], "expected bfloat16 or fp8 with --plan"),
+        (["--ranks", "2", "--dtype", "fp8", "--gpu", "A100"], "--dtype fp8: expected --gpu of one that .* got A100"),
         (["--ranks", "3", "--tp", "2"], r"--tp 2: expected a divisor of 3 \(ranks\), got 2; 2 ranks would do$"),
         (["--ranks", "6", "--dp", "2", "--tp", "2"], "--dp 2 --tp 2: .* 6 .* got 2 × 2 = 4; 4 ranks would do$"),
         (["--ranks", "2", "--tokenizer", "chars"], "expected --vocab-size"),

@@ -130,6 +130,16 @@ class Ops(Protocol):
         all are 0, it is 1.
         """
 
+    def quantize_swiglu(
+        self, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+    ) -> None:
+        """``quantize`` of what ``swiglu`` writes."""
+
+    def quantize_swiglu_backward(
+        self, d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+    ) -> None:
+        """``quantize`` of what ``swiglu_backward`` writes: rows (N, 2F), columns (2F, N)."""
+
     def scaled_product(
         self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
         bias: Array | None, arena: Arena,

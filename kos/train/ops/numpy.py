@@ -505,6 +505,22 @@ def swiglu_backward(d_out: Array, gate_up: Array, out: Array | None, d_gate_up: 
             d_gate *= dh
 
 
+def quantize_swiglu(gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena) -> None:
+    with arena.scope():
+        out = empty_columns(arena, len(gate_up), gate_up.shape[1] // 2, gate_up.dtype)
+        swiglu(gate_up, out, arena)
+        quantize(out, rows, columns, scale, arena)
+
+
+def quantize_swiglu_backward(
+    d_out: Array, gate_up: Array, rows: Array | None, columns: Array | None, scale: Array, arena: Arena
+) -> None:
+    with arena.scope():
+        d_gate_up = empty_columns(arena, len(gate_up), gate_up.shape[1], gate_up.dtype)
+        swiglu_backward(d_out, gate_up, None, d_gate_up, arena)
+        quantize(d_gate_up, rows, columns, scale, arena)
+
+
 # --- gelu --------------------------------------------------------------------------------------------
 # GPT-2's: x s with s = sigmoid(2 u) = (1 + tanh(u)) / 2, u = GELU_SCALE (x + GELU_CUBE x^3); Hendrycks & Gimpel 2016,
 # arXiv:1606.08415.
