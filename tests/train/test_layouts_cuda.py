@@ -101,6 +101,13 @@ def test_tensor_parallel_in_halves(train, flags: str, recompute: str, backend: s
 
 
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(2, 1), (4, 2)])
+def test_more_ranks_than_kv_heads(train, ranks: int, kv_heads: int, backend: str) -> None:
+    alone = "--num-key-value-heads", str(kv_heads)
+    check(train, ranks, backend, "--tp", str(ranks), *alone, alone=alone)
+
+
+@pytest.mark.parametrize("backend", ["peer", "nccl"])
 @pytest.mark.parametrize("flags", FOUR)
 def test_four_ranks(train, flags: str, backend: str) -> None:
     check(train, 4, backend, *flags.split())

@@ -206,8 +206,8 @@ class Ops(Protocol):
         must not decrease along a sample; None: one document.  ``window``, in tokens, is Hugging Face's
         ``sliding_window``; None: no window.  ``positions`` and ``key_positions`` (T,), int32, increasing: of the
         queries and the keys of every sample, where those are parts of a sequence; the keys' are by default the
-        queries', and those 0 to T - 1.  InvalidArgument if the window is below 1, or the host sees that the starts are
-        wrong: on a GPU they are not looked at, and a query that does not see itself has no result.
+        queries', and those 0 to T - 1.  InvalidArgument if the window is below 1.  The starts are not looked at
+        (``Batch.check`` does that); a query that does not see itself has no result.
         """
 
     def attention(

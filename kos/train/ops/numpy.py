@@ -346,11 +346,6 @@ def attention_mask(
     keys = at if key_positions is None else key_positions
     first = np.zeros((samples, queries), np.int32) if document_starts is None else document_starts
     for b in range(samples):
-        if (first[b] > at).any() or (np.diff(first[b]) < 0).any():
-            raise InvalidArgument(
-                "attention_mask: expected starts of documents that never decrease in a sample, none after its token, "
-                f"got {first[b].tolist()[:16]} in sample {b}"
-            )
         seen_from = first[b] if window is None else np.maximum(first[b], at - window + 1)
         mask.first_key[b] = np.searchsorted(keys, seen_from)
         mask.last_query[b] = np.searchsorted(seen_from, keys, side="right") - 1
