@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import WHY_CLOSED, FailureLog
-from kos.comm.peer_status import PeerStatus, Tables
+from kos.comm.peer_status import PeerStatus
 from kos.comm.records import again
 from kos.errors import KosError
 
@@ -28,17 +28,18 @@ def rank_thread(run: Callable[[int], None], rank: int) -> threading.Thread:
     return threading.Thread(target=run, args=(rank,), name=f"{RANK_THREAD}{rank}", daemon=True)
 
 
-class ThreadWorld(Tables):
+class ThreadWorld:
     """The state shared by all threads of one ``spawn``: a lock, a condition per rank, and what is known of each."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
-        super().__init__()
         self.lock = threading.RLock()
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
-        self.statuses = [PeerStatus(rank, self) for rank in range(size)]  # a rank's groups share its status
+        known = PeerStatus()
+        self.ends = known.ends  # why a rank has ended
+        self.statuses = [PeerStatus(rank, known) for rank in range(size)]  # a rank's groups share its status
 
     def notify(self, ranks: list[int]) -> None:
         """Wake ranks that may be waiting; the caller holds the lock."""

@@ -249,8 +249,10 @@ class CommState:
             self.post_end(reason)
 
     def close(self) -> None:
-        """Leave the segment."""
+        """Leave the segment, and report nothing more through the hub."""
         closed(self)
-        calls, self.calls = self.calls, None
+        (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
+        if channel is not None:
+            self.failures.links.remove(channel)
         if calls is not None and self._owns_calls:
             calls.close()
