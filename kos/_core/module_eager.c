@@ -177,7 +177,7 @@ static PyObject *run(Group *g, const known *k, PyObject *const *args) {
     PyObject *frame;
     if (g->off || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, args)
-        || !is_none(objects[COMM], s_active) || !is_none(objects[BOARD], s_last) || !is_none(objects[FAILURES], s_first)
+        || !is_none(objects[COMM], s_active) || !is_none(objects[STATUS], s_last) || !is_none(objects[FAILURES], s_first)
         || !(frame = (PyObject *)PyEval_GetFrame()))
         return NULL;
     PyObject *sequence = PyIter_Next(objects[message ? MESSAGES : COLLECTIVES]);
@@ -252,7 +252,7 @@ static PyObject *call(PyObject *self, PyObject *const *args, Py_ssize_t position
 
 // --- The operations of a group ---------------------------------------------------------------------------------------
 
-// bind(example, address, comm, backend, node, board, active, recorder, slots, collectives, messages): to what the
+// bind(example, address, comm, failures, node, status, active, recorder, slots, collectives, messages): to what the
 // operations use.  ``example`` is an array of float64, 2 x 3.  False if NumPy's layout of arrays is another one, or the
 // group is bound.
 PyObject *group_bind(PyObject *self, PyObject *const *args, Py_ssize_t count) {
