@@ -58,7 +58,6 @@ class CommState:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
                 self.calls, self._owns_calls = CallRing(segment, failures), True
-                self.calls.link()
                 at_exit(self)
         self._channel: Channel | None = None
         self._told = -1  # the calls begun when those of this host were last told
