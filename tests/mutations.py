@@ -178,7 +178,7 @@ MUTATIONS = [
              "tests/train/test_data_parallel.py -k tree"),
     # What one kind of host memory, or one backend, sees for the others.
     Mutation(HOST + "shared/calls.py", "self.raise_mismatch(o.group, sequence, local)", "pass",
-             "tests/comm/test_shared_failures.py -k mismatch_is_the_same"),
+             "tests/comm/test_shared_failures.py -k mismatch_on_mpi", 2),
     Mutation(HOST + "shared/calls.py", "self.mark_closed(CLOSED_ORDERLY)", "pass", "tests/comm/test_calls.py -k gone"),
     Mutation("kos/comm/failures.py", "self.first or next(filter(None, (link.find_failure() for link in self.links))",
              "self.first or next(filter(None, ())", "tests/comm/test_on_failure.py -k is_reported"),

@@ -23,7 +23,7 @@ typedef struct {
 
 // What a Group refers to.  All but its owner are those of the communicator that it is bound to; ACTIVE: the Works of
 // the engine, SLOTS: of the recorder.
-enum { OWNER, COMM, FAILURES, NODE, BOARD, ACTIVE, RECORDER, SLOTS, COLLECTIVES, MESSAGES, OBJECTS };
+enum { OWNER, COMM, FAILURES, NODE, STATUS, ACTIVE, RECORDER, SLOTS, COLLECTIVES, MESSAGES, OBJECTS };
 
 typedef struct {
     PyObject_HEAD

@@ -243,7 +243,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     PyObject *frame;
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
-        || peek(objects[COMM], s_active, 0) != Py_None || peek(objects[BOARD], s_last, 0) != Py_None
+        || peek(objects[COMM], s_active, 0) != Py_None || peek(objects[STATUS], s_last, 0) != Py_None
         || peek(objects[FAILURES], s_first, 0) != Py_None
         || !(frame = (PyObject *)PyEval_GetFrame()) || !has_spare(g))
         return NULL;

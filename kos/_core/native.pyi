@@ -77,7 +77,7 @@ class Group:
         """Messages that have arrived without a receive, answers in use, and whether Works are outstanding."""
     def close(self) -> None: ...
     def bind(
-        self, example: Any, address: int, comm: Any, backend: Any, node: Any, board: Any, active: list[Any],
+        self, example: Any, address: int, comm: Any, failures: Any, node: Any, status: Any, active: list[Any],
         recorder: Any, slots: list[list[Any]], collectives: Iterator[int], messages: Iterator[int], /,
     ) -> bool:  # fmt: skip
         """Make the operations of ``comm`` that need no Python (``module_eager.c``); False if the group is bound.

@@ -71,7 +71,8 @@ class Peer(NCCLBackend):
         return self.symmetric
 
     def resolve(self, o: Operation) -> Route:
-        return super().resolve(o)._replace(kernel="a kernel")
+        queue, _, lasting = super().resolve(o)
+        return queue, "a kernel", lasting
 
 
 KINDS: dict[str, type[NCCLBackend]] = {"nccl": NCCLBackend, "peer": Peer}

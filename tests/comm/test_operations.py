@@ -351,10 +351,9 @@ def test_a_timeout_that_is_set_is_followed() -> None:
         try:
             if comm.rank == 0:
                 comm.timeout = 0.2
-                with pytest.raises(RendezvousError, match="within 0.2 s"):
-                    comm.rendezvous.split(0)
-                with pytest.raises(RendezvousError, match="within 0.2 s"):  # the first failure stays
-                    comm.split(0)
+                for _ in range(2):  # the first failure stays
+                    with pytest.raises(RendezvousError, match="within 0.2 s"):
+                        comm.rendezvous.split(0)
         finally:
             released.set() if comm.rank == 0 else released.wait(20)
 

@@ -418,7 +418,7 @@ def test_only_those_that_are_waited_for_are_named(name: str, one_copy: bool, mon
             return ""
         assert begun.wait(20)
         work, until = call(comm, {"async_op": True}), time.monotonic() + 20
-        while comm.rank == impatient and comm.backend.behind(work) != [1]:
+        while comm.rank == impatient and comm.backend.late(work).ranks != [1]:
             assert time.monotonic() < until and not work.done()
         with pytest.raises(CollectiveTimeout) as caught:
             work.wait(0.3 if comm.rank == impatient else TIMEOUT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 from kos.comm.control.base import Rendezvous
 from kos.comm.failures import WHY_CLOSED, FailureLog
-from kos.comm.peer_status import PeerStatus, Tables
+from kos.comm.peer_status import PeerStatus
 from kos.comm.records import again
 from kos.errors import KosError
 
@@ -28,17 +27,18 @@ def rank_thread(run: Callable[[int], None], rank: int) -> threading.Thread:
     return threading.Thread(target=run, args=(rank,), name=f"{RANK_THREAD}{rank}", daemon=True)
 
 
-class ThreadWorld(Tables):
+class ThreadWorld:
     """The state shared by all threads of one ``spawn``: a lock, a condition per rank, and what is known of each."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
-        super().__init__()
         self.lock = threading.RLock()
         self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: KosError | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
-        self.statuses = [PeerStatus(rank, self) for rank in range(size)]  # a rank's groups share its status
+        known = PeerStatus()
+        self.ends = known.ends  # why a rank has ended
+        self.statuses = [PeerStatus(rank, known) for rank in range(size)]  # a rank's groups share its status
 
     def notify(self, ranks: list[int]) -> None:
         """Wake ranks that may be waiting; the caller holds the lock."""
@@ -77,6 +77,7 @@ class ThreadGroup:
         self.members = members if members is not None else list(range(size))  # world ranks
         self.logs = [FailureLog(self.members, r, self.world.statuses[m]) for r, m in enumerate(self.members)]
         """The failure log of each rank; a report of one goes to all of them."""
+        self.over: KosError | None = None  # why exchanges fail
         self._closed: dict[int, tuple[str, KosError | None, float | None]] = {}
         self._shared: dict[Any, Any] = {}
 
@@ -87,8 +88,14 @@ class ThreadGroup:
                 self._shared[key] = make()
             return cast(T, self._shared[key])
 
-    def report_failure(self, failure: KosError, sequence: int = sys.maxsize) -> None:
-        """Make every rank raise the failure from collective ``sequence`` on; by default in messages and exchanges."""
+    def fail(self, failure: KosError) -> None:
+        """Make every rank raise the failure in its exchange, and in later ones; the first is kept."""
+        with self.world.lock:
+            self.over = self.over or again(failure)
+            self.notify_all()
+
+    def report_failure(self, failure: KosError, sequence: int) -> None:
+        """Make every rank raise the failure in messages, and from collective ``sequence`` on."""
         with self.world.lock:
             for each in self.logs:
                 each.record(sequence, again(failure))
@@ -101,7 +108,13 @@ class ThreadGroup:
         """Raise if every group failed, or this one in that collective or before; None: in any."""
         if self.world.failure is not None:
             raise again(self.world.failure)
-        self.logs[rank].ask(sequence)
+        if self.logs[rank].reported is not None:
+            self.logs[rank].ask(sequence)
+
+    def raise_over(self) -> None:
+        """Raise if exchanges of the group have failed; a copy, for the traceback of this thread."""
+        if (failure := self.world.failure or self.over) is not None:
+            raise again(failure)
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
         """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.
@@ -157,22 +170,22 @@ class ThreadRendezvous(Rendezvous):
     def _exchange(self, message: bytes) -> list[bytes]:
         group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
         with self.waiting(), group.world.lock:
-            group.raise_failure(self.rank)
+            group.raise_over()
             slots = self._slots.setdefault(number, {})
             slots[self.rank] = message
             group.notify_all()
             while missing := [rank for rank in range(self.size) if rank not in slots]:
-                group.raise_failure(self.rank)
+                group.raise_over()
                 for rank in missing:
                     group.raise_end(rank, self.failures, "rendezvous")
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
-                    group.report_failure(self.absent(missing))  # late ranks must not join another exchange
+                    group.fail(self.absent(missing))  # late ranks must not join another exchange
             # All ranks have completed the previous exchange, since they are in this one.
             self._slots.pop(number - 1, None)
             return [slots[rank] for rank in range(self.size)]
 
     def _report(self, failure: KosError) -> None:
-        self.threads.report_failure(self.failures.lost(self.rank, "", None, failure))
+        self.threads.fail(self.failures.lost(self.rank, "", None, failure))
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)

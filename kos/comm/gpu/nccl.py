@@ -315,7 +315,7 @@ class NCCLBackend(DeviceBackend):
         # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
-        return Route(launch if connected else _FirstCall(self, o, launch, kind), None, connected)
+        return launch if connected else _FirstCall(self, o, launch, kind), None, connected
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group; ordered and compressed operations follow one by one."""

@@ -58,7 +58,6 @@ class CommState:
             segment, self.segment = open_segment(rendezvous)
             if segment is not None:
                 self.calls, self._owns_calls = CallRing(segment, failures), True
-                self.calls.link()
                 at_exit(self)
         self._channel: Channel | None = None
         self._told = -1  # the calls begun when those of this host were last told
@@ -249,8 +248,10 @@ class CommState:
             self.post_end(reason)
 
     def close(self) -> None:
-        """Leave the segment."""
+        """Leave the segment, and report nothing more through the hub."""
         closed(self)
-        calls, self.calls = self.calls, None
+        (calls, self.calls), (channel, self._channel) = (self.calls, None), (self._channel, None)
+        if channel is not None:
+            self.failures.links.remove(channel)
         if calls is not None and self._owns_calls:
             calls.close()

@@ -77,7 +77,6 @@ class HostBackend(Backend):
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
             self.calls = self.fingerprints = CallRing(self._segment, self.failures)
-            self.calls.link()
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:

@@ -262,7 +262,7 @@ class PeerBackend(DeviceBackend):
         else:
             launch = partial(self._launch, run, occupancy)
             launch = partial(self._launch_when_loaded, launch, set()) if first else launch
-        return Route(in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), kernel)
+        return in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), kernel, True
 
     def _within(self, deadline: float, run: Run, stream: int, send: int, recv: int) -> None:
         """For what is bound at its launch only."""

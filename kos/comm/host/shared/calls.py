@@ -78,6 +78,8 @@ class CallRing(Fingerprints):
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
         failures.status.hold()
+        failures.ring = self
+        failures.links.insert(0, self)  # first: those who wait on this host raise at once
 
     def announce(self, o: Work[Any]) -> None:
         """Publish that this rank begins ``o``."""
@@ -184,11 +186,6 @@ class CallRing(Fingerprints):
         return None if killed is None else self.failures.ended(killed)
 
     # As a link of the failure log.
-
-    def link(self) -> None:
-        """Have the failure log of the group report through this segment."""
-        self.failures.ring = self
-        self.failures.links.insert(0, self)  # first: those who wait on this host raise at once
 
     def report_end(self, sequence: int, reason: str, cause: KosError | None) -> None:
         """Report that this rank begins no collective from ``sequence`` on, why, and what caused that."""
