@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.plots import measured, tables_slower
+from benchmarks.plots import measured, tables_hosts, tables_slower
 from benchmarks.plots import tables_collectives as collectives
 from benchmarks.plots import tables_training as training
 from benchmarks.plots.results import RESULTS, ROOT, load, ratio, table, us
@@ -119,6 +119,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "hosts-epyc-4": partial(collectives.hosts, "epyc", 4),
     "hosts-others": collectives.hosts_others,
     "hosts-one-rank": collectives.one_rank,
+    "hosts-instructions": tables_hosts.instructions,
+    **{name: partial(tables_hosts.host_ratios, file) for name, file in tables_hosts.recorded().items()},
     "hosts-files": partial(provenance, *HOSTS),
     "hosts-commands": partial(commands, *HOSTS),
     "training-1": partial(training.training, 1),
