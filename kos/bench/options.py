@@ -98,7 +98,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; raises ConfigError for wrong ones."""
     options = _parser().parse_args(arguments)
     options.sizes = sizes_of(options)
-    options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
+    names = options.collective.split(",")
+    options.collective = [name for each in names for name in (OPERATIONS if each == "all" else (each,))]
     options.backend = options.backend.split(",") if options.backend else None
     options.algorithm = options.algorithm.split(",")
     options.place = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]
