@@ -382,7 +382,7 @@ void kos_mail_cancel(kos_group *g, kos_work *w) {
     else if (r->state == KOS_STREAMED)
         drop(&from->streamed, r);
     if (own && r->state == KOS_STREAMED && r->answer != NO_ANSWER)
-        replace(&from->in->answers[r->answer], READY, READ);  // not DROPPED: the sender uses the word until it sees this
+        replace(&from->in->answers[r->answer], READY, READ);  // not DROPPED: the sender uses the word until then
     if (s->state == KOS_QUEUED)
         drop(&to->queued, s);
     if (!own || s->state != KOS_UNANSWERED)

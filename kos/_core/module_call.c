@@ -114,8 +114,8 @@ static void keep(PyObject *x, Py_buffer *array) {
 
 int has_spare(Group *g) { return g->spare || (g->spare = PyObject_New(Work, work_type)); }
 
-kos_result begin(Group *g, PyObject *prepared, uint64_t sequence, const void *from, void *to, kos_work *begun) {
-    return kos_start(&g->core, prepared_of(prepared), sequence, from ? from : to ? to : nothing, to, begun);
+kos_result begin(Group *g, const kos_prepared *p, uint64_t sequence, const void *from, void *to, kos_work *begun) {
+    return kos_start(&g->core, p, sequence, from ? from : to ? to : nothing, to, begun);
 }
 
 PyObject *go_on(Group *g, PyObject *prepared, kos_result r, kos_work *begun, PyObject *send, PyObject *recv,
@@ -182,7 +182,7 @@ PyObject *group_start(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     kos_work begun;
     if (!has_spare(g))
         return NULL;
-    PyObject *left = go_on(g, args[0], begin(g, args[0], sequence, from, to, &begun), &begun, send, recv, waits);
+    PyObject *left = go_on(g, args[0], begin(g, p, sequence, from, to, &begun), &begun, send, recv, waits);
     if (left == Py_None)
         return left;
     if (is_pending(left) && !waits) {

@@ -49,9 +49,9 @@ typedef struct {
     call_key key;
     PyObject *how;  // what Node.remember has said of it, which keeps all objects of this call and of its key
     PyObject *call, *prepared, *description;  // of group_prepare, of kos.comm.prepared, of the recorder
-    PyObject *work;                 // of a call that does not wait, the class of its Works; else None
-    int send, recv, result;         // arguments, or -1
-    PyObject *fixed[3];             // the arguments of a Persistent
+    PyObject *work, *fixed[3];                // the class of its Works, None if it waits; arguments of a Persistent
+    const kos_prepared *core;                 // that of `call`
+    int send, recv, result;                   // arguments, or -1
 } known;
 
 // What stands for one method of a communicator; or the base of CorePersistent, whose arguments are fixed.
@@ -179,6 +179,7 @@ static void remember(Operation *o, const call_key *key, PyObject *how) {
     for (int i = 0; !o->name && i < 3; i++)
         k->fixed[i] = PyTuple_GetItem(objects, i);
     k->key = *key;
+    k->core = prepared_of(k->call);
     k->how = Py_NewRef(how);
     *place = k;
     o->used++;
@@ -214,8 +215,7 @@ static int apart(const known *k, char *const *data) {
     if (k->send < 0 || k->recv < 0 || k->send == k->recv)
         return 1;
     const char *send = data[k->send], *recv = data[k->recv];
-    const kos_prepared *p = prepared_of(k->call);
-    return send + p->send_bytes <= recv || recv + p->recv_bytes <= send;
+    return send + k->core->send_bytes <= recv || recv + k->core->recv_bytes <= send;
 }
 
 // The Work of a call that does not wait.  The engine advances it if it is not complete.
@@ -239,7 +239,7 @@ static PyObject *in_flight(Operation *o, const known *k, PyObject *send, PyObjec
 static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *const *data) {
     Group *g = o->group;
     PyObject *const *objects = g->objects;
-    const int message = prepared_of(k->call)->algorithm == KOS_MAIL;
+    const int message = k->core->algorithm == KOS_MAIL;
     PyObject *frame;
     if (g->off || (o->last && !o->last->reported) || !kos_alone(&g->core) || PyList_Size(objects[ACTIVE])
         || kos_failure(&g->core, KOS_WORD_SEQUENCE).status == KOS_FAILED || !apart(k, data)
@@ -256,7 +256,7 @@ static PyObject *run(Operation *o, const known *k, PyObject *const *args, char *
     g->hits++;
     const uint64_t number = message ? KOS_WORD_SEQUENCE : PyLong_AsUnsignedLongLong(sequence);
     kos_work begun;
-    const kos_result r = begin(g, k->call, number, from, to, &begun);
+    const kos_result r = begin(g, k->core, number, from, to, &begun);
     PyObject *slot = note(objects, k, sequence, frame);  // while the data is on its way
     PyObject *left = go_on(g, k->call, r, &begun, send, recv, k->work == Py_None);
     if (left == Py_None)

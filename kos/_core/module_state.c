@@ -95,7 +95,7 @@ static PyMemberDef state_members[] = {
 };
 static PyMethodDef state_methods[] = {
     {"wait", (PyCFunction)(void *)state_wait, METH_VARARGS | METH_KEYWORDS,
-     "wait($self, timeout=None)\n--\n\nAs ``_wait_in_python``, with its ``timeout``; what it does is in the core."},
+     "wait($self, timeout=None)\n--\n\nWait for the operation, ``timeout`` seconds at most; returns its output array."},
     {0},
 };
 static PyType_Slot state_slots[] = {

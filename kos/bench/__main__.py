@@ -34,8 +34,8 @@ STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 RING_BYTES = {False: 128 << 20, True: 8 << 30}
 """The most that the slots of a batch take, for host memory and for GPUs."""
 MOST_SLOTS = {False: 16, True: 100}
-MOST_CALLS, BATCH_BYTES, BATCHES = 500, 16 << 20, 11
-"""With ``--arrays``: the calls of a batch, fewer if they are large, and how many batches there are."""
+BATCH_BYTES, BATCHES = 16 << 20, 11
+"""With ``--arrays``: the most bytes of the calls of a batch, and how many batches there are."""
 TIMED_BYTES = 512 << 20
 """Larger messages are timed fewer times, until their bytes add up to this."""
 
@@ -161,26 +161,26 @@ class Benchmark:
         """The rows of one operation and size at a time."""
         modes = [mode for mode in self.timer.MODES if mode in (self.options.mode or self.timer.MODES)]
         for cases in self.cases:
-            if self.options.arrays:
-                yield [row for case in cases for arrays in self.options.arrays for row in self._rotate(case, arrays, modes)]
-            else:
-                yield [row for case in cases for row in self._measure(case, modes)]
+            rotations = self.options.arrays or [0]
+            yield [row for case in cases for arrays in rotations for row in self._measured(case, arrays, modes)]
 
-    def _rotate(self, case: Case, arrays: int, modes: list[str]) -> list[report.Row]:
+    def _measured(self, case: Case, arrays: int, modes: list[str]) -> list[report.Row]:
+        if not arrays:
+            return self._measure(case, modes)
+        return [row for mode in modes for row in self._rotate(case, arrays, mode)]
+
+    def _rotate(self, case: Case, arrays: int, mode: str) -> list[report.Row]:
         """The rows of batches that use some arrays again and again; single calls on the first of ``--arrays`` alone."""
-        first = arrays == self.options.arrays[0]
+        if mode != "eager" and arrays != self.options.arrays[0]:
+            return []
         slots = max(1, min(arrays, RING_BYTES[False] // (sum(case.largest) * case.dtype.itemsize)))
-        repeats = max(1, min(MOST_CALLS, BATCH_BYTES // case.nbytes) // slots)
-        runs, rows = self._runs(case, slots, repeats), []
-        for mode in modes if first else [mode for mode in modes if mode == "eager"]:
-            which = [run for run in runs if mode == "eager" or run.loop is None]
-            calls = slots * (1 if mode == "eager" else max(1, min(MOST_CALLS // 5, BATCH_BYTES // case.nbytes) // slots))
-            for run in which:
-                run.repeats = repeats if mode == "eager" else calls // slots
-            samples = measure(self.job, self.timer, which, mode, BATCHES * slots, slots, self.options.warmup)
-            for run, sample in zip(which, samples, strict=True):
-                rows.append(report.make_row(case, run.name, mode, sample, 0.0, arrays))
-        return rows
+        calls = min(self.options.iterations // (1 if mode == "eager" else 4), BATCH_BYTES // case.nbytes)
+        runs = [run for run in self._runs(case, slots, max(1, calls // slots)) if mode == "eager" or run.loop is None]
+        samples = measure(self.job, self.timer, runs, mode, BATCHES * slots, slots, self.options.warmup)
+        return [
+            report.make_row(case, run.name, mode, sample, 0.0, arrays)
+            for run, sample in zip(runs, samples, strict=True)
+        ]
 
     def _measure(self, case: Case, modes: list[str]) -> list[report.Row]:
         gpu = self.device is not None

@@ -202,7 +202,7 @@ class Run:
 
     def batch(self, job: Job, timer: Timer, mode: str) -> tuple[Times, float, int]:
         """Write all slots, time their calls, check all slots: times and CPU time in us, wrong elements."""
-        first, slots = self._iteration, range(len(self._space.slots) - 1)
+        first, slots = self._iteration, range(len(self._calls) if self.loop is None else len(self._space.slots) - 1)
         self._iteration += len(slots)
         for slot in slots:
             self._space.fill(slot, first + slot)

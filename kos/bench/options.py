@@ -79,11 +79,11 @@ def _parser() -> Parser:
     add("--mode", help="some of graph (GPUs), eager, single_shot (default: all)")
     add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
     add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
-    about = "timed calls of a row, fewer if large (default %(default)s)"
+    about = "timed calls of a row, with --arrays of a batch, fewer if large (default %(default)s)"
     add("-n", "--iterations", type=int, default=200, metavar="N", help=about)
     about = "untimed calls before them, in whole batches (default %(default)s)"
     add("-w", "--warmup", type=int, default=1, metavar="N", help=about)
-    about = "hosts: arrays in rotation, such as 1,100: batches call again on each, out of place; adds async and noise rows"
+    about = "hosts: call again and again on so many arrays, such as 1,100; with async calls, noise, and MPI from C"
     add("--arrays", metavar="N,N", help=about)
     add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
     add("--seed", type=int, default=0, help="of the values that are sent (default %(default)s)")
@@ -98,7 +98,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options; raises ConfigError for wrong ones."""
     options = _parser().parse_args(arguments)
     options.sizes = sizes_of(options)
-    options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
+    names = options.collective.split(",")
+    options.collective = [name for each in names for name in (OPERATIONS if each == "all" else (each,))]
     options.backend = options.backend.split(",") if options.backend else None
     options.algorithm = options.algorithm.split(",")
     options.place = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]

@@ -13,7 +13,7 @@ Row = dict[str, Any]
 COLUMNS = (
     "same array", "arrays in rotation", "persistent", "async + wait / call", "single shot", "p99", "noise", "C loop",
 )  # fmt: skip
-"""Ratios of times to Open MPI's on the same arrays, from mpi4py, but two: ``async + wait`` is to the call of kos itself,
+"""Ratios of times to Open MPI's on the same arrays, through mpi4py, but two: ``async + wait`` is to the call of kos,
 and ``noise`` is that of Open MPI to itself.  ``C loop``: Open MPI called from C."""
 
 
@@ -56,5 +56,6 @@ def lines(rows: list[Row]) -> list[str]:
         text.append(f"{op:<18} {size(nbytes):>7}  {row}")
     others = [values[0] for op, _, values in found if op != "all_reduce" and values[0]]
     if others:
-        text.append(f"# geometric mean of all but all_reduce, same array: {exp(sum(map(log, others)) / len(others)):.2f}")
+        mean = exp(sum(map(log, others)) / len(others))
+        text.append(f"# geometric mean of all but all_reduce, same array: {mean:.2f}")
     return text

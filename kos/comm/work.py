@@ -374,7 +374,7 @@ class Work(_Base, Generic[T]):
                 self._fail(error)
 
     def expire(self, seconds: float | None) -> None:
-        """End the operation because its timeout has passed: ``wait`` raises CollectiveTimeout."""
+        """End the operation because its timeout of ``seconds`` has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
             self.cancel(self.backend.failures.overdue(self.backend.late(self), self, seconds))
 

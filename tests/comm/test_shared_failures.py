@@ -272,6 +272,28 @@ def test_a_rank_that_has_not_written_its_process_number_has_not_ended(comm: kos.
 
 
 @on_each_rank(run, 2)
+def test_a_failure_whose_text_is_not_there_yet_is_none(comm: kos.Communicator, /) -> None:
+    """A rank may see the flag of another one before its text, or the text of the failure before."""
+    backend: Any = comm.backend
+    mine = SharedStatus(backend._segment, [0, 1])
+    if comm.rank == 0:
+        words, _, line, _ = mine._memory
+        for why in ("it was late", "it was gone"):
+            mine.post_failure(from_record(["RankLost", why, [1]]))
+            error, _ = mine.failure(0) or (None, 0.0)
+            assert str(error) == why
+        flag = words[line + shared_status.FAILED]
+        mine.post_failure(from_record(["RankLost", "it was late", [1]]))
+        words[line + shared_status.FAILED] = flag  # with the text of another one, as long
+        assert mine.failure(0) is None
+        words[line + shared_status.FAILED] = flag + 1
+        assert mine.failure(0) is None
+        mine.clear_failure()
+        assert mine.failure(0) is None
+    comm.barrier()
+
+
+@on_each_rank(run, 2)
 def test_the_status_may_be_freed_while_another_thread_reads_it(
     comm: kos.Communicator, /, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,8 @@ T = TypeVar("T")
 
 ARRIVED, _, CLOSED, PID, STARTED, WAITS, FAILED_AT, FAILED, QUEUED, CALLED = range(10)
 """The flags of a rank's line: collectives begun, the core's own, closed, process and its start, awaited ranks, time of
-the last failure (microseconds), bytes of its description, ranks awaited by its GPU, bytes of its last call's text."""
+the last failure (microseconds), its description's length and checksum, ranks awaited by its GPU, the same of its last
+call's text."""
 
 RING = 1024
 """Fingerprints kept per rank, as in ``core.h``: calls of a rank that is further ahead are not compared."""
