@@ -82,6 +82,43 @@ def test_scaled_product(more, rng, arena):
     assert arena.in_use == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_is_that_of_the_numbers_it_is_given(kind, rng, arena):
+    """Near the exact one, as far as quantizing both operands allows: half a unit in the last place of each number."""
+    a, b = matrix(kind, (24, 40), rng), matrix("normal", (33, 40), rng)
+    forms, units = ("float8_e5m2", "float8_e4m3fn"), (2.0**-3, 2.0**-4)
+    made = []
+    for x, form in zip((a, b), forms, strict=True):
+        rows, scale = np.empty(x.shape, getattr(ml_dtypes, form)), np.empty(1, np.float32)
+        ops.quantize(x, rows, None, scale, arena)
+        made.append((rows, scale))
+    out = np.full((24, 33), np.nan, np.float32)
+    ops.scaled_product(*made[0], *made[1], out, None, None, arena)
+    exact, magnitude = a.astype(np.float64) @ b.T.astype(np.float64), np.abs(a).astype(np.float64) @ np.abs(b).T
+    lost = float(made[0][1][0]) * 2.0**-16 * np.abs(b).sum(axis=1)  # of numbers near the end of the range
+    assert (np.abs(out - exact) <= 1.01 * (units[0] + units[1] + units[0] * units[1]) * magnitude + lost + 1e-36).all()
+
+
+@pytest.mark.parametrize("shape", [(11, 14)])
+def test_swiglu_in_8_bits(shape, rng, arena):
+    """The bits of its output, and of its gradient, quantized."""
+    n, f = shape[0], shape[1] // 2
+    gate_up, d_out = (np.asfortranarray(rng.normal(size=(n, columns)), np.float32) for columns in (2 * f, f))
+    out, d_gate_up = (np.asfortranarray(np.empty((n, columns), np.float32)) for columns in (f, 2 * f))
+    ops.swiglu(gate_up, out, arena)
+    ops.swiglu_backward(d_out, gate_up, out, d_gate_up, arena)
+    for x, write in (
+        (out, lambda *made: ops.quantize_swiglu(gate_up, *made, arena)),
+        (d_gate_up, lambda *made: ops.quantize_swiglu_backward(d_out, gate_up, *made, arena)),
+    ):
+        both = []
+        for each in (lambda *made, x=x: ops.quantize(x, *made, arena), write):
+            made = [np.zeros(size, ml_dtypes.float8_e4m3fn) for size in (x.shape, x.shape[::-1])]
+            each(*made, scale := np.zeros(1, np.float32))
+            both.append([*(array.tobytes() for array in made), scale[0]])
+        assert both[0] == both[1]
+
+
 def test_swiglu_backward_without_the_output(rng, arena):
     def columns(n):
         return np.asfortranarray(rng.normal(size=(11, n)))
