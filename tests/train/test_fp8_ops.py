@@ -9,7 +9,7 @@ import pytest
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
-from kos.train.layers.fp8 import check_sizes, first_of
+from kos.train.layers.fp8 import FORWARD, Fp8Weights, Quantized, check_sizes, first_of
 from kos.train.ops import numpy as ops
 from tests.train.fp8_inputs import FORMATS, KINDS, matrix, nearest
 from tests.train.test_ops import poisoned_slab
@@ -129,6 +129,31 @@ def test_swiglu_backward_without_the_output(rng, arena):
     ops.swiglu_backward(d_out, gate_up, out, with_it, arena)
     ops.swiglu_backward(d_out, gate_up, None, without, arena)
     np.testing.assert_array_equal(with_it, without)
+
+
+def test_weights_are_quantized_once_for_a_step(rng, arena):
+    """When they are first read; the next step reads the new ones, in the same memory."""
+    weights = {name: np.float32(rng.normal(size=(16, 32))) for name in ("a", "b", "norm")}
+    store = {
+        name: Quantized(np.zeros((16, 32), FORWARD), np.zeros((32, 16), FORWARD), np.zeros(1, np.float32), name=name)
+        for name in ("a", "b")
+    }
+
+    def widened(found):
+        return found.rows.astype(np.float32) * found.scale
+
+    def near(found, weight):  # half a unit in the last place of 4 bits, or of the smallest numbers
+        return (np.abs(widened(found) - weight) <= 0.066 * np.abs(weight) + found.scale * 2.0**-10).all()
+
+    first = Fp8Weights(weights, store, ops, arena)
+    assert list(first) == list(weights) and first["norm"] is weights["norm"] and first["a"] is store["a"]
+    assert store["b"].scale == 0 and near(first["a"], weights["a"])
+    before = widened(first["a"])
+    weights["a"] += 1
+    np.testing.assert_array_equal(widened(first["a"]), before)
+    following = Fp8Weights(weights, store, ops, arena)
+    assert near(following["a"], weights["a"])
+    np.testing.assert_array_equal(following["a"].columns.view(np.uint8), following["a"].rows.T.view(np.uint8))
 
 
 def test_sizes_that_cublaslt_does_not_take():
