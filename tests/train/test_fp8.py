@@ -12,6 +12,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.device import cuda as engine_module
 from kos.train.device.cpu import CpuDevice
 from kos.train.device.cuda import CudaDevice
+from kos.train.layers.products import Products
 from kos.train.ops import numpy as reference
 from kos.train.parallel.mesh import Layout
 from tests.train import test_layouts as on_cpus
@@ -96,6 +97,22 @@ def test_a_value_that_is_not_finite_stops_the_run(
     settings = {**RUN, "eval_every": 0, "save_every": 0, "ranks": ranks, "pp": ranks}
     with pytest.raises(TrainingError, match=rf"step 3: expected a finite loss, got nan \(first in {first}.weight\);"):
         train(text, tmp_path, device, **settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_swiglu_that_is_not_written_has_the_same_bits(emulated_runs, text, tmp_path, monkeypatch, device):
+    fused = train(text, tmp_path / "fused", device, **RUN)
+    monkeypatch.setattr(Products, "gated", lambda self, gate_up: None)
+    written = train(text, tmp_path / "written", device, **RUN)
+    assert column(fused) == column(written)
+    assert tensors_of_run(tmp_path / "fused") == tensors_of_run(tmp_path / "written")
+
+
+def test_biases(emulated_runs, text, tmp_path):
+    """Of all matrices: the gradient of the first product of an MLP is written then, for its bias."""
+    shape = {**MODEL, "model_type": "llama", "attention_bias": True, "mlp_bias": True}
+    cpu, gpu = (train(text, tmp_path / device, device, **RUN | {"model": shape}) for device in ("cpu", "cuda"))
+    np.testing.assert_allclose(column(gpu), column(cpu), rtol=1e-3)
 
 
 def test_a_gradient_that_is_not_finite_is_named(emulated_runs, text, tmp_path, monkeypatch):

@@ -55,8 +55,7 @@ def scaled_product(
             np.copyto(copy, x)
         sums = arena.take(out.shape, np.dtype(np.float32))
         np.matmul(wide[0], wide[1].T, out=sums)
-        sums *= scale_a[0]
-        sums *= scale_b[0]
+        sums *= scale_a[0] * scale_b[0]
         more = [x for x in (bias, residual) if x is not None]
         if not more:
             np.copyto(out, sums)

@@ -39,7 +39,7 @@ def quantize(
     ops: Any, x: Array | None, gate_up: Array | None, rows: Array | None, columns: Array | None, scale: Array,
     arena: Arena,
 ) -> None:  # fmt: skip
-    """``Ops.quantize`` of ``x``, without it ``quantize_swiglu`` of ``gate_up``, with both ``quantize_swiglu_backward``."""
+    """``Ops.quantize`` of ``x``, ``quantize_swiglu`` of ``gate_up``, or of both ``quantize_swiglu_backward``."""
     n, f = gate_up.shape if x is None else x.shape  # type: ignore[union-attr]
     f = f if x is not None else f // 2
     for given in (x, gate_up):
