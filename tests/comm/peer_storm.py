@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.compression import FORMATS
 from kos.comm.control.base import Rendezvous
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import KernelConfig, Launches
 from kos.comm.reduction import ReduceOp
 from kos.dtypes import dtype_of
 from kos.memory.array import Array
+from kos.testing.conformance.compressed import _added, _reduced
 
 FLOAT = dtype_of(np.dtype(np.float32))
 LAUNCHES = {
@@ -118,4 +120,48 @@ def storm(
     rendezvous.barrier()
     engine.close()
     memory.close()
+    return wrong
+
+
+def compressed_storm(
+    rendezvous: Rendezvous, seed: int, form: str, dtype: Any, turns: int, *, device: int = 0, stream: Any = None,
+    **macros: Any,
+) -> int:  # fmt: skip
+    """Compressed reductions back to back, some between those of other kernels; wrong elements on this rank.
+
+    In some engines a batch is one tile, of which a channel has dozens; each launch is used twice, as in a graph.
+    """
+    rng, rank, size, form = np.random.default_rng(seed), rendezvous.rank, rendezvous.size, FORMATS[form]
+    staging = -(-8 * size * form.nbytes(1024) * (1, 5, 64)[seed % 3] // 48) * 16
+    engine = PeerEngine(rendezvous, device, timeout=20.0, staging=staging, **macros)
+    kind, wrong = dtype_of(np.dtype(dtype)), 0
+    x, out = (Array.zeros(60_016, dtype, device, stream=stream) for _ in range(2))
+    for _ in range(turns):
+        name = "all_reduce" if rng.random() < 0.7 else "reduce_scatter"
+        op = ReduceOp.SUM if rng.random() < 0.7 else ReduceOp.AVG
+        spread, start, several = name == "all_reduce", int(rng.integers(0, 9)), rng.random() < 0.3
+        part = int(rng.integers(1, 60_000 if several else 5000)) // size + 1
+        count = part * size - (int(rng.integers(0, size)) if spread else 0)
+        send, mine = x[start : start + count], slice(None) if spread else slice(rank * part, rank * part + part)
+        to = send[mine] if rng.random() < 0.3 else out[rng.choice([0, start]) :][: count if spread else part]
+        run = engine.bind_compressed(name, send.pointer, to.pointer, count, kind, op, form)
+        other = engine.bind_all_reduce(send.pointer, send.pointer, count, kind, ReduceOp.MAX, launch=LAUNCHES["push"])
+        assert run is not None
+        for _ in range(2):
+            data = [(rng.standard_normal(count) * rng.choice([0, 1, 1e-3])).astype(dtype) for _ in range(size)]
+            if rng.random() < 0.3:
+                data[0][int(rng.integers(count))] = np.inf
+            send.copy_from(data[rank], stream)
+            if stream is not None:
+                rendezvous.barrier()  # kernels are loaded by now: on a GPU that waits for those that run
+            run(stream)
+            got = to.numpy(stream)
+            parts = [each[mine] for each in data]
+            expected = _reduced(form, data, op) if spread else _added(form, parts, op).astype(dtype)
+            wrong += int((got.view(np.uint8) != expected.view(np.uint8)).sum())
+        if rng.random() < 0.5:
+            other(stream)
+    engine.record.check("storm")
+    rendezvous.barrier()
+    engine.close()
     return wrong

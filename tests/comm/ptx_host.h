@@ -30,6 +30,7 @@ static long long __double_as_longlong(double x) { return same_bits<long long>(x)
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static double __dadd_rn(double a, double b) { return a + b; }
 static double __dmul_rn(double a, double b) { return a * b; }
 static double __ddiv_rn(double a, double b) { return a / b; }
@@ -154,16 +155,23 @@ static unsigned short e4m3_to_half(unsigned char x) {
     const float y = exponent ? ldexpf(8 + fraction, exponent - 10) : ldexpf(fraction, -9);
     return (x & 0x7f) == 0x7f ? 0x7fff : to_half(x & 0x80 ? -y : y);
 }
-static unsigned char to_e4m3(float x) {
-    const unsigned char sign = signbit(x) ? 0x80 : 0;
-    int exponent;
-    if (x != x) return 0x7f;
-    if (fabsf(x) >= 448) return sign | 0x7e;
-    if (fabsf(x) < 1.f / 64) return sign | (unsigned char)rintf(fabsf(x) * 512);
-    const float fraction = frexpf(fabsf(x), &exponent);  // of 8 steps, and the exponent goes up with the next
-    return sign | (unsigned char)((exponent + 6) * 8 + int(rintf(fraction * 16)) - 8);
+static unsigned to_halves(float low, float high) { return to_half(low) | unsigned(to_half(high)) << 16; }
+static unsigned short halves_to_e4m3(unsigned x) {
+    return to_e4m3(from_half((unsigned short)x)) | to_e4m3(from_half((unsigned short)(x >> 16))) << 8;
 }
-unsigned char to_e5m2(float);
+static unsigned e4m3_to_halves(unsigned short x) {
+    return e4m3_to_half((unsigned char)x) | unsigned(e4m3_to_half((unsigned char)(x >> 8))) << 16;
+}
+static float max_or_nan(float a, float b) {
+    if (a != a || b != b) return __uint_as_float(0x7fffffff);
+    return a > b ? a : b;
+}
+static float approximate_inverse(float x) { return nextafterf(1 / x, draw() % 2 ? 0 : 1e38f); }  // off by one
+static bool __any_sync(unsigned, bool x) {
+    bool any = false;
+    for (int lane = 0; lane < 32; ++lane) any |= __shfl_sync(0, x, lane);
+    return any;
+}
 
 // A launch: its arguments as 64-bit words, as the kernel's parameters want them.
 template <class A> static A from_word(u64 word) {

@@ -130,7 +130,9 @@ def test_cached_calls_of_all_to_all_v_whose_counts_disagree(ranks: ThreadRanks) 
     ranks.run(body)
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large"])
+@pytest.mark.parametrize(
+    "kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv", "large", "compressed"]
+)
 def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels end, the error names the rank, and a new communicator of the others works."""
     monkeypatch.setattr(watchdog, "TICK", 0.03)
@@ -146,6 +148,7 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             "broadcast": lambda: comm.broadcast(x, SIZE - 1),
             "send_recv": lambda: comm.send_recv(x, out, SIZE - 1, SIZE - 1),
             "large": lambda: comm.all_to_all(*large),
+            "compressed": lambda: comm.all_reduce(large[0], compress="int8"),
         }
 
         def call() -> None:
@@ -162,7 +165,7 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             with pytest.raises((CollectiveTimeout, RankLost)) as raised:
                 call()
             message = str(raised.value)
-            name = "all_to_all" if kind == "large" else kind
+            name = {"large": "all_to_all", "compressed": "all_reduce"}.get(kind, kind)
             assert f"{name} #{0 if kind == 'send_recv' else 1}" in message
             if isinstance(raised.value, CollectiveTimeout):
                 absent = rf"rank (\d) did not arrive within {timeout} s \(channel 0, phase"

@@ -18,6 +18,8 @@ except BackendUnavailable as error:
     pytestmark = pytest.mark.skip(reason=str(error))
 
 PACKETS = [b"one_shot", b"two_shot", b"reduce_scatter", b"ring", b"tree"]
+COMPRESSED = [b"encode", b"decode", b"add_decode", b"add_encode", b"feed_back"]
+ONE_KERNEL = [b"all_reduce_compressed"]
 ORDERED = [b"reduce_ordered", b"scan_ordered", b"scale"]
 CASES = [
     ("barrier.cu", {}, [b"barrier"]),
@@ -39,6 +41,12 @@ CASES = [
     ("all_reduce_copies.cu", {"DTYPE": "bfloat16", "OP": "SUM", "THREADS": 512}, [b"copies"]),
     ("all_reduce_direct.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"direct"]),
     ("all_reduce_direct.cu", {"DTYPE": "int64", "OP": "MIN", "UNROLL": 2}, [b"direct"]),
+    ("compressed.cu", {"DTYPE": "bfloat16", "OP": "SUM", "INT8": 1}, COMPRESSED),
+    ("compressed.cu", {"DTYPE": "float32", "OP": "AVG", "FP8": 1}, COMPRESSED),
+    ("compressed.cu", {"DTYPE": "float16", "OP": "SUM", "INT4": 1}, COMPRESSED),
+    ("all_reduce_compressed.cu", {"DTYPE": "bfloat16", "OP": "SUM", "INT8": 1}, ONE_KERNEL),
+    ("all_reduce_compressed.cu", {"DTYPE": "float32", "OP": "AVG", "FP8": 1, "STALL": 1000}, ONE_KERNEL),
+    ("all_reduce_compressed.cu", {"DTYPE": "float16", "OP": "SUM", "INT4": 1, "BROKEN": 1}, ONE_KERNEL),
     ("reduce_ordered.cu", {"DTYPE": "bfloat16", "RESULT": "bfloat16", "OP": "SUM"}, ORDERED),
     ("reduce_ordered.cu", {"DTYPE": "float32", "RESULT": "float16", "OP": "AVG"}, ORDERED),
     ("reduce_ordered.cu", {"DTYPE": "float16", "RESULT": "float32", "OP": "SUM"}, ORDERED),

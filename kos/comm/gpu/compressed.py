@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.compressed import parts
-from kos.comm.compression import BLOCK, FORMATS, Format
+from kos.comm.compression import FORMATS, Format
 from kos.comm.gpu.memory import up
 from kos.comm.operation import Operation
 from kos.cuda import Kernel, driver
@@ -24,9 +24,8 @@ from kos.memory.windows import Run
 
 KERNELS = Path(__file__).with_name("kernels") / "compressed.cu"
 
-THREADS = 256
-_BLOCKS_EACH = THREADS // 8  # of elements, that a block of threads handles at once
-_MOST_BLOCKS = 1024
+THREADS = 128
+_MOST_BLOCKS = 2048
 _BOUND = 16
 """Pieces of scratch memory, one for each stream, whose launches are cached."""
 FLOAT8 = (8, 9)
@@ -36,12 +35,11 @@ FLOAT8 = (8, 9)
 def feed_back(backend: Any, x: Buffer, residual: Buffer, compress: str) -> None:
     """Queue ``Communicator.feed_back`` on the stream of ``x``."""
     form, count = check_float8(backend, compress), x.count
-    blocks = -(-count // BLOCK)
-    if not blocks:
+    if not count:
         return
     with relaxed_capture():
         kernel = backend.load(KERNELS, "feed_back", RANKS=1, DTYPE=x.dtype.name, OP="SUM", **{form.name.upper(): 1})
-        run = kernel.bind(_grid(blocks), THREADS, x.address, residual.address, count, blocks)
+        run = kernel.bind(_grid(count, 1), THREADS, x.address, residual.address, count)
     with driver.on_device(backend.device):
         run(x.stream)
 
@@ -54,8 +52,13 @@ def check_float8(backend: Any, compress: str) -> Format:
     return FORMATS[compress]
 
 
-def _grid(blocks: int) -> int:
-    return min(-(-blocks // _BLOCKS_EACH), _MOST_BLOCKS)
+def tile(size: int) -> int:
+    """Elements that a warp handles at once; ``size``: contributions to a sum."""
+    return 1024 if size <= 4 else 512
+
+
+def _grid(count: int, size: int) -> int:
+    return min(-(-count // (tile(size) * THREADS // 32)), _MOST_BLOCKS)
 
 
 class CompressedOperation:
@@ -119,10 +122,9 @@ class CompressedOperation:
         stride = self._nbytes(self._mine)
         recvs = [(arrived + r * stride, stride) for r in range(size)]
         runs.append(partial(backend.exchange, self._pieces(out, self._counts), recvs))
-        blocks = -(-self._mine // BLOCK)
         if self._name != "all_reduce":
-            return [*runs, *self._launch("add_decode", blocks, arrived, stride, blocks, self._recv, self._mine)]
-        runs += self._launch("add_encode", blocks, arrived, stride, blocks, own, self._mine)
+            return [*runs, *self._launch("add_decode", self._mine, arrived, stride, self._recv, self._mine)]
+        runs += self._launch("add_encode", self._mine, arrived, stride, own, self._mine)
         return [*runs, *self._spread(own, last)]
 
     def _spread(self, own: int, last: int) -> list[Run]:
@@ -143,27 +145,27 @@ class CompressedOperation:
         return [(address + start, nbytes) for start, nbytes in zip(starts, sizes, strict=False)]
 
     def _encode(self, x: Any, counts: Sequence[int], out: int) -> list[Run]:
-        return self._each(counts, out, lambda start, count, part, blocks, at, stride: self._launch(
-            "encode", blocks, x + start * self._itemsize, count, part, blocks, at, stride
+        return self._each(counts, out, lambda start, count, part, pieces, at, stride: self._launch(
+            "encode", part * pieces, x + start * self._itemsize, count, part, pieces, at, stride
         ))  # fmt: skip
 
     def _decode(self, data: int, counts: Sequence[int]) -> list[Run]:
-        return self._each(counts, data, lambda start, count, part, blocks, at, stride: self._launch(
-            "decode", blocks, at, stride, part, blocks, self._recv + start * self._itemsize, count
+        return self._each(counts, data, lambda start, count, part, pieces, at, stride: self._launch(
+            "decode", part * pieces, at, stride, part, pieces, self._recv + start * self._itemsize, count
         ))  # fmt: skip
 
     def _each(self, counts: Sequence[int], data: int, launch: Callable[..., list[Run]]) -> list[Run]:
         """One launch for all pieces if they are equal but for the last ones, or one each."""
         if not self._name.endswith("_v"):
             part = max(counts, default=0)
-            blocks = -(-part // BLOCK) * len(counts)
-            return launch(0, sum(counts), part, blocks, data, self._nbytes(part))
+            return launch(0, sum(counts), part, len(counts), data, self._nbytes(part))
         runs, starts = list[Run](), [0, *accumulate(counts)]
         for start, count, (at, stride) in zip(starts, counts, self._pieces(data, counts), strict=False):
-            runs += launch(start, count, count, -(-count // BLOCK), at, stride)
+            runs += launch(start, count, count, 1, at, stride)
         return runs
 
-    def _launch(self, name: str, blocks: int, *arguments: Any) -> list[Run]:
-        if not blocks:
+    def _launch(self, name: str, count: int, *arguments: Any) -> list[Run]:
+        """A launch that handles ``count`` elements."""
+        if not count:
             return []
-        return [self._kernel(name).bind(_grid(blocks), THREADS, *arguments)]
+        return [self._kernel(name).bind(_grid(count, self._backend.size), THREADS, *arguments)]

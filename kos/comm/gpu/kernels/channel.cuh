@@ -5,7 +5,7 @@
 // lives in the slab, and only kernels advance it, never the host: so a graph can be replayed.
 //
 //   LINES   per channel 256 bytes: [0] last epoch of packets, [1] barriers passed, [2] batches pushed,
-//           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [48 + r] taken;
+//           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [40 + r] added, [48 + r] taken;
 //           [4], [5], [8] and [24 + r]: see all_reduce_specialized.cu
 //   FAILED  [0] the failed rank + 1 (written by any rank), [1] claim on the record (own kernels only)
 //   PAIRS   a second line per channel, see pieces.cuh
@@ -100,7 +100,7 @@ struct Wait {
 };
 
 // The counters between ranks, as offsets in a channel's line.
-enum Flag { ARRIVED = 64, PUSHED = 128, TAKEN = 192 };
+enum Flag { ARRIVED = 64, PUSHED = 128, ADDED = 160, TAKEN = 192 };
 
 struct Channel {
     const Context* context;

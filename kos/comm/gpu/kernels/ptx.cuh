@@ -103,11 +103,23 @@ __device__ __forceinline__ unsigned short to_bfloat16(float x) {
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ unsigned short e4m3_to_half(unsigned char x) {
+// Pairs, the first in the low bits.
+__device__ __forceinline__ unsigned to_halves(float low, float high) {
     unsigned halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)x));
-    return (unsigned short)halves;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(halves) : "f"(high), "f"(low));
+    return halves;
 }
+__device__ __forceinline__ unsigned short halves_to_e4m3(unsigned halves) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(pair) : "r"(halves));
+    return pair;
+}
+__device__ __forceinline__ unsigned e4m3_to_halves(unsigned short pair) {
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+    return halves;
+}
+__device__ __forceinline__ unsigned short e4m3_to_half(unsigned char x) { return (unsigned short)e4m3_to_halves(x); }
 // To nearest, what is too large to the largest number.
 __device__ __forceinline__ unsigned char to_e4m3(float x) {
     unsigned short pair;
@@ -118,4 +130,16 @@ __device__ __forceinline__ unsigned char to_e5m2(float x) {
     unsigned short pair;
     asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
     return (unsigned char)pair;
+}
+// NaN if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+// 1 / x with an error of at most one in the last place.
+__device__ __forceinline__ float approximate_inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }

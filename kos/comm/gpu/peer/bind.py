@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.gpu.compressed import CompressedOperation
+from kos.comm.gpu.compressed import CompressedOperation, check_float8
 from kos.comm.gpu.memory import NONE, Piece, exchange_of, whole
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
@@ -33,7 +33,7 @@ def bind(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:
     if o.name == "barrier":
         return engine.bind_barrier(), None
     if o.options.compress:
-        return CompressedOperation(backend, o), None
+        return _bind_compressed(backend, engine, o), None
     if o.name == "all_reduce":
         return _bind_all_reduce(backend, engine, o)
     return _bind_move(engine, o) if o.reduction is None else _bind_reduction(backend, engine, o)
@@ -76,6 +76,16 @@ def _bind_all_reduce(backend: DeviceBackend, engine: PeerEngine, o: Operation) -
     reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
     run = engine.bind_all_reduce(*ends, count, dtype, op, factor=factor, launch=launch)
     return run, engine.route(launch, nbytes, *reached)
+
+
+def _bind_compressed(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Run:
+    """One kernel for an all_reduce and a reduce_scatter; otherwise kernels around the exchange of what is encoded."""
+    form, run = check_float8(backend, o.options.compress), None
+    if o.reduction is not None and o.send is not None and o.name in ("all_reduce", "reduce_scatter"):
+        recv = o.send.pointer if o.recv is None else o.recv.pointer
+        ends = o.send.pointer, recv, o.send.count
+        run = engine.bind_compressed(o.name, *ends, DTYPES[o.send.dtype.name], o.reduction.op, form)
+    return run or CompressedOperation(backend, o)
 
 
 def _bind_reduction(backend: DeviceBackend, engine: PeerEngine, o: Operation) -> Bound:

@@ -1,0 +1,88 @@
+"""Compressed reductions in one kernel of the peer backend, without a GPU (``fake_peer``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kos import ReduceOp
+from kos.comm.compression import FORMATS
+from kos.comm.gpu.compressed import CompressedOperation
+from kos.memory.array import Array
+from kos.testing.conformance.compressed import _hostile, _reduced
+from tests.comm.fake_nccl import captures
+from tests.comm.fake_peer import ThreadRanks, no_gpus
+from tests.comm.peer_storm import FLOAT, compressed_storm
+from tests.host_compiler import COMPILER
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+
+BF16, INT8 = np.dtype(ml_dtypes.bfloat16), FORMATS["int8"]
+
+
+@pytest.fixture(params=[2, 3, 4])
+def ranks(monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[ThreadRanks]:
+    with no_gpus(monkeypatch, request.param):
+        yield ThreadRanks(request.param)
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("fp8", BF16), ("int8", np.dtype(np.float32)), ("int4", BF16)], ids=str)
+def test_back_to_back(ranks: ThreadRanks, seed: int, form: str, dtype: np.dtype) -> None:
+    """Any count and alignment, in place and not, in few and in many batches, with the bits of the host."""
+    for start in range(3):
+        assert ranks.run_bare(lambda r, s=seed + start: compressed_storm(r, s, form, dtype, 8)) == [0] * ranks.size
+
+
+def test_ranks_that_run_apart(ranks: ThreadRanks, seed: int) -> None:
+    storm = lambda r: compressed_storm(r, seed // 3 * 3, "int4", BF16, 5, STALL=50_000)  # noqa: E731
+    assert ranks.run_bare(storm) == [0] * ranks.size
+
+
+def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int) -> None:
+    assert sum(ranks.run_bare(lambda r: compressed_storm(r, seed, "int8", BF16, 10, BROKEN=1))) > 0
+
+
+def test_one_kernel_carries_it_in_graphs_too(
+    ranks: ThreadRanks, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No exchange around kernels; what a graph would replay is launched again, with other data in the same arrays."""
+    monkeypatch.setattr(CompressedOperation, "__init__", lambda *_: pytest.fail("not one kernel"))
+
+    def body(gpu: Any) -> None:
+        comm, count, form = gpu.comm, 10_001, FORMATS["fp8"]
+        x = Array.zeros(count, BF16, 0)
+        again = comm.all_reduce_init(x, ReduceOp.AVG, compress="fp8")
+        for turn in range(4):
+            rng = np.random.default_rng(seed + turn)
+            data = [_hostile(rng, count, BF16) for _ in range(comm.size)]
+            x.copy_from(data[comm.rank])
+            if turn % 2:
+                with captures():
+                    again.start().wait()
+            else:
+                again.start().wait()
+            got, expected = (each.astype(np.float32) for each in (x.numpy(), _reduced(form, data, ReduceOp.AVG)))
+            np.testing.assert_array_equal(got, expected)
+
+    ranks.run(body)
+
+
+def test_what_finds_no_place_is_exchanged(ranks: ThreadRanks, seed: int) -> None:
+    """Staging memory too small for a tile: kernels around exchanges give the same bits."""
+    rng = np.random.default_rng(seed)
+    data = [rng.standard_normal(5000).astype(np.float32) for _ in range(ranks.size)]
+
+    def body(gpu: Any) -> None:
+        engine = gpu.comm.backend._engine
+        usual, engine.staging = engine.staging, 1 << 10
+        x = Array.from_numpy(data[gpu.rank], 0)
+        gpu.comm.all_reduce(x, compress="int8")
+        assert engine.bind_compressed("all_reduce", x.pointer, x.pointer, 5000, FLOAT, ReduceOp.SUM, INT8) is None
+        engine.staging = usual
+        assert x.numpy().tobytes() == _reduced(INT8, data, ReduceOp.SUM).tobytes()
+
+    ranks.run(body)
