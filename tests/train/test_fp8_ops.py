@@ -77,8 +77,15 @@ def test_scaled_product(more, rng, arena):
     expected = a.astype(np.float64) @ b.astype(np.float64).T / 4
     expected += ("bias" in more) * bias + ("residual" in more) * residual + ("out" in more) * out
     added = out if "out" in more else residual if "residual" in more else None
-    ops.scaled_product(a, scales[0], b, scales[1], out, added, bias if "bias" in more else None, arena)
+    rest = added, bias if "bias" in more else None, arena
+    activation = out.copy()
+    if added is out:
+        rest = activation, *rest[1:]
+    ops.scaled_product(a, scales[0], b, scales[1], activation, *rest)
+    rest = added, *rest[1:]
+    ops.scaled_product(a, scales[0], b, scales[1], out, *rest, False)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(activation, out.astype(ml_dtypes.bfloat16).astype(np.float32))
     assert arena.in_use == 0
 
 
