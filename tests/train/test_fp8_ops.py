@@ -76,9 +76,15 @@ def test_scaled_product(more, rng, arena):
     out, bias, residual = (np.float32(rng.normal(size=shape)) for shape in ((19, 23), (23,), (19, 23)))
     expected = a.astype(np.float64) @ b.astype(np.float64).T / 4
     expected += ("bias" in more) * bias + ("residual" in more) * residual + ("out" in more) * out
-    added = out if "out" in more else residual if "residual" in more else None
-    ops.scaled_product(a, scales[0], b, scales[1], out, added, bias if "bias" in more else None, arena)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    results = []
+    for rounded in (False, True):
+        result = out.copy()
+        added = result if "out" in more else residual if "residual" in more else None
+        with_bias = bias if "bias" in more else None
+        ops.scaled_product(a, scales[0], b, scales[1], result, added, with_bias, arena, rounded)
+        results.append(result)
+    np.testing.assert_allclose(results[0], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(results[1], results[0].astype(ml_dtypes.bfloat16).astype(np.float32))
     assert arena.in_use == 0
 
 

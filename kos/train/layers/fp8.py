@@ -161,7 +161,7 @@ class Fp8Linear:
         with arena.scope():
             d, x_8 = self.quantized(d_out, BACKWARD, None, arena), self.quantized(x, FORWARD, None, arena)
             before = d_weight if accumulate else None
-            ops.scaled_product(d.columns, d.scale, x_8.columns, x_8.scale, d_weight, before, None, arena)
+            ops.scaled_product(d.columns, d.scale, x_8.columns, x_8.scale, d_weight, before, None, arena, False)
 
 
 class Fp8Weights(Mapping[str, Array]):

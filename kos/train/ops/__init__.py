@@ -142,11 +142,12 @@ class Ops(Protocol):
 
     def scaled_product(
         self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-        bias: Array | None, arena: Arena,
+        bias: Array | None, arena: Arena, rounded: bool = True,
     ) -> None:  # fmt: skip
         """out (M, N) = scale_a scale_b a (M, K) b (N, K)^T + residual (M, N) + bias (N,), of 8-bit a and b.
 
-        ``residual`` may be ``out``. On a GPU sizes are multiples of 16, and a and b are not both float8_e5m2.
+        ``residual`` may be ``out``. If ``rounded``, ``out`` is an activation: in bfloat16, and where its dtype is
+        wider, of numbers of bfloat16. On a GPU sizes are multiples of 16, and a and b are not both float8_e5m2.
         """
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:

@@ -240,7 +240,7 @@ class CudaOps:
 
     def scaled_product(
         self, a: Array, scale_a: Array, b: Array, scale_b: Array, out: Array, residual: Array | None,
-        bias: Array | None, arena: Arena,
+        bias: Array | None, arena: Arena, rounded: bool = True,
     ) -> None:  # fmt: skip
         fp8.scaled_product(self, a, scale_a, b, scale_b, out, residual, bias)
 
