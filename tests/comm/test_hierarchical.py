@@ -26,16 +26,18 @@ from kos.comm.gpu import hierarchical, shared
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.hierarchical import CARRIED, NAME, HierarchicalBackend
 from kos.comm.gpu.links import NETWORK, network_rate, predicted
+from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import Route, nothing
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.tcp import TCPTransport
 from kos.comm.host.threads import ThreadTransport
-from kos.comm.tuning import Table, key, user_path
+from kos.comm.tuning import Table, key, parse, user_path
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
 from kos.testing.conformance import order, results
+from kos.tune import measure as tune
 from tests.comm import fake_nccl, test_nccl
 from tests.comm.fake_nccl import DTYPE_OF, WAIT, Comm, FakeNCCL, Group, captures
 from tests.comm.fake_peer import ThreadRanks, no_gpus
@@ -343,6 +345,30 @@ def test_calls_on_other_streams_follow(no_gpu: None, kinds: tuple[str, str], mon
         assert (6, 5) in followed
 
     HostRanks((2, 2)).run(body)
+
+
+def test_tuning_measures_phases(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every operation and size, in phases and by NCCL alone, and the table is one for these hosts."""
+    eager = tune.Tuner._eager
+    monkeypatch.setattr(tune.Tuner, "_in_graph", lambda tuner, start, depth, repeats: eager(tuner, start, 1, 2))
+    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
+    monkeypatch.setattr(tune, "set_device", lambda device: None)
+
+    def body(rendezvous: Any) -> tuple[Table, Any]:
+        flat = rendezvous.threads.shared("groups", lambda: [Group(4), Group(4)])
+        phases = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat[0], routes=None)
+        nccl = kos.Communicator(NCCLBackend(rendezvous, 0, Comm(flat[1], rendezvous.rank)), rendezvous, {}, WAIT)
+        ways, tuner = Ways(phases), tune.TunerBetweenHosts(phases, nccl, 4096)
+        table = tuner.table(lambda text: None)
+        assert set(ways) == {NAME}
+        return table, tuner.measured
+
+    found = HostRanks((2, 2)).run_bare(body)
+    table, measured = found[0]
+    assert all(each == table for each, _ in found) and table.hosts == 2 and table.ranks == 4
+    assert {name.split()[0] for name in table.routes} == set(CARRIED)
+    assert all({"hierarchical", "nccl"} < row.keys() for row in measured)
+    assert parse(table.to_json(), "measured now") == table
 
 
 # Failures.  Each rank has a rendezvous of its own, over sockets, and shares memory with the ranks of its host alone.
