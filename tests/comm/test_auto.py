@@ -458,8 +458,22 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None, ExitStack())] == taken
+    ranks: Any = SimpleNamespace(size=2, local_size=2)
+    assert [gpu.name for gpu in kos.comm._for_gpus(ranks, probes, None, ExitStack())] == taken  # type: ignore[arg-type]
     assert probes["peer"] == Probe(not broken, why)
+
+
+@pytest.mark.parametrize("local_size", [1, 2, 4])
+def test_between_hosts_calls_may_go_in_phases(monkeypatch: pytest.MonkeyPatch, local_size: int) -> None:
+    class Made(NCCLBackend):
+        def __init__(self, rendezvous: Any, host: Any) -> None: ...
+
+    phases = type("Phases", (Made,), {"name": "nccl"})
+    monkeypatch.setattr(kos.comm, "BACKENDS", {"mock": ThreadTransport, "nccl": Made})
+    monkeypatch.setattr(kos.comm, "HierarchicalBackend", phases)
+    probes, ranks = {"mock": Probe(True, ""), "nccl": Probe(True, "")}, SimpleNamespace(size=4, local_size=local_size)
+    (made,) = kos.comm._for_gpus(ranks, probes, None, ExitStack())  # type: ignore[arg-type]
+    assert type(made) is (Made if local_size == 4 else phases)
 
 
 def test_explain_describes_the_routes() -> None:

@@ -367,7 +367,8 @@ class Phases:
 
     def _exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> None:
         """Add an exchange of pieces of the caller's arrays on the rails."""
-        self._append(self._rail.connecting(self._o, partial(self._rail.exchange, sends, recvs), NAME), (SEND, 0), (RECV, 0))
+        run = partial(self._rail.exchange, sends, recvs)
+        self._append(self._rail.connecting(self._o, run, NAME), (SEND, 0), (RECV, 0))
 
     def _append(self, route: Route, send: Place, recv: Place) -> None:
         self.lasting &= route.lasting

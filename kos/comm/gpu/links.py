@@ -60,8 +60,10 @@ def predicted(hosts: int, local: int, network: float, links: float) -> dict[str,
     routes: dict[str, Route] = {}
     for name, (ring, phases, within, launches) in of_all.items():
         gain = (ring - phases) / network - within / links
-        limit = round(launches * LAUNCH / gain) if gain > 0 else 0
-        routes[key(name, False, False, True)] = ((limit, "nccl"), (None, "hierarchical")) if limit else ((None, "nccl"),)
+        route: Route = ((None, "nccl"),)
+        if gain > 0:
+            route = (max(round(launches * LAUNCH / gain), 1), "nccl"), (None, "hierarchical")
+        routes[key(name, False, False, True)] = route
     return routes
 
 

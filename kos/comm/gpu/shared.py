@@ -98,7 +98,8 @@ class CommState:
 
     def _compare(self, rank: int, first: int, theirs: list[int], texts: dict[str, str]) -> None:
         """Report the first of the calls of that rank, from the ``first``-th on, that differs from this rank's."""
-        assert self.calls is not None and self.last is not None
+        if self.calls is None or self.last is None:  # this rank has begun none
+            return
         start, mine = self.calls.since(first)
         for sequence, pair in enumerate(zip(mine, theirs[start - first :], strict=False), start):
             if pair[0] != pair[1]:

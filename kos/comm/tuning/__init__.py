@@ -93,7 +93,7 @@ def parse(data: Any, source: str) -> Table:
         routes = {name: tuple(by_size(name, route)) for name, route in data["routes"].items()}
         for name, route in routes.items():
             if wrong := [backend for _, backend in route if backend not in BACKENDS]:
-                raise InvalidArgument(f"{name}: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {wrong[0]!r}")
+                raise InvalidArgument(f"{name}: expected one of {', '.join(BACKENDS)}, got {wrong[0]!r}")
     except InvalidArgument:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
