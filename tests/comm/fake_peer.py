@@ -52,7 +52,7 @@ NAMES = {  # the kernels of a file, all compiled at once
     "all_reduce_direct": ("direct",),
     "all_reduce_specialized": ("specialized",),
     "all_reduce_copies": ("copies",),
-    "compressed": ("encode", "decode", "add_decode", "add_encode", "feed_back"),
+    "compressed": ("encode", "decode", "add_encoded", "feed_back"),
 }  # fmt: skip
 THREADS = {
     "all_reduce_push": 32,

@@ -54,7 +54,7 @@ def check_float8(backend: Any, compress: str) -> Format:
 
 def tile(size: int) -> int:
     """Elements that a warp handles at once; ``size``: contributions to a sum."""
-    return 1024 if size <= 4 else 512
+    return 1024 if size <= 2 else 512
 
 
 def _grid(count: int, size: int) -> int:
@@ -78,7 +78,7 @@ class CompressedOperation:
         }  # fmt: skip
         self._macros, self._reduces = macros, o.reduction is not None
         self.kernels = (self._form.name, *macros.items())
-        sums = {"all_reduce": ["add_encode", "decode"]}.get(o.name, ["add_decode"])
+        sums = ["add_encoded", "decode"] if o.name == "all_reduce" else ["add_encoded"]
         for name in ("encode", *(sums if self._reduces else ["decode"])):
             self._kernel(name)  # compiled and loaded before anything is sent
         self._bound: dict[int, list[Run]] = {}  # the launches in order, by the address of their scratch memory
@@ -123,8 +123,8 @@ class CompressedOperation:
         recvs = [(arrived + r * stride, stride) for r in range(size)]
         runs.append(partial(backend.exchange, self._pieces(out, self._counts), recvs))
         if self._name != "all_reduce":
-            return [*runs, *self._launch("add_decode", self._mine, arrived, stride, self._recv, self._mine)]
-        runs += self._launch("add_encode", self._mine, arrived, stride, own, self._mine)
+            return [*runs, *self._launch("add_encoded", self._mine, arrived, stride, self._recv, self._mine, 0)]
+        runs += self._launch("add_encoded", self._mine, arrived, stride, own, self._mine, 1)
         return [*runs, *self._spread(own, last)]
 
     def _spread(self, own: int, last: int) -> list[Run]:

@@ -55,17 +55,18 @@ struct Share {
         Tile<Encoded> codes[RANKS];
         Tile<Elements> sum;
         load_tile(sum, in + first(rank, i), left(rank, i));
-#pragma unroll
-        for (int r = 0; r < RANKS; r++)
+        UNROLLED(r, RANKS)
             if (r != rank) place(STAGING, rank, r, i).load(codes[r]);
         Tile<Encoded> own;
         encode_tile(own, sum);
-#pragma unroll
-        for (int r = 0; r < RANKS; r++) add_tile(sum, r == rank ? own : codes[r], r);
+        UNROLLED(r, RANKS) {
+            Tile<Encoded> part = codes[r];
+            if (r == rank) part = own;
+            add_tile(sum, part, r);
+        }
         if (spread) {
             encode_tile(own, sum);
-#pragma unroll
-            for (int k = 1; k < RANKS; k++) place(RESULTS, (rank + k) % RANKS, rank, i).store(own);
+            UNROLLED(k, PEERS) place(RESULTS, (rank + 1 + k) % RANKS, rank, i).store(own);
             decode_tile(sum, own);
         }
         store_tile(out + first(rank, i), left(rank, i), sum);

@@ -14,30 +14,36 @@ using i64 = long long;
 #ifdef INT4
 constexpr int BITS = 4, TOP = 7;
 constexpr unsigned LARGEST_SCALE = 0x7e120000;  // the largest bfloat16 whose product with TOP is finite
+using Codes = unsigned;                         // of a thread's elements of a block
 #elif defined(INT8)
 constexpr int BITS = 8, TOP = 127;
 constexpr unsigned LARGEST_SCALE = 0x7c010000;
+using Codes = u64;
 #else
 constexpr int BITS = 8, TOP = 256;
 constexpr unsigned LARGEST_SCALE = 0x7b7f0000;
+using Codes = u64;
 #endif
 constexpr bool FLOATS = TOP == 256;
-constexpr int BLOCK = 64, EACH = 8, LANES = BLOCK / EACH, UNROLL = RANKS > 4 ? 2 : 4;  // with 8 ranks registers are few
+constexpr unsigned ALL = (1u << BITS) - 1;  // of a code's bits
+constexpr unsigned PLUS = FLOATS ? 0x7f : TOP, MINUS = FLOATS ? 0xff : -TOP & ALL, NONE = FLOATS ? 0x80 : ~TOP & ALL;
+constexpr int BLOCK = 64, EACH = 8, LANES = BLOCK / EACH, UNROLL = RANKS > 2 ? 2 : 4;  // by registers
 constexpr int BLOCKS = 32 / LANES * UNROLL, TILE = BLOCKS * BLOCK;  // of a tile: blocks, elements
-constexpr int CODE_BYTES = EACH * BITS / 8, TILE_CODES = TILE * BITS / 8, SCALE_BYTES = 2;
-constexpr unsigned FINITE = 0x7f7fffff;  // the largest finite magnitude
+constexpr int TILE_CODES = TILE * BITS / 8, SCALE_BYTES = 2;
+
+#define UNROLLED(k, n) _Pragma("unroll") for (int k = 0; k < n; k++)
 
 __device__ __forceinline__ unsigned lane_of() { return threadIdx.x % 32; }
-// The block of a tile that this thread's elements u lie in.
+// The block of a tile that this thread's elements u lie in; the first of them.
 __device__ __forceinline__ int block_of(int u) { return u * (32 / LANES) + lane_of() / LANES; }
-// Element k of elements u, from the tile's first.
-__device__ __forceinline__ int element_of(int u, int k) { return (u * 32 + lane_of()) * EACH + k; }
+__device__ __forceinline__ int element_of(int u) { return (u * 32 + lane_of()) * EACH; }
 
 struct Elements {
     float x[EACH];
 };
 struct Encoded {
-    unsigned codes[CODE_BYTES / 4], scale;
+    u64 codes;
+    unsigned scale;
 };
 template <class V> struct Tile {  // what a thread has of it
     V of[UNROLL];
@@ -46,259 +52,197 @@ template <class V> struct Tile {  // what a thread has of it
 // Memory of a tile's elements, of which ``left`` exist.
 __device__ __noinline__ Tile<Elements> load_slowly(const Bits* in, i64 left) {
     Tile<Elements> tile;
-    for (int u = 0; u < UNROLL; u++)
-        for (int k = 0; k < EACH; k++) {
-            const int i = element_of(u, k);
-            tile.of[u].x[k] = i < left ? T::widen(in[i]) : 0;
-        }
+    UNROLLED(u, UNROLL)
+        UNROLLED(k, EACH) tile.of[u].x[k] = element_of(u) + k < left ? T::widen(in[element_of(u) + k]) : 0;
     return tile;
 }
 __device__ __noinline__ void store_slowly(Bits* out, i64 left, Tile<Elements> tile) {
-    for (int u = 0; u < UNROLL; u++)
-        for (int k = 0; k < EACH; k++)
-            if (element_of(u, k) < left) out[element_of(u, k)] = T::narrow(tile.of[u].x[k]);
+    UNROLLED(u, UNROLL)
+        UNROLLED(k, EACH) if (element_of(u) + k < left) out[element_of(u) + k] = T::narrow(tile.of[u].x[k]);
 }
 __device__ __forceinline__ bool is_plain(const Bits* p, i64 left) {
     return left >= TILE && reinterpret_cast<u64>(p) % 16 == 0;
 }
-constexpr int WORDS = EACH * sizeof(Bits) / 4;
+constexpr int PER_LOAD = 16 / sizeof(Bits), LOADS = EACH / PER_LOAD;
 __device__ __forceinline__ void load_tile(Tile<Elements>& tile, const Bits* in, i64 left) {
-    if (is_plain(in, left)) {
-        unsigned w[UNROLL][WORDS];
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-            for (int k = 0; k < WORDS; k += 4) {
-                const uint4 v = reinterpret_cast<const uint4*>(in + element_of(u, 0))[k / 4];
-                w[u][k] = v.x, w[u][k + 1] = v.y, w[u][k + 2] = v.z, w[u][k + 3] = v.w;
-            }
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-            for (int k = 0; k < EACH; k++) tile.of[u].x[k] = T::widen(get<Bits>(w[u], k));
-    } else tile = load_slowly(in, left);
+    if (!is_plain(in, left)) return void(tile = load_slowly(in, left));
+    UNROLLED(u, UNROLL)
+        UNROLLED(h, LOADS) {
+            const uint4 v = reinterpret_cast<const uint4*>(in + element_of(u))[h];
+            const unsigned w[4] = {v.x, v.y, v.z, v.w};
+            UNROLLED(k, PER_LOAD) tile.of[u].x[h * PER_LOAD + k] = T::widen(get<Bits>(w, k));
+        }
 }
 __device__ __forceinline__ void store_tile(Bits* out, i64 left, const Tile<Elements>& tile) {
     if (!is_plain(out, left)) return store_slowly(out, left, tile);
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-        unsigned w[WORDS] = {};
-#pragma unroll
-        for (int k = 0; k < EACH; k++) set<Bits>(w, k, T::narrow(tile.of[u].x[k]));
-#pragma unroll
-        for (int k = 0; k < WORDS; k += 4)
-            reinterpret_cast<uint4*>(out + element_of(u, 0))[k / 4] = make_uint4(w[k], w[k + 1], w[k + 2], w[k + 3]);
-    }
+    UNROLLED(u, UNROLL)
+        UNROLLED(h, LOADS) {
+            unsigned w[4] = {};
+            UNROLLED(k, PER_LOAD) set<Bits>(w, k, T::narrow(tile.of[u].x[h * PER_LOAD + k]));
+            reinterpret_cast<uint4*>(out + element_of(u))[h] = make_uint4(w[0], w[1], w[2], w[3]);
+        }
 }
 
 // A tile in memory that ranks may share: where its codes and its scales lie, and how many blocks exist.
 struct Place {
     u64 codes, scales;
     int blocks;
-    __device__ __forceinline__ u64 codes_of(int u) const { return codes + (u * 32 + lane_of()) * CODE_BYTES; }
+    __device__ __forceinline__ u64 codes_of(int u) const { return codes + (u * 32 + lane_of()) * sizeof(Codes); }
+    __device__ __forceinline__ u64 scale_of(int u) const { return scales + SCALE_BYTES * block_of(u); }
     __device__ __forceinline__ void store(const Tile<Encoded>& tile) const {
+        const int mine = lane_of() % LANES;  // a thread stores one of its scales: a warp all at once
         unsigned scale = 0;
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            const Encoded& e = tile.of[u];
-            if (lane_of() % LANES == u) scale = e.scale;
-            if (block_of(u) >= blocks) continue;
-            if constexpr (BITS == 4) store_element<unsigned>(codes_of(u), e.codes[0]);
-            else store_element<u64>(codes_of(u), e.codes[0] | u64(e.codes[CODE_BYTES / 4 - 1]) << 32);
+        UNROLLED(u, UNROLL) {
+            if (u == mine) scale = tile.of[u].scale;
+            if (block_of(u) < blocks) store_element<Codes>(codes_of(u), Codes(tile.of[u].codes));
         }
-        const int u = lane_of() % LANES;  // all scales of the warp at once
-        if (u < UNROLL && block_of(u) < blocks)
-            store_element<unsigned short>(scales + SCALE_BYTES * block_of(u), (unsigned short)scale);
+        if (mine < UNROLL && block_of(mine) < blocks)
+            store_element<unsigned short>(scale_of(mine), (unsigned short)scale);
     }
     __device__ __forceinline__ void load(Tile<Encoded>& tile) const {
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            Encoded& e = tile.of[u] = {};
-            if (block_of(u) >= blocks) continue;
-            if constexpr (BITS == 4) e.codes[0] = load_element<unsigned>(codes_of(u));
-            else {
-                const u64 both = load_element<u64>(codes_of(u));
-                e.codes[0] = unsigned(both), e.codes[CODE_BYTES / 4 - 1] = unsigned(both >> 32);
-            }
-            e.scale = load_element<unsigned short>(scales + SCALE_BYTES * block_of(u));
+        UNROLLED(u, UNROLL) {
+            const bool some = block_of(u) < blocks;
+            tile.of[u].codes = some ? load_element<Codes>(codes_of(u)) : 0;
+            tile.of[u].scale = some ? load_element<unsigned short>(scale_of(u)) : 0;
         }
     }
 };
 
+__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffff) < 0x7f800000; }
 // The maximum of the threads of a block, NaN if there is one.
 __device__ __forceinline__ float block_maximum(float x) {
-#pragma unroll
-    for (int lane = 1; lane < LANES; lane *= 2) x = max_or_nan(x, __shfl_xor_sync(0xffffffff, x, lane));
+    UNROLLED(i, 3) x = max_or_nan(x, __shfl_xor_sync(0xffffffff, x, 1 << i));
     return x;
 }
-__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7fffffff) <= FINITE; }
 
-// The scale of a block whose largest magnitude is ``quotient`` times as large as the largest code.
-__device__ __forceinline__ float scale_of(float quotient) {
-    const float scale = __uint_as_float(unsigned(to_bfloat16(quotient)) << 16);
+// The scale where the largest magnitude, divided by the largest code, is ``quotient``: the nearest bfloat16 in a range.
+__device__ __forceinline__ float nearest_scale(float quotient) {
+    const unsigned bits = __float_as_uint(quotient);
+    const float scale = __uint_as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
     return fminf(fmaxf(scale, __uint_as_float(0x00800000)), __uint_as_float(LARGEST_SCALE));
 }
-// x / TOP and 1 / scale, rounded to nearest: a remainder corrects what may be off by one.  (Where x / TOP is less than
-// the least scale its last bit does not matter.)
-__device__ __forceinline__ float of_top(float x) {
-    constexpr float inverse = 1.f / TOP;
-    const float y = multiply(x, inverse);
-    return FLOATS ? y : __fmaf_rn(__fmaf_rn(-y, float(TOP), x), inverse, y);
+// x / TOP and 1 / scale, rounded to nearest: the remainder corrects what may be off by one.  (Where x / TOP is less
+// than the least scale its last bit does not matter.)
+__device__ __forceinline__ float by_top(float x) {
+    const float y = multiply(x, 1.f / TOP);
+    return FLOATS ? y : __fmaf_rn(__fmaf_rn(-y, float(TOP), x), 1.f / TOP, y);
 }
 __device__ __forceinline__ float inverse_of(float scale) {
     const float y = approximate_inverse(scale);
     return __fmaf_rn(__fmaf_rn(-scale, y, 1.f), y, y);
 }
-// The low bytes of four words.
-__device__ __forceinline__ unsigned low_bytes(unsigned a, unsigned b, unsigned c, unsigned d) {
-    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
 
+// The element that byte j of word h of codes stands for.  4 bits are taken apart into bytes: low ones, then high ones.
+__device__ __forceinline__ constexpr int of_byte(int h, int j) { return BITS == 8 ? 4 * h + j : 2 * j + h; }
+// The nearest codes, of numbers that are not beyond the largest one.
+__device__ __forceinline__ unsigned to_codes(const float (&q)[4]) {
+    if constexpr (FLOATS) {
+        const unsigned low = halves_to_e4m3(to_halves(q[0], q[1])), high = halves_to_e4m3(to_halves(q[2], q[3]));
+        const unsigned codes = low | high << 16;
+        return codes & (((codes & 0x7f7f7f7f) + 0x7f7f7f7f) | 0x7f7f7f7f);  // -0 becomes 0
+    }
+    unsigned i[4];  // with the nearest integer in the low bits
+    UNROLLED(j, 4) i[j] = __float_as_uint(add(q[j], 12582912.f));
+    return __byte_perm(__byte_perm(i[0], i[1], 0x0040), __byte_perm(i[2], i[3], 0x0040), 0x5410);
+}
+__device__ __forceinline__ Encoded encode_finite(const Elements& e, float quotient) {
+    const float scale = nearest_scale(quotient), inverse = inverse_of(scale);
+    unsigned w[2];
+    UNROLLED(h, 2) {
+        float q[4];
+        UNROLLED(j, 4) q[j] = multiply(e.x[of_byte(h, j)], inverse);
+        w[h] = to_codes(q);
+    }
+    if (BITS == 4) w[0] = (w[0] & 0x0f0f0f0f) | (w[1] << 4 & 0xf0f0f0f0);
+    return {BITS == 4 ? w[0] : w[0] | u64(w[1]) << 32, __float_as_uint(scale) >> 16};
+}
 __device__ __noinline__ Encoded encode_slowly(Elements e) {
+    Elements finite = e;
     float largest = 0, special = 0;
-    for (float x : e.x) {
-        if (is_finite(x)) largest = fmaxf(largest, fabsf(x));
-        else special = 1;
+    UNROLLED(k, EACH) {
+        if (!is_finite(e.x[k])) finite.x[k] = 0, special = 1;
+        largest = fmaxf(largest, fabsf(finite.x[k]));
     }
     largest = block_maximum(largest), special = block_maximum(special);
-    const float levels = float(FLOATS ? TOP : TOP - int(special));
-    const float scale = scale_of(__fdiv_rn(largest, levels)), inverse = __fdiv_rn(1.f, scale);
-    u64 codes = 0;
-    for (int k = 0; k < EACH; k++) {
-        const float x = e.x[k], q = multiply(x, inverse);
-        unsigned code;
-        if (FLOATS) {
-            const unsigned half = to_half(q), magnitude = half & 0x7fff;
-            code = to_e4m3(from_half((unsigned short)half));
-            if (code == 0x80) code = 0;
-            if (magnitude >= 0x7c00) code = magnitude > 0x7c00 ? 0x80 : half == magnitude ? 0x7f : 0xff;
-        } else {
-            code = unsigned(int(fminf(fmaxf(rintf(q), -levels), levels)));
-            if (!is_finite(x)) code = unsigned(x != x ? -TOP - 1 : x > 0 ? TOP : -TOP);
-        }
-        codes |= u64(code & ((1u << BITS) - 1)) << BITS * k;
+    Encoded result = encode_finite(finite, __fdiv_rn(largest, FLOATS ? TOP : TOP - special));
+    UNROLLED(k, EACH) {
+        const float x = e.x[k];
+        if (!is_finite(x)) result.codes |= u64(x != x ? NONE : x > 0 ? PLUS : MINUS) << BITS * k;
     }
-    Encoded result = {{unsigned(codes)}, __float_as_uint(scale) >> 16};
-    if (BITS == 8) result.codes[CODE_BYTES / 4 - 1] = unsigned(codes >> 32);
     if (!FLOATS && special > 0) result.scale |= 0x8000;
-    return result;
-}
-// Of a block without infinities and NaN: no code needs a limit.
-__device__ __forceinline__ Encoded encode_finite(const Elements& e, float largest) {
-    const float scale = scale_of(of_top(largest)), inverse = inverse_of(scale);
-    Encoded result = {{}, __float_as_uint(scale) >> 16};
-    float q[EACH];
-#pragma unroll
-    for (int k = 0; k < EACH; k++) q[k] = multiply(e.x[k], inverse);
-    if constexpr (FLOATS) {
-#pragma unroll
-        for (int h = 0; h < EACH; h += 4) {
-            const unsigned low = halves_to_e4m3(to_halves(q[h], q[h + 1]));
-            const unsigned high = halves_to_e4m3(to_halves(q[h + 2], q[h + 3]));
-            const unsigned codes = low | high << 16;
-            result.codes[h / 4] = codes & (((codes & 0x7f7f7f7f) + 0x7f7f7f7f) | 0x7f7f7f7f);  // -0 becomes 0
-        }
-    } else {
-        unsigned i[EACH];  // with the nearest integer in the low bits: the others do not matter
-#pragma unroll
-        for (int k = 0; k < EACH; k++) i[k] = __float_as_uint(add(q[k], 12582912.f));
-        if constexpr (BITS == 8) {
-            result.codes[0] = low_bytes(i[0], i[1], i[2], i[3]);
-            result.codes[CODE_BYTES / 4 - 1] = low_bytes(i[4], i[5], i[6], i[7]);
-        } else {
-            const unsigned even = low_bytes(i[0], i[2], i[4], i[6]), odd = low_bytes(i[1], i[3], i[5], i[7]);
-            result.codes[0] = (even & 0x0f0f0f0f) | (odd << 4 & 0xf0f0f0f0);
-        }
-    }
     return result;
 }
 // All threads of a warp come here together.
 __device__ __forceinline__ void encode_tile(Tile<Encoded>& to, const Tile<Elements>& tile) {
     float largest[UNROLL], most = 0;
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) {
-        const float(&x)[EACH] = tile.of[u].x;
-        largest[u] = fabsf(x[0]);
-#pragma unroll
-        for (int k = 1; k < EACH; k++) largest[u] = max_or_nan(largest[u], fabsf(x[k]));
+    UNROLLED(u, UNROLL) {
+        largest[u] = 0;
+        UNROLLED(k, EACH) largest[u] = max_or_nan(largest[u], fabsf(tile.of[u].x[k]));
         largest[u] = block_maximum(largest[u]);
         most = max_or_nan(most, largest[u]);
     }
-    const bool finite = !__any_sync(0xffffffff, !is_finite(most));
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-        to.of[u] = finite ? encode_finite(tile.of[u], largest[u]) : encode_slowly(tile.of[u]);
+    if (__any_sync(0xffffffff, !is_finite(most))) {
+        UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
+    } else {
+        UNROLLED(u, UNROLL) to.of[u] = encode_finite(tile.of[u], by_top(largest[u]));
+    }
 }
 
-__device__ __noinline__ Elements decode_slowly(Encoded e) {
-    const float scale = __uint_as_float((e.scale & 0x7fff) << 16);
-    const u64 codes = e.codes[0] | u64(e.codes[CODE_BYTES / 4 - 1]) << 32;
-    Elements result;
-    for (int k = 0; k < EACH; k++) {
-        const unsigned code = unsigned(codes >> BITS * k) & ((1u << BITS) - 1);
-        const int number = int(code << (32 - BITS)) >> (32 - BITS);
-        const float value = FLOATS ? from_half((unsigned short)e4m3_to_halves((unsigned short)code)) : float(number);
-        const bool some = FLOATS || e.scale & 0x8000;  // of the codes are no numbers
-        float& x = result.x[k] = multiply(value, scale);
-        if (some && code == (FLOATS ? 0x7f : TOP)) x = __uint_as_float(0x7f800000);
-        if (some && (FLOATS ? code == 0xff : number == -TOP)) x = __uint_as_float(0xff800000);
-        if (some && (FLOATS ? code == 0x80 : number == -TOP - 1)) x = __uint_as_float(0x7fc00000);
-    }
-    return result;
-}
 // Whether codes stand for infinities or NaN.
 __device__ __forceinline__ bool is_special(const Encoded& e) {
-    if constexpr (!FLOATS) return e.scale & 0x8000;
+    if (!FLOATS) return e.scale & 0x8000;
     unsigned found = 0;
-#pragma unroll
-    for (unsigned c : e.codes) {
-        const unsigned magnitudes = c & 0x7f7f7f7f;
-        found |= (magnitudes + 0x01010101) | (c & ~(magnitudes + 0x7f7f7f7f));  // 0x7f, 0xff or 0x80
+    UNROLLED(h, 2) {
+        const unsigned codes = unsigned(e.codes >> 32 * h), magnitudes = codes & 0x7f7f7f7f;
+        found |= (magnitudes + 0x01010101) | (codes & ~(magnitudes + 0x7f7f7f7f));
     }
     return found & 0x80808080;
 }
-__device__ __forceinline__ void decode_finite(Elements& to, const Encoded& e) {
-    const float scale = __uint_as_float(e.scale << 16);
-    if constexpr (FLOATS) {
-#pragma unroll
-        for (int k = 0; k < EACH; k += 2) {
-            const unsigned pair = e4m3_to_halves((unsigned short)(e.codes[k / 4] >> 8 * (k % 4)));
-            to.x[k] = multiply(from_half((unsigned short)pair), scale);
-            to.x[k + 1] = multiply(from_half((unsigned short)(pair >> 16)), scale);
-        }
-    } else {
-        constexpr int BIAS = 1 << (BITS - 1);
-        unsigned w[2];  // codes and BIAS, in bytes
-        if constexpr (BITS == 8) w[0] = e.codes[0] ^ 0x80808080, w[1] = e.codes[CODE_BYTES / 4 - 1] ^ 0x80808080;
-        else {
-            const unsigned codes = e.codes[0] ^ 0x88888888;
-            w[0] = codes & 0x0f0f0f0f, w[1] = codes >> 4 & 0x0f0f0f0f;
-        }
-#pragma unroll
-        for (int k = 0; k < EACH; k++) {
-            const int word = BITS == 8 ? k / 4 : k % 2, byte = BITS == 8 ? k % 4 : k / 2;
-            const float biased = __uint_as_float(__byte_perm(w[word], 0x4b000000, 0x7440 + byte));  // from 2^23 on
-            to.x[k] = multiply(add(biased, -8388608.f - BIAS), scale);
+// The numbers of four codes in bytes.
+__device__ __forceinline__ void from_codes(float (&x)[4], unsigned codes) {
+    UNROLLED(j, 4) {
+        if constexpr (FLOATS) {
+            const unsigned pair = e4m3_to_halves((unsigned short)(codes >> j / 2 * 16));
+            x[j] = from_half((unsigned short)(pair >> j % 2 * 16));
+        } else {  // codes of a sign bit that was turned, in the low bits of 2^23
+            const unsigned biased = __byte_perm(codes, 0x4b000000, 0x7440 + j);
+            x[j] = add(__uint_as_float(biased), -8388608.f - (1 << (BITS - 1)));
         }
     }
 }
+__device__ __forceinline__ void decode_finite(Elements& to, const Encoded& e) {
+    const u64 codes = FLOATS ? e.codes : BITS == 8 ? e.codes ^ 0x8080808080808080 : e.codes ^ 0x88888888;
+    UNROLLED(h, 2) {
+        float x[4];
+        from_codes(x, BITS == 8 ? unsigned(codes >> 32 * h) : unsigned(codes) >> 4 * h & 0x0f0f0f0f);
+        UNROLLED(j, 4) to.x[of_byte(h, j)] = multiply(x[j], __uint_as_float(e.scale << 16));
+    }
+}
+__device__ __noinline__ Elements decode_slowly(Encoded e) {
+    Elements result;
+    decode_finite(result, {e.codes, e.scale & 0x7fff});
+    UNROLLED(k, EACH) {
+        const unsigned code = unsigned(e.codes >> BITS * k) & ALL;
+        const unsigned bits = code == PLUS ? 0x7f800000 : code == MINUS ? 0xff800000 : code == NONE ? 0x7fc00000 : 0;
+        if (bits && (FLOATS || e.scale & 0x8000)) result.x[k] = __uint_as_float(bits);
+    }
+    return result;
+}
 __device__ __forceinline__ void decode_tile(Tile<Elements>& to, const Tile<Encoded>& tile) {
     bool special = false;
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++) special |= is_special(tile.of[u]);
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-        if (special) to.of[u] = decode_slowly(tile.of[u]);
-        else decode_finite(to.of[u], tile.of[u]);
+    UNROLLED(u, UNROLL) special |= is_special(tile.of[u]);
+    if (special) {
+        UNROLLED(u, UNROLL) to.of[u] = decode_slowly(tile.of[u]);
+    } else {
+        UNROLLED(u, UNROLL) decode_finite(to.of[u], tile.of[u]);
+    }
 }
 // Adds contribution r, or begins with it.
 __device__ __forceinline__ void add_tile(Tile<Elements>& sum, const Tile<Encoded>& tile, int r) {
     Tile<Elements> part;
     decode_tile(part, tile);
-#pragma unroll
-    for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-        for (int k = 0; k < EACH; k++) {
+    UNROLLED(u, UNROLL)
+        UNROLLED(k, EACH) {
             float &x = sum.of[u].x[k], y = part.of[u].x[k];
             x = r ? Op::combine(x, y) : y;
             if (r == RANKS - 1) x = Op::finish(x);

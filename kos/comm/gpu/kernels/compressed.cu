@@ -51,31 +51,21 @@ extern "C" __global__ void decode(unsigned char* in, i64 stride, i64 part, int p
     }
 }
 
-// The sum of tile t of RANKS encoded vectors of ``count`` elements.
-__device__ __forceinline__ void add_all(Tile<Elements>& sum, unsigned t, unsigned char* in, i64 stride, i64 count) {
-#pragma unroll
-    for (int r = 0; r < RANKS; r++) {
-        Tile<Encoded> codes;
-        OfPiece(t, tiles_of(count), in + r * stride, 0, count, count).place.load(codes);
-        add_tile(sum, codes, r);
-    }
-}
-
-extern "C" __global__ void add_decode(unsigned char* in, i64 stride, Bits* out, i64 count) {
-    EACH_TILE(t, tiles_of(count)) {
-        Tile<Elements> sum;
-        add_all(sum, t, in, stride, count);
-        store_tile(out + i64(t) * TILE, count - i64(t) * TILE, sum);
-    }
-}
-
-extern "C" __global__ void add_encode(unsigned char* in, i64 stride, unsigned char* out, i64 count) {
-    EACH_TILE(t, tiles_of(count)) {
+// The sum of RANKS encoded vectors of ``count`` elements, encoded again or not.
+extern "C" __global__ void add_encoded(unsigned char* in, i64 stride, void* out, i64 count, int again) {
+    const unsigned tiles = tiles_of(count);
+    EACH_TILE(t, tiles) {
         Tile<Elements> sum;
         Tile<Encoded> codes;
-        add_all(sum, t, in, stride, count);
-        encode_tile(codes, sum);  // the sum of what is beyond the end is 0, as it was encoded
-        OfPiece(t, tiles_of(count), out, 0, count, count).place.store(codes);
+        UNROLLED(r, RANKS) {
+            OfPiece(t, tiles, in + r * stride, 0, count, count).place.load(codes);
+            add_tile(sum, codes, r);
+        }
+        const OfPiece tile(t, tiles, out, 0, count, count);
+        if (again) {
+            encode_tile(codes, sum);  // the sum of what is beyond the end is 0, as it was encoded
+            tile.place.store(codes);
+        } else store_tile(static_cast<Bits*>(out) + tile.at, tile.left, sum);
     }
 }
 
@@ -87,17 +77,13 @@ extern "C" __global__ void feed_back(Bits* x, Bits* residual, i64 count) {
         Tile<Encoded> codes;
         load_tile(mine, x + at, left);
         load_tile(lost, residual + at, left);
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-            for (int k = 0; k < EACH; k++)
+        UNROLLED(u, UNROLL)
+            UNROLLED(k, EACH)
                 mine.of[u].x[k] = T::widen(T::narrow(add(mine.of[u].x[k], lost.of[u].x[k])));
         encode_tile(codes, mine);
         decode_tile(lost, codes);
-#pragma unroll
-        for (int u = 0; u < UNROLL; u++)
-#pragma unroll
-            for (int k = 0; k < EACH; k++) {
+        UNROLLED(u, UNROLL)
+            UNROLLED(k, EACH) {
                 const float difference = add(mine.of[u].x[k], -lost.of[u].x[k]);
                 lost.of[u].x[k] = is_finite(difference) ? difference : 0;
             }
