@@ -231,6 +231,8 @@ def notes(job: Job) -> list[str]:
         found.append("on more than 2 GPUs no two axes have been run together, see docs/guides/layouts.md")
     if layout.ranks > 8:
         found.append("all ranks are taken to be on one machine")
+    if job.config.dtype == "fp8":
+        found.append("no run in fp8 has confirmed its prediction")
     if "H200" not in job.rates.name:
         found.append("the rates are scaled from those measured on H200")
     return found
