@@ -125,6 +125,12 @@ def test_what_is_refused(ops, arena):
         ops.quantize(x, ops.zeros((24, 16), "float8_e4m3fn"), None, scale, arena)
 
 
+def _largest_of_32(x):
+    """The largest magnitude of each 32 columns of a row."""
+    padded = np.pad(np.abs(x.astype(np.float64)), ((0, 0), (0, -x.shape[1] % 32)))
+    return padded.reshape(len(x), -1, 32).max(2)
+
+
 @pytest.mark.parametrize(("m", "n", "k"), PRODUCTS)
 @pytest.mark.parametrize("kind", ["normal", "outliers", "one sign", "zeros", "denormals"])
 @pytest.mark.parametrize(("of_a", "out"), [
@@ -140,7 +146,11 @@ def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out):
         operands += [rows, scale]
         x[:] = ops.to_host(rows).astype(np.float32) * ops.to_host(scale)
     exact, magnitude = (x.astype(np.float64) @ y.astype(np.float64).T for x, y in ((a64, b64), map(np.abs, (a64, b64))))
-    unit = 2.0**-8 if out == "bfloat16" else 2.0**-13  # of bfloat16's rounding, of Hopper's accumulators
+    # Hopper aligns 32 products at a time to the exponent of the largest, and keeps 14 bits of each (DeepSeek-V3,
+    # arXiv:2412.19437, 3.3.2): beside an outlier the others lose 2**-12 of it each.  Else 2**-13 of the magnitudes.
+    unit, lost = (2.0**-8, 0.0) if out == "bfloat16" else (2.0**-13, 0.0)
+    if kind == "outliers" and out == "float32":
+        lost = 32 * 2.0**-12 * _largest_of_32(a64) @ _largest_of_32(b64).T
     result, more, bias = ops.zeros((m, n), out), rng.normal(size=(m, n)), rng.normal(size=n)
     added, of_bias = _put(ops, more, out), _put(ops, bias, out)
     cases: list[tuple[Any, Any, Any]] = [(None, None, 0.0), (added, None, ops.to_host(added).astype(np.float64))]
@@ -149,11 +159,11 @@ def test_scaled_product(ops, arena, rng, m, n, k, kind, of_a, out):
     for residual, with_bias, plus in cases:
         ops.scaled_product(*operands, result, residual, with_bias, arena)
         error = np.abs(ops.to_host(result).astype(np.float64) - exact - plus)
-        assert (error <= unit * (magnitude + np.abs(plus) + np.abs(exact)) + 1e-37).all()
+        assert (error <= unit * (magnitude + np.abs(plus) + np.abs(exact)) + lost + 1e-37).all()
     ops.copy(added, result)
     ops.scaled_product(*operands, result, result, None, arena)
     error = np.abs(ops.to_host(result).astype(np.float64) - exact - cases[1][2])
-    assert (error <= unit * (magnitude + np.abs(cases[1][2]) + np.abs(exact)) + 1e-37).all()
+    assert (error <= unit * (magnitude + np.abs(cases[1][2]) + np.abs(exact)) + lost + 1e-37).all()
 
 
 def test_a_product_of_what_is_not_finite(ops, arena):
