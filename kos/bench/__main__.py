@@ -219,7 +219,7 @@ class Benchmark:
                 space = spaces[implementation.space] = Space(case, data, self.memory, allocate, slots)
             loop = implementation.loop(case, space.slots[:-1], slots * repeats) if repeats else None
             calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
-            bound = [call for call in calls if call is not None] or [loop] * (loop is not None)
+            bound = [call for call in calls if call is not None] or ([] if loop is None else [loop])
             if bound:
                 runs.append(Run(implementation, space, bound, repeats or 1, loop))
         if self.limits is None and not repeats:
