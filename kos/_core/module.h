@@ -46,7 +46,7 @@ typedef struct {
     char reported;             // whether the program has the outcome
 } State;
 
-enum { COMPLETED = 5 };  // of an entry of the recorder
+enum { NUMBER = 4, COMPLETED };  // of an entry of the recorder
 
 extern PyTypeObject *work_type, *state_type, *operation_type;
 extern PyType_Spec work_spec, state_spec, operation_spec;

@@ -44,11 +44,11 @@ static int state_init(PyObject *self, PyObject *args, PyObject *kwargs) {
 // Whether the core completes now what it has begun, which must be all that this rank has in flight.
 static int completes(State *s) {
     Work *left = (Work *)s->fields[LEFT];
-    PyObject *active = ((Group *)left->group)->objects[ACTIVE], *now;
-    if (PyList_Size(active) != 1 || PyList_GetItem(active, 0) != (PyObject *)s || !spin_only(left)
-        || !(now = nanoseconds()))
+    PyObject *active = ((Group *)left->group)->objects[ACTIVE];
+    if (PyList_Size(active) != 1 || PyList_GetItem(active, 0) != (PyObject *)s || !spin_only(left))
         return 0;
-    PyList_SetItem(s->fields[RECORD], COMPLETED, now);
+    if (PyList_GetItem(s->fields[RECORD], NUMBER) == s->fields[SEQUENCE])  // else it is that of a later call
+        PyList_SetItem(s->fields[RECORD], COMPLETED, nanoseconds());
     set(s, LEFT, NULL);
     return !PyList_SetSlice(active, 0, 1, NULL);
 }

@@ -34,8 +34,9 @@ STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 RING_BYTES = {False: 128 << 20, True: 8 << 30}
 """The most that the slots of a batch take, for host memory and for GPUs."""
 MOST_SLOTS = {False: 16, True: 100}
-BATCH_BYTES, BATCHES = 16 << 20, 11
-"""With ``--arrays``: the most bytes of the calls of a batch, and how many batches there are."""
+ROTATED_BYTES, BATCH_BYTES = 64 << 20, 16 << 20
+BATCHES, LARGE, LARGE_BATCHES = 11, 1 << 20, 7
+"""With ``--arrays``: the most bytes of the arrays, and of the calls of a batch; and how many batches there are."""
 TIMED_BYTES = 512 << 20
 """Larger messages are timed fewer times, until their bytes add up to this."""
 
@@ -173,10 +174,11 @@ class Benchmark:
         """The rows of batches that use some arrays again and again; single calls on the first of ``--arrays`` alone."""
         if mode != "eager" and arrays != self.options.arrays[0]:
             return []
-        slots = max(1, min(arrays, RING_BYTES[False] // (sum(case.largest) * case.dtype.itemsize)))
+        slots = max(1, min(arrays, ROTATED_BYTES // (sum(case.largest) * case.dtype.itemsize)))
         calls = min(self.options.iterations // (1 if mode == "eager" else 4), BATCH_BYTES // case.nbytes)
         runs = [run for run in self._runs(case, slots, max(1, calls // slots)) if mode == "eager" or run.loop is None]
-        samples = measure(self.job, self.timer, runs, mode, BATCHES * slots, slots, self.options.warmup)
+        batches = BATCHES if case.nbytes < LARGE else LARGE_BATCHES
+        samples = measure(self.job, self.timer, runs, mode, batches * slots, slots, self.options.warmup)
         return [
             report.make_row(case, run.name, mode, sample, 0.0, arrays)
             for run, sample in zip(runs, samples, strict=True)
@@ -219,7 +221,7 @@ class Benchmark:
                 space = spaces[implementation.space] = Space(case, data, self.memory, allocate, slots)
             loop = implementation.loop(case, space.slots[:-1], slots * repeats) if repeats else None
             calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
-            bound = [call for call in calls if call is not None] or [loop] * (loop is not None)
+            bound = [call for call in calls if call is not None] or ([] if loop is None else [loop])
             if bound:
                 runs.append(Run(implementation, space, bound, repeats or 1, loop))
         if self.limits is None and not repeats:

@@ -34,8 +34,8 @@ def build(control: Communicator) -> ctypes.CDLL:
         try:
             if compiler is None:
                 raise OSError("no mpicc on the PATH")
-            source, library = Path(__file__).with_name("loop.c"), f"{folder}/loop.so"
-            command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", library]
+            source = Path(__file__).with_name("loop.c")
+            command = [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", f"{folder}/loop.so"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
         except (OSError, subprocess.SubprocessError) as error:
             problem = str(getattr(error, "stderr", "") or error).strip().splitlines()[-1]

@@ -88,6 +88,31 @@ def test_a_message_in_flight_is_cancelled_at_its_timeout(comm: kos.Communicator,
 
 
 @on_each_rank("run")
+def test_a_work_leaves_the_record_of_a_later_call(comm: kos.Communicator, /) -> None:
+    """The recorder keeps 1,024: while a receive is in flight, its entry becomes that of another call."""
+    x, y, peer = np.zeros(4), np.ones(2), 1 - comm.rank
+    for _ in range(3):
+        work = comm.recv(x, peer, async_op=True)
+        comm.send(np.ones(4), peer)
+        work.wait()
+    work = comm.recv(x, peer, async_op=True)
+    for _ in range(20):  # none of these waits, so that nothing advances the receive
+        for _ in range(30):
+            comm.send(y, peer, tag=1)
+        comm.rendezvous.barrier()
+        for _ in range(30):
+            comm.recv(y, peer, tag=1)
+    slot = work.record
+    assert slot is not None and slot[0] is not work.prepared.description
+    completed = slot[-2]
+    comm.rendezvous.barrier()
+    comm.send(np.ones(4), peer)
+    work.wait()
+    assert slot[-2] == completed
+    settle(comm)
+
+
+@on_each_rank("run")
 def test_a_failure_ends_a_work_in_flight(comm: kos.Communicator, /) -> None:
     part, x = comm.duplicate(), np.ones(3)
     for _ in range(3):

@@ -413,7 +413,9 @@ def test_spawn_ends_waits_in_every_group(failing: bool, monkeypatch: pytest.Monk
     assert "not complete after 0.3 s; rank" in str(told[0])
 
 
-@pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
+@pytest.mark.parametrize(
+    "run", [spawn, pytest.param(shared_ranks.run, marks=shared_ranks.needs_core)], ids=["mock", "shared"]
+)
 def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
     def body(comm: kos.Communicator) -> tuple[str, ...]:
         part = comm.split(comm.rank % 1)

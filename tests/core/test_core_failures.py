@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kos._core import native
+from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS
 from tests.core.core_ranks import groups, needs_core, on_processes, on_threads, run_threads, said_by_a_child
 from tests.core.group import CoreError, CoreGroup
 
@@ -299,3 +300,8 @@ def test_the_destructor_of_an_array_may_close_the_group() -> None:
         assert work.done() and errors == [[None]] and a.core.failure() == 0
         with contextlib.suppress(CoreError):  # it may have completed before
             last.done()
+
+
+def test_descriptions_have_the_place_that_the_core_leaves_them() -> None:
+    """Ranks that compare calls without the core need these numbers too."""
+    assert (TEXTS, TEXT_BYTES) == (native.TEXTS, native.TEXT_BYTES)

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kos._core import native
 from kos.comm import timeouts, watchdog
 from kos.comm.backend import UNMADE, Backend, Probe, ends_group
 from kos.comm.control.base import Rendezvous
@@ -28,9 +29,6 @@ from kos.comm.transport import ScheduledCalls, Transport
 from kos.comm.work import Engine, Steps, Work
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.memory import Buffer
-
-AWAITS_READ, AWAITS_MESSAGE = 1, 2
-"""What a message waits for, as in ``core.h``: its receipt by a rank, or one from it."""
 
 
 class HostBackend(Backend):
@@ -213,7 +211,7 @@ class HostBackend(Backend):
     def _in_flight(self, work: Work[Any], rank: int, receives: bool) -> bool:
         """Whether this end of a message is not complete."""
         if work.left is not None:
-            return bool(work.left.missing(rank) & (AWAITS_MESSAGE if receives else AWAITS_READ))
+            return bool(work.left.missing(rank) & (native.AWAITS_MESSAGE if receives else native.AWAITS_READ))
         message = work.operation.message
         tag: int = message.recv_tag if receives else message.tag
         return bool(self.scheduled.messages.in_flight(rank, tag, receives))

@@ -30,8 +30,8 @@ ARRIVED, _, CLOSED, PID, STARTED, WAITS, FAILED_AT, FAILED, QUEUED, CALLED = ran
 the last failure (microseconds), its description's length and checksum, ranks awaited by its GPU, the same of its last
 call's text."""
 
-RING = 1024
-"""Fingerprints kept per rank, as in ``core.h``: calls of a rank that is further ahead are not compared."""
+RING: int = 0 if native is None else native.RING
+"""Fingerprints kept per rank: calls of a rank that is further ahead are not compared."""
 FAILURE_BYTES, CALL_BYTES = 4096, 512
 
 
