@@ -260,10 +260,10 @@ def test_a_host_whose_memory_cannot_be_mapped(no_gpu: None, monkeypatch: pytest.
     """No host then works in phases, and all say why."""
     usual = PeerBackend
 
-    def refuses(rendezvous: Any, *arguments: Any) -> Any:
+    def refuses(rendezvous: Any, *arguments: Any, **options: Any) -> Any:
         if rendezvous.failures.world[0] == 2:
             raise kos.errors.BackendUnavailable("peer: no bytes moved")
-        return usual(rendezvous, *arguments)
+        return usual(rendezvous, *arguments, **options)
 
     monkeypatch.setattr(hierarchical, "PeerBackend", refuses)
 

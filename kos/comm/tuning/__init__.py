@@ -125,11 +125,9 @@ def read(path: Path, gpu: str, link: str, ranks: int, hosts: int = 1) -> Table:
     table = parse(data, str(path))
     alike = table.link == link or UNKNOWN in (table.link, link)
     if (table.gpu, table.ranks, table.hosts) != (gpu, ranks, hosts) or not alike:
-        made_for, here = (
-            f"{each[1]} x {each[0]} ({each[2]})" + f" on {each[3]} hosts" * (each[3] > 1)
-            for each in ((table.gpu, table.ranks, table.link, table.hosts), (gpu, ranks, link, hosts))
-        )
-        raise InvalidArgument(f"measured on {made_for}, but this is {here}")
+        both = (table.gpu, table.ranks, table.link, table.hosts), (gpu, ranks, link, hosts)
+        words = ["{1} x {0} ({2}) on {3} hosts".format(*each).removesuffix(" on 1 hosts") for each in both]
+        raise InvalidArgument(f"measured on {words[0]}, but this is {words[1]}")
     return table
 
 
