@@ -473,6 +473,28 @@ def test_a_rank_that_does_not_come_is_named_on_all(
     assert found == [f"({late},)"] * 3
 
 
+@pytest.mark.parametrize(("dead", "way"), [((4, 5), NAME), ((0, 1), NAME), ((5,), "nccl")], ids=str)
+def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[int, ...], way: str) -> None:
+    def body(rendezvous: Any) -> None:
+        flat = rendezvous.threads.shared("group", lambda: Group(6))
+        comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat)
+        comm.all_reduce(filled(comm, 100))
+        rendezvous.barrier()
+        if rendezvous.rank in dead:
+            return rendezvous.threads.world.end(rendezvous.rank, "it is dead")
+        rest = comm.shrink()
+        x = filled(rest, 100)
+        if way == NAME:
+            assert Ways(rest).of(rest.all_reduce, x, algorithm=NAME) == NAME
+        else:
+            assert "expected hosts with the same number of ranks" in rest.explain()
+            rest.all_reduce(x)
+        assert (x.numpy() == rest.size * (rest.size + 1) / 2).all()
+        rest.close()
+
+    HostRanks((2, 2, 2)).run_bare(body)
+
+
 @pytest.mark.parametrize("ends", [0, 3])
 def test_a_rank_that_ends_is_named_on_all(kernels: None, ends: int) -> None:
     def body(comm: Any) -> str:

@@ -84,11 +84,10 @@ def parse(data: Any, source: str) -> Table:
     try:
         if data["format"] != FORMAT:
             raise InvalidArgument(f"format: expected {FORMAT}, got {data['format']!r}")
-        for name, kind in (("gpu", str), ("link", str), ("ranks", int)):
+        data = {"hosts": 1, **data}
+        for name, kind in (("gpu", str), ("link", str), ("ranks", int), ("hosts", int)):
             if type(data[name]) is not kind:
                 raise InvalidArgument(f"{name}: expected {kind.__name__}, got {data[name]!r}")
-        if type(hosts := data.get("hosts", 1)) is not int:
-            raise InvalidArgument(f"hosts: expected int, got {hosts!r}")
         kernels = Launches.from_json(data["launches"])
         routes = {name: tuple(by_size(name, route)) for name, route in data["routes"].items()}
         for name, route in routes.items():
@@ -98,7 +97,7 @@ def parse(data: Any, source: str) -> Table:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
-    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes, hosts)
+    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes, data["hosts"])
 
 
 # Finding the table.
