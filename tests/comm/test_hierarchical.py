@@ -27,6 +27,7 @@ from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.hierarchical import CARRIED, NAME, HierarchicalBackend
 from kos.comm.gpu.links import NETWORK, network_rate, predicted
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import Route, nothing
@@ -343,6 +344,57 @@ def test_calls_on_other_streams_follow(no_gpu: None, kinds: tuple[str, str], mon
         for stream, kind in zip((5, 6), kinds, strict=True):
             comm.all_reduce(filled(comm, 100), deterministic=kind == "nccl", stream=stream)
         assert (6, 5) in followed
+
+    HostRanks((2, 2)).run(body)
+
+
+def test_calls_of_a_batch_on_other_streams_follow(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends, or begins, on a rail: the end of the one before is recorded by then."""
+    rank = threading.local()
+
+    def noting(name: str, usual: Callable[..., None]) -> Callable[..., None]:
+        def noted(*given: Any) -> None:
+            rank.done = [*getattr(rank, "done", ()), (name, *[each for each in given if type(each) is int])]
+            usual(*given)
+
+        return noted
+
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(FakeNCCL, name, noting(name, getattr(FakeNCCL, name)))
+    for name in ("mark", "follow"):
+        monkeypatch.setattr(Streams, name, noting(name, getattr(Streams, name)))
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x, y = filled(comm, 100), filled(comm, 9)
+        for _ in range(2):  # first the ranks connect
+            rank.done = []
+            with comm.batch():
+                comm.reduce_scatter(x, stream=5)
+                comm.all_gather(y, stream=6)
+        names = [name for name, *_ in rank.done]
+        between = rank.done[names.index("reduce_scatter") : names.index("all_gather")]
+        assert between.index(("mark", 5)) < between.index(("follow", 6, 5, 0)), rank.done
+
+    HostRanks((2, 2)).run(body)
+
+
+def test_first_calls_are_bounded_and_name_the_call(no_gpu: None) -> None:
+    """NCCL connects the ranks of a rail at their first call."""
+
+    def body(gpu: Any) -> None:
+        comm, found = gpu.comm, list[str]()
+        rail = comm.backend.gpus[0].rail
+        usual = rail.bounded
+
+        def bounded(run: Any, timeout: Any, what: str) -> Any:
+            found.append(what)
+            return usual(run, timeout, what)
+
+        rail.bounded = bounded
+        for _ in range(3):
+            comm.all_reduce(filled(comm, 100))
+        assert [text[:20] for text in found] == ["world: all_reduce #0"]
 
     HostRanks((2, 2)).run(body)
 
