@@ -36,7 +36,7 @@ MUTANTS = "tests/comm/schedules/test_schedule_verify.py -k mutants"
 PEER = "tests/comm/test_peer_logic.py"
 KERNELS = "tests/train/test_kernels_on_host.py"
 CONFORMANCE = "tests/comm/test_conformance.py"
-HOST = "kos/comm/host/"
+HOST, PHASES = "kos/comm/host/", "kos/comm/gpu/hierarchical.py"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
 PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
 LAYERS = TRAIN + "layers/"
@@ -65,6 +65,14 @@ MUTATIONS = [
              CONFORMANCE + " -k nan_wins"),
     Mutation("kos/comm/gpu/shared.py", 'self._channel.tell("compare", 0)', "pass",
              "tests/comm/test_gpu_hosts.py -k asks_the_hosts"),
+    Mutation(PHASES, "part is self._rail and reduction.op is", "reduction.op is not",
+             "tests/comm/test_hierarchical.py -k PREMUL_SUM"),
+    Mutation(PHASES, "self._between.enter(frozenset(streams), streams, self.streams)", "pass",
+             "tests/comm/test_hierarchical.py -k follow"),
+    Mutation(PHASES, "        backend.streams.mark(stream)", "", "tests/comm/test_hierarchical.py -k follow"),
+    Mutation(PHASES, "self.node.inspect(o, self._local)", "pass", "tests/comm/test_hierarchical.py -k not_come"),
+    Mutation(PHASES, "options.deterministic or ", "", "tests/comm/test_hierarchical.py -k stays"),
+    Mutation("kos/comm/gpu/links.py", "- within / links", "", "tests/comm/test_hierarchical.py -k prediction"),
     Mutation("kos/comm/failures.py", "self.reported is None or sequence < self.reported[0]", "self.reported is None",
              "tests/comm/test_failures.py -k earliest"),
     Mutation("kos/comm/host/shared/calls.py", "and word & native.WORD_SEQUENCE <= sequence", "",

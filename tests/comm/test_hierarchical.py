@@ -27,6 +27,7 @@ from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.hierarchical import CARRIED, NAME, HierarchicalBackend
 from kos.comm.gpu.links import NETWORK, network_rate, predicted
 from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.order import Streams
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.gpu.peer.launches import DEFAULT
 from kos.comm.gpu.routes import Route, nothing
@@ -260,10 +261,10 @@ def test_a_host_whose_memory_cannot_be_mapped(no_gpu: None, monkeypatch: pytest.
     """No host then works in phases, and all say why."""
     usual = PeerBackend
 
-    def refuses(rendezvous: Any, *arguments: Any) -> Any:
+    def refuses(rendezvous: Any, *arguments: Any, **options: Any) -> Any:
         if rendezvous.failures.world[0] == 2:
             raise kos.errors.BackendUnavailable("peer: no bytes moved")
-        return usual(rendezvous, *arguments)
+        return usual(rendezvous, *arguments, **options)
 
     monkeypatch.setattr(hierarchical, "PeerBackend", refuses)
 
@@ -343,6 +344,57 @@ def test_calls_on_other_streams_follow(no_gpu: None, kinds: tuple[str, str], mon
         for stream, kind in zip((5, 6), kinds, strict=True):
             comm.all_reduce(filled(comm, 100), deterministic=kind == "nccl", stream=stream)
         assert (6, 5) in followed
+
+    HostRanks((2, 2)).run(body)
+
+
+def test_calls_of_a_batch_on_other_streams_follow(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends, or begins, on a rail: the end of the one before is recorded by then."""
+    rank = threading.local()
+
+    def noting(name: str, usual: Callable[..., None]) -> Callable[..., None]:
+        def noted(*given: Any) -> None:
+            rank.done = [*getattr(rank, "done", ()), (name, *[each for each in given if type(each) is int])]
+            usual(*given)
+
+        return noted
+
+    for name in ("reduce_scatter", "all_gather"):
+        monkeypatch.setattr(FakeNCCL, name, noting(name, getattr(FakeNCCL, name)))
+    for name in ("mark", "follow"):
+        monkeypatch.setattr(Streams, name, noting(name, getattr(Streams, name)))
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x, y = filled(comm, 100), filled(comm, 9)
+        for _ in range(2):  # first the ranks connect
+            rank.done = []
+            with comm.batch():
+                comm.reduce_scatter(x, stream=5)
+                comm.all_gather(y, stream=6)
+        names = [name for name, *_ in rank.done]
+        between = rank.done[names.index("reduce_scatter") : names.index("all_gather")]
+        assert between.index(("mark", 5)) < between.index(("follow", 6, 5, 0)), rank.done
+
+    HostRanks((2, 2)).run(body)
+
+
+def test_first_calls_are_bounded_and_name_the_call(no_gpu: None) -> None:
+    """NCCL connects the ranks of a rail at their first call."""
+
+    def body(gpu: Any) -> None:
+        comm, found = gpu.comm, list[str]()
+        rail = comm.backend.gpus[0].rail
+        usual = rail.bounded
+
+        def bounded(run: Any, timeout: Any, what: str) -> Any:
+            found.append(what)
+            return usual(run, timeout, what)
+
+        rail.bounded = bounded
+        for _ in range(3):
+            comm.all_reduce(filled(comm, 100))
+        assert [text[:20] for text in found] == ["world: all_reduce #0"]
 
     HostRanks((2, 2)).run(body)
 
@@ -471,6 +523,28 @@ def test_a_rank_that_does_not_come_is_named_on_all(
     found = run(body)
     del found[late]
     assert found == [f"({late},)"] * 3
+
+
+@pytest.mark.parametrize(("dead", "way"), [((4, 5), NAME), ((0, 1), NAME), ((5,), "nccl")], ids=str)
+def test_survivors_work_in_phases_if_hosts_are_alike(no_gpu: None, dead: tuple[int, ...], way: str) -> None:
+    def body(rendezvous: Any) -> None:
+        flat = rendezvous.threads.shared("group", lambda: Group(6))
+        comm = communicator(rendezvous, HostBackend(rendezvous, ThreadTransport), flat)
+        comm.all_reduce(filled(comm, 100))
+        rendezvous.barrier()
+        if rendezvous.rank in dead:
+            return rendezvous.threads.world.end(rendezvous.rank, "it is dead")
+        rest = comm.shrink()
+        x = filled(rest, 100)
+        if way == NAME:
+            assert Ways(rest).of(rest.all_reduce, x, algorithm=NAME) == NAME
+        else:
+            assert "expected hosts with the same number of ranks" in rest.explain()
+            rest.all_reduce(x)
+        assert (x.numpy() == rest.size * (rest.size + 1) / 2).all()
+        rest.close()
+
+    HostRanks((2, 2, 2)).run_bare(body)
 
 
 @pytest.mark.parametrize("ends", [0, 3])

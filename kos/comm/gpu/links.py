@@ -60,10 +60,8 @@ def predicted(hosts: int, local: int, network: float, links: float) -> dict[str,
     routes: dict[str, Route] = {}
     for name, (ring, phases, within, launches) in of_all.items():
         gain = (ring - phases) / network - within / links
-        route: Route = ((None, "nccl"),)
-        if gain > 0:
-            route = (max(round(launches * LAUNCH / gain), 1), "nccl"), (None, "hierarchical")
-        routes[key(name, False, False, True)] = route
+        limit = max(round(launches * LAUNCH / gain), 1) if gain > 0 else None
+        routes[key(name, False, False, True)] = ((limit, "nccl"), (None, "hierarchical"))[: 1 + (gain > 0)]
     return routes
 
 

@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from kos.comm import timeouts, watchdog
 from kos.comm.backend import Backend, Probe
@@ -76,6 +76,8 @@ class NCCLBackend(DeviceBackend):
 
     name = "nccl"
     marks = 16
+    alone: ClassVar[tuple[type, ...]] = OrderedReduction, CompressedOperation
+    """The launches that no group of NCCL may hold: they launch kernels of kos too."""
 
     def __init__(
         self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: Backend | None = None
@@ -310,18 +312,16 @@ class NCCLBackend(DeviceBackend):
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
         choose = self._movement if o.reduction is None else self._reduction
         launch, how = (self._compressed if o.options.compress else choose)(o)
-        return self.connecting(o, in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None]), how)
-
-    def connecting(self, o: Operation, launch: Run, how: str) -> Route:
-        """The route of ``launch``: NCCL connects ranks at the first call of a kind, which depends on size and peer."""
         buffer, message = o.send or o.recv, o.message
+        launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
+        # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{how} {o.root} {message.dst} {message.src}"
         connected = kind in self._connected
         return launch if connected else _FirstCall(self, o, launch, kind), None, connected
 
     def queue(self, works: Sequence[Work[Any]], stream: int | None) -> None:
         """Launch NCCL's own operations as one group; the others follow one by one."""
-        alone = [work for work in works if isinstance(_innermost(work), self.ones_alone())]
+        alone = [work for work in works if isinstance(_innermost(work), self.alone)]
         together = [work for work in works if work not in alone]
         if len(together) < 2:
             return super().queue(works, stream)
@@ -342,10 +342,6 @@ class NCCLBackend(DeviceBackend):
         else:
             launch()
         super().queue(alone, stream)
-
-    def ones_alone(self) -> tuple[type, ...]:
-        """The launches that no group of NCCL may hold: they launch kernels of kos too."""
-        return OrderedReduction, CompressedOperation
 
     def _compressed(self, o: Operation) -> tuple[Run, str]:
         return CompressedOperation(self, o), o.options.compress

@@ -84,11 +84,10 @@ def parse(data: Any, source: str) -> Table:
     try:
         if data["format"] != FORMAT:
             raise InvalidArgument(f"format: expected {FORMAT}, got {data['format']!r}")
-        for name, kind in (("gpu", str), ("link", str), ("ranks", int)):
+        data = {"hosts": 1, **data}
+        for name, kind in (("gpu", str), ("link", str), ("ranks", int), ("hosts", int)):
             if type(data[name]) is not kind:
                 raise InvalidArgument(f"{name}: expected {kind.__name__}, got {data[name]!r}")
-        if type(hosts := data.get("hosts", 1)) is not int:
-            raise InvalidArgument(f"hosts: expected int, got {hosts!r}")
         kernels = Launches.from_json(data["launches"])
         routes = {name: tuple(by_size(name, route)) for name, route in data["routes"].items()}
         for name, route in routes.items():
@@ -98,7 +97,7 @@ def parse(data: Any, source: str) -> Table:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
-    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes, hosts)
+    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes, data["hosts"])
 
 
 # Finding the table.
@@ -125,11 +124,9 @@ def read(path: Path, gpu: str, link: str, ranks: int, hosts: int = 1) -> Table:
     table = parse(data, str(path))
     alike = table.link == link or UNKNOWN in (table.link, link)
     if (table.gpu, table.ranks, table.hosts) != (gpu, ranks, hosts) or not alike:
-        made_for, here = (
-            f"{each[1]} x {each[0]} ({each[2]})" + f" on {each[3]} hosts" * (each[3] > 1)
-            for each in ((table.gpu, table.ranks, table.link, table.hosts), (gpu, ranks, link, hosts))
-        )
-        raise InvalidArgument(f"measured on {made_for}, but this is {here}")
+        both = (table.gpu, table.ranks, table.link, table.hosts), (gpu, ranks, link, hosts)
+        words = ["{1} x {0} ({2}) on {3} hosts".format(*each).removesuffix(" on 1 hosts") for each in both]
+        raise InvalidArgument(f"measured on {words[0]}, but this is {words[1]}")
     return table
 
 

@@ -1,0 +1,134 @@
+"""Collectives in phases between pretended hosts on GPUs: ``peer`` within them, NCCL over loopback between them.
+
+python -m pytest -m gpu tests/comm/test_hierarchical_gpu.py
+
+Two GPUs are enough for two hosts of two ranks: a rank of each host is on each GPU.  The results are shown, not a speed:
+ranks that share a GPU take turns on it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kos import cuda
+from tests.comm.test_hosts_gpu import START, names_of
+from tests.comm.test_jobs import needs_mpirun
+from tests.comm.test_shared_failures import ULFM, job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(len(cuda.visible_devices()) < 2, reason="needs two GPUs or more"),
+]
+
+PHASES = START + """
+from dataclasses import replace
+from kos.comm.gpu.hierarchical import CARRIED, NAME
+from kos.comm.tuning import key
+part = comm.backend.parts[1]
+print(part.hierarchy, flush=True)
+part.use(replace(part.table, routes={{key(name, False, False, True): ((None, NAME),) for name in CARRIED}}))
+n, me, total = comm.size, comm.rank, comm.size * (comm.size + 1) / 2
+"""
+
+RESULTS = """
+def gathered(x):
+    return comm.all_gather_bytes(x.numpy().tobytes())
+
+for count in (1, 5, 1000, 4096, 1 << 20, (1 << 22) + 3):
+    for turn in range(3):
+        x = filled(count, me + 1.0)
+        assert (comm.all_reduce(x).numpy() == total).all(), count
+        noise = Array.from_numpy(np.random.default_rng(me).standard_normal(count).astype(np.float32), comm.device)
+        reduced = comm.all_reduce(noise)
+        assert len(set(gathered(reduced))) == 1, "ranks have different bits"
+        got = comm.all_gather(filled(count, float(me)))
+        assert (got.numpy().reshape(n, -1) == np.arange(n)[:, None]).all(), count
+        x = Array.from_numpy(np.repeat(np.arange(n, dtype=np.float32) + 1, count), comm.device)
+        assert (comm.reduce_scatter(x).numpy() == n * (me + 1)).all(), count
+        assert (comm.all_to_all(x).numpy().reshape(n, -1) == me + 1).all(), count
+        for root in range(n):
+            assert (comm.broadcast(filled(count, me), root=root).numpy() == root).all(), (count, root)
+
+stream = kos.cuda.create_stream(comm.device)
+x, y = filled(1 << 16), filled(1000)
+for each in (x, y):
+    comm.all_reduce(each, stream=stream)  # connects ranks, loads kernels
+comm.synchronize()
+with kos.cuda.capture(stream) as graph:
+    for _ in range(5):
+        comm.all_reduce(x, stream=stream)
+        comm.all_reduce(y, stream=stream, deterministic=True)
+for turn in range(3):
+    for each in (x, y):
+        each.copy_from(np.full(each.size, me + 1, np.float32))
+    kos.cuda.driver.synchronize(comm.device)
+    graph.replay(stream)
+    comm.synchronize()
+    kos.cuda.driver.synchronize(comm.device)
+    assert (x.numpy() == total * n ** 4).all() and (y.numpy() == total * n ** 4).all(), turn
+graph.close()
+
+streams = [kos.cuda.create_stream(comm.device) for _ in range(2)]
+for turn in range(20):
+    xs = [filled(1 << 18, me + 1.0) for _ in range(4)]
+    kos.cuda.driver.synchronize(comm.device)
+    works = [comm.all_reduce(x, stream=streams[i % 2], async_op=i == 3, deterministic=i == 2)
+             for i, x in enumerate(xs)]
+    comm.synchronize()
+    assert all((x.numpy() == total).all() for x in xs), turn
+print("done", flush=True)
+comm.close()
+"""
+
+LATE = """
+import time
+comm.all_reduce(filled(1000))
+comm.synchronize()
+if me == n - 1:
+    time.sleep(20)
+else:
+    try:
+        comm.all_reduce(filled(1000), timeout=3)
+        comm.synchronize()
+    except kos.errors.CollectiveTimeout as error:
+        print(error.ranks, flush=True)
+os._exit(0)
+"""
+
+KILLED = """
+comm.all_reduce(filled(1000))
+comm.synchronize()
+if me == n - 1:
+    os.kill(os.getpid(), 9)
+try:
+    while True:
+        comm.all_reduce(filled(1000))
+        comm.synchronize()
+except kos.errors.RankLost as error:
+    print(error.ranks, flush=True)
+os._exit(0)
+"""
+
+
+def hosts() -> list[str]:
+    return names_of((2, 2))
+
+
+@needs_mpirun
+def test_results(tmp_path: Path) -> None:
+    lines = job(tmp_path, 4, PHASES.format(names=hosts(), backend="auto") + RESULTS)
+    assert sorted(lines) == ["2 hosts of 2 ranks"] * 4 + ["done"] * 4
+
+
+@needs_mpirun
+def test_a_late_rank_is_named_on_both_hosts(tmp_path: Path) -> None:
+    lines = job(tmp_path, 4, PHASES.format(names=hosts(), backend="auto") + LATE)
+    assert sorted(lines) == ["(3,)"] * 3 + ["2 hosts of 2 ranks"] * 4
+
+
+@needs_mpirun
+def test_a_killed_rank_is_named_on_both_hosts(tmp_path: Path) -> None:
+    lines = job(tmp_path, 4, PHASES.format(names=hosts(), backend="auto") + KILLED, *ULFM)
+    assert sorted(lines) == ["(3,)"] * 3 + ["2 hosts of 2 ranks"] * 4
