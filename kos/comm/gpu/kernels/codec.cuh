@@ -41,16 +41,10 @@ __device__ __forceinline__ int element_of(int u) { return (u * 32 + lane_of()) *
 
 __device__ __forceinline__ unsigned short short_of(unsigned w, int k) { return (unsigned short)(w >> 16 * k); }
 
-struct Elements {
-    float x[EACH];
-};
-struct Encoded {
-    u64 codes;
-    unsigned scale;
-};
-template <class V> struct Tile {  // what a thread has of it
-    V of[UNROLL];
-};
+// What a thread has of a tile: elements, or codes and scale, of UNROLL blocks.
+struct Elements { float x[EACH]; };
+struct Encoded { u64 codes; unsigned scale; };
+template <class V> struct Tile { V of[UNROLL]; };
 
 // Memory of a tile's elements, of which ``left`` exist.
 __device__ __noinline__ Tile<Elements> load_slowly(const Bits* in, i64 left) {
