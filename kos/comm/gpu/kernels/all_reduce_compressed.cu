@@ -9,7 +9,7 @@
 //
 // Each pair of ranks has two monotonic counters: "pushed" (a batch is complete in staging) and "added" (its sum is
 // complete in the results).  Both memories have SLOTS slots.  A batch is pushed when the one SLOTS before it was added.
-// The results need no counter: a rank writes the sum of batch g when all have added g - 2, hence have decoded g - 4.
+// The results need no counter: a rank writes the sum of batch g when all have added g - 1, hence have decoded g - 3.
 //
 // In place, this rank has read what it overwrites: a batch is added only after all have pushed it.  A barrier at the
 // end ensures that all have read what is here.
@@ -22,10 +22,10 @@ enum Area { STAGING, RESULTS };
 struct Share {
     const Bits* in;
     Bits* out;
-    i64 count, part;       // elements: of all parts, of each part but for the last ones
-    u64 staging;           // offset in the slabs
-    unsigned batch, rank;  // batch: tiles
-    unsigned tiles, t, threads;  // of this channel in each part; this thread of so many
+    i64 count, part;  // elements: of all parts, of each part but for the last ones
+    u64 staging;  // offset in the slabs
+    unsigned batch, rank, tiles;  // tiles: of a batch, and of this channel in each part
+    unsigned t, threads;  // this thread of half of the block
     const u64* slabs;
 
     // From tile i of this channel in part r on: elements that exist, and the first one.

@@ -38,7 +38,6 @@ __device__ __forceinline__ unsigned lane_of() { return threadIdx.x % 32; }
 // The block of a tile that this thread's elements u lie in; the first of them.
 __device__ __forceinline__ int block_of(int u) { return u * (32 / LANES) + lane_of() / LANES; }
 __device__ __forceinline__ int element_of(int u) { return (u * 32 + lane_of()) * EACH; }
-
 __device__ __forceinline__ unsigned short short_of(unsigned w, int k) { return (unsigned short)(w >> 16 * k); }
 
 // What a thread has of a tile: elements, or codes and scale, of UNROLL blocks.
@@ -113,16 +112,14 @@ __device__ __forceinline__ float block_maximum(float x) {
     return x;
 }
 
-// Quotients and inverses are rounded to nearest: a remainder corrects what may be off by one.  (Where a quotient is
-// less than the least scale, its last bit does not matter.)
-
 // The element that byte j of word h of codes stands for.  4 bits are taken apart into bytes: low ones, then high ones.
 __device__ __forceinline__ constexpr int of_byte(int h, int j) { return BITS == 8 ? 4 * h + j : 2 * j + h; }
-// Of numbers alone, whose largest magnitude divided by the largest code is ``quotient``.
+// Of a block of numbers alone, whose largest magnitude divided by the largest code is ``quotient``.
 __device__ __forceinline__ Encoded encode_finite(const Elements& e, float quotient) {
     const unsigned bits = __float_as_uint(quotient);
     const float near = __uint_as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);  // the nearest bfloat16
     const float scale = fminf(fmaxf(near, __uint_as_float(0x00800000)), __uint_as_float(LARGEST_SCALE));
+    // To nearest, as the quotient in encode_tile is: a remainder corrects what may be off by one.
     const float about = approximate_inverse(scale), inverse = __fmaf_rn(__fmaf_rn(-scale, about, 1.f), about, about);
     unsigned w[2];
     UNROLLED(h, 2) {
@@ -168,7 +165,7 @@ __device__ __forceinline__ Tile<Encoded> encode_tile(const Tile<Elements>& tile)
     if (__any_sync(0xffffffff, !is_finite(most))) UNROLLED(u, UNROLL) to.of[u] = encode_slowly(tile.of[u]);
     else
         UNROLLED(u, UNROLL) {
-            float quotient = multiply(largest[u], 1.f / TOP);
+            float quotient = multiply(largest[u], 1.f / TOP);  // less than the least scale its last bit may be wrong
             if (!FLOATS) quotient = __fmaf_rn(__fmaf_rn(-quotient, float(TOP), largest[u]), 1.f / TOP, quotient);
             to.of[u] = encode_finite(tile.of[u], quotient);
         }
